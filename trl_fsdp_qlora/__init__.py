@@ -1,0 +1,31 @@
+"""GRPO and its cheaper relatives on one node, with TRL's interface.
+
+`from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer` is the whole change to a TRL script. Names are
+imported when first used, so `import trl_fsdp_qlora` costs neither torch nor any optional package.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "EfficientGRPOConfig": "grpo.config",
+    "EfficientGRPOTrainer": "grpo.trainer",
+}
+
+__all__ = ["EfficientGRPOConfig", "EfficientGRPOTrainer", "__version__"]
+
+if TYPE_CHECKING:
+    from .grpo.config import EfficientGRPOConfig
+    from .grpo.trainer import EfficientGRPOTrainer
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

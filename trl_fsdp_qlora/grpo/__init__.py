@@ -1,0 +1,1 @@
+"""The drop-in GRPO trainer: TRL's numbers, computed in another way."""

@@ -1,0 +1,47 @@
+"""Keeping the completions of one prompt together."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
+    """A random order of `batch_size` rows in which whole groups move and rows inside a group keep their order.
+
+    Draws exactly one `torch.randperm(batch_size)` from the global generator, which is what TRL's shuffle draws, so a
+    run with the same seed generates the same completions as stock TRL. A group that this rank holds only in part
+    (`batch_size` no multiple of `group_size`) stays at the end of the slice where it stood.
+
+    Args:
+        batch_size: rows on this rank.
+        group_size: completions a prompt.
+        rank_offset: index of this rank's first row in the global batch.
+
+    Returns:
+        `LongTensor` of shape `(batch_size,)`.
+    """
+    draw = torch.randperm(batch_size)
+    head = min(-rank_offset % group_size, batch_size)
+    whole = (batch_size - head) // group_size
+    if whole == 0:
+        return torch.arange(batch_size)
+    tail = head + whole * group_size
+    starts = torch.arange(head, tail, group_size)
+    order = starts[draw[starts].argsort()]
+    middle = (order.unsqueeze(1) + torch.arange(group_size)).flatten()
+    return torch.cat([torch.arange(head), middle, torch.arange(tail, batch_size)])
+
+
+def shuffle_groups(
+    batch: dict[str, torch.Tensor | Sequence | None], group_size: int, rank_offset: int = 0
+) -> dict[str, torch.Tensor | Sequence | None]:
+    """Shuffle whole groups of a generation batch; scalars and `None` pass through. See [`group_permutation`]."""
+    rows = len(batch["prompt_ids"])
+    order = group_permutation(rows, group_size, rank_offset)
+
+    def permute(value):
+        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+            return value
+        return value[order.to(value.device)] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+    return {key: permute(value) for key, value in batch.items()}

@@ -1,0 +1,105 @@
+"""Per-token log-probabilities of selected positions, without the logits.
+
+`add_scoring_head` hangs on a causal language model's forward the way TRL's `add_fused_lm_head` does, so that the root
+(DDP, FSDP, PEFT) is still what is called:
+
+    model(input_ids=..., position_ids=..., score_index_N=..., score_targets_N=...)
+
+runs the backbone once and projects exactly the N named positions, on every device.
+"""
+
+import functools
+import types
+from contextlib import nullcontext
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from .trl_seams import ChunkedLogProbFunction, FusedCausalLMOutput, maybe_gather_lm_head_ctx
+
+VOCABULARY_TILE = 8192
+
+
+def logit_transform(config) -> tuple[float, float | None]:
+    """Scale and softcap that a model applies to its logits, as `(logit_scale, softcap or None)`.
+
+    The names differ by family; the list is that of `trl.trainer.utils.add_fused_lm_head`.
+    """
+    text_config = config.get_text_config()
+    softcap = getattr(text_config, "final_logit_softcapping", None)
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale = getattr(text_config, name, None)
+        if scale is not None:
+            return scale, softcap
+    scale = getattr(text_config, "logits_scaling", None)
+    if scale is not None:
+        return (scale if text_config.model_type == "hyperclovax" else 1 / scale), softcap
+    return 1.0, softcap
+
+
+def add_scoring_head(model: PreTrainedModel, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False) -> None:
+    """Let `model(..., score_index_N=..., score_targets_N=...)` score N positions instead of returning logits.
+
+    The call takes the backbone's own arguments plus
+
+    - `score_index_N` (`LongTensor`, `(N,)`): positions in the flattened `(rows * length)` hidden states; position i
+      predicts `score_targets_N[i]`;
+    - `score_targets_N` (`LongTensor`, `(N,)`): token ids to score;
+
+    and returns TRL's `FusedCausalLMOutput` whose `log_probs` and `entropy` (nats) are float32 of shape `(N,)`, and
+    whose `aux_loss` is set where router logits were asked for. Without them the forward is the one it was before.
+    N = 0 gives empty outputs that are still connected to the model, so that every rank can call `backward`.
+
+    Args:
+        model: causal language model, before PEFT, DDP or FSDP wrap it.
+        temperature: the logits are divided by it.
+        cast_lm_head_to_fp32: project in float32, outside autocast.
+    """
+    original_forward = model.forward
+    logit_scale, softcap = logit_transform(model.config)
+    text_config = model.config.get_text_config()
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, score_index_N=None, score_targets_N=None, **kwargs):
+        if score_index_N is None:
+            return original_forward(*args, **kwargs)
+        kwargs["use_cache"] = False
+        outputs = self.base_model(*args, **kwargs)
+        hidden_ND = outputs.last_hidden_state.flatten(0, 1)[score_index_N]
+        head = self.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
+        # FSDP2 keeps parameters as DTensors; the backbone's output is an ordinary tensor.
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+            bias = None if bias is None else bias.full_tensor()
+        hidden_ND = hidden_ND.to(weight.device)
+        autocast = nullcontext()
+        if cast_lm_head_to_fp32:
+            hidden_ND = hidden_ND.float()
+            autocast = torch.autocast(hidden_ND.device.type, enabled=False)
+        with autocast, maybe_gather_lm_head_ctx(weight, bias):
+            log_probs_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
+                hidden_ND,
+                weight,
+                bias,
+                score_targets_N.to(weight.device),
+                temperature,
+                VOCABULARY_TILE,
+                softcap,
+                logit_scale,
+                ("log_probs", "entropy"),
+            )
+        aux_loss = None
+        if kwargs.get("output_router_logits"):
+            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+            aux_loss = load_balancing_loss_func(
+                outputs.router_logits,
+                text_config.num_experts,
+                text_config.num_experts_per_tok,
+                kwargs.get("attention_mask"),
+            )
+        return FusedCausalLMOutput(log_probs=log_probs_N, entropy=entropy_N, aux_loss=aux_loss)
+
+    model.forward = types.MethodType(forward, model)
