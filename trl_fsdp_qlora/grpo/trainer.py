@@ -2,12 +2,13 @@
 
 from trl import GRPOTrainer
 
+from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..trl_seams import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .config import EfficientGRPOConfig
 from .groups import shuffle_groups
 
 
-class EfficientGRPOTrainer(GRPOTrainer):
+class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints."""
 
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]
