@@ -61,7 +61,7 @@ _LINEAR = dict(
 UNSUPPORTED = {
     "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_SHAPE)),
     "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_SHAPE)),
-    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**_SHAPE)),
+    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**{k: v for k, v in _SHAPE.items() if k != "head_dim"})),
     "qwen3_next": lambda: tf.Qwen3NextForCausalLM(
         tf.Qwen3NextConfig(**_SHAPE, **_MOE, **_LINEAR, shared_expert_intermediate_size=24)
     ),

@@ -20,7 +20,9 @@ def batches(draw):
     prompt_lengths = [length for length, size in groups for _ in range(size)]
     completion_lengths = [draw(st.integers(0, completion)) for _ in prompt_lengths]
     ids, mask = make_batch(prompt_lengths, completion_lengths, prompt, completion, seed=draw(st.integers(0, 99)))
-    score = draw(st.none() | st.lists(st.booleans(), min_size=ids[:, prompt:].numel(), max_size=ids[:, prompt:].numel()))
+    score = draw(
+        st.none() | st.lists(st.booleans(), min_size=ids[:, prompt:].numel(), max_size=ids[:, prompt:].numel())
+    )
     if score is not None:
         score = torch.tensor(score).view(len(ids), completion)
     return ids, mask, completion, score

@@ -283,7 +283,7 @@ class PrefixSharing:
         if len(layout.layer_calls) != state.layers:
             raise UnsupportedAttention(
                 f"the prefix-aware attention ran {len(layout.layer_calls)} times in a forward of {state.layers} "
-                "attention layers"
+                "attention layers (its layers drop the keyword, or do not use AttentionInterface)"
             )
         return outputs
 
