@@ -45,11 +45,11 @@ CUDA_POINTS = [
 
 def make_model(args) -> Qwen3ForCausalLM:
     """Random weights in the shape of Qwen3: hidden 256 x 4 layers, or of the 0.6B model on CUDA."""
-    shape = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=2, head_dim=64)
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 64}
     if args.device == "cuda":
-        shape = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)
-        shape |= dict(num_key_value_heads=8, head_dim=128)
+        shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+        shape |= {"num_key_value_heads": 8, "head_dim": 128}
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=args.vocabulary, max_position_embeddings=8192, tie_word_embeddings=True, **shape)
     config.pad_token_id, config.eos_token_id = 0, 1

@@ -8,26 +8,25 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing.attention import no_mask
-from trl_fsdp_qlora.prefix_sharing.layout import pack
 
 VOCABULARY = 67
 PROMPT, COMPLETION = 14, 9
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
-_SHAPE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=2,
-)
-_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Windows shorter than the prompt, so that a window by row distance, or none, is wrong.
 SUPPORTED = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SHAPE)),
@@ -51,13 +50,13 @@ SUPPORTED = {
     "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_SHAPE)),
     "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**_SHAPE)),
 }
-_LINEAR = dict(
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    layer_types=["linear_attention", "full_attention"],
-)
+_LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 UNSUPPORTED = {
     "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_SHAPE)),
     "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_SHAPE)),
@@ -166,20 +165,20 @@ def mean_token(completions, **kwargs):
 
 def make_trainer(cls, model, tmp_path, peft_config=None, **config):
     """A GRPO trainer in fp32 without gradient checkpointing unless told otherwise; groups of 4 in batches of 8."""
-    defaults = dict(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=COMPLETION,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        learning_rate=1e-3,
-    )
+    defaults = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": COMPLETION,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+    }
     trainer = cls(
         model=model,
         reward_funcs=mean_token,

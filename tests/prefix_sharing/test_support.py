@@ -149,7 +149,7 @@ def test_generation_uses_the_models_own_attention():
     model, prepared = build(SUPPORTED["mistral_sliding"]), build(SUPPORTED["mistral_sliding"])
     PrefixSharing().prepare("policy", prepared)
     ids, mask = awkward_batch()
-    options = dict(max_new_tokens=12, do_sample=False)
+    options = {"max_new_tokens": 12, "do_sample": False}
     expected = model.generate(ids[:, :14], attention_mask=mask[:, :14], **options)
     assert torch.equal(prepared.generate(ids[:, :14], attention_mask=mask[:, :14], **options), expected)
 
@@ -163,7 +163,7 @@ def test_saved_config_does_not_name_this_package(tmp_path):
 
 
 def test_score_mask_cuts_work_and_zeros_the_rest():
-    ids, mask = awkward_batch()
+    ids, _mask = awkward_batch()
     score = torch.zeros(len(ids), COMPLETION, dtype=torch.bool)
     score[0, [0, 4]] = True
     score[2, 8] = True  # behind the completion's end: not a token
@@ -177,7 +177,7 @@ def test_score_mask_cuts_work_and_zeros_the_rest():
 
 def test_nothing_to_score_still_reaches_every_parameter():
     model = build(SUPPORTED["qwen3"])
-    ids, mask = awkward_batch()
+    ids, _mask = awkward_batch()
     _, result, _ = run(model, score_mask=torch.zeros(len(ids), COMPLETION, dtype=torch.bool))
     assert result[0].abs().sum() == 0
     result[0].sum().backward()

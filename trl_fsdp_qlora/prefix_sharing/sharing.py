@@ -190,8 +190,7 @@ class PrefixSharing:
     def _check(self, role: str, arguments: tuple, stock: Callable[[], LogProbs]) -> None:
         """Compare one packed pass with the padded one; on a mismatch on any rank, all ranks give the model up."""
         state, model, device = self._states[role], arguments[0], arguments[1].device
-        state.checked = True
-        problem = None
+        problem, compared = None, False
         with without_dropout(model):
             try:
                 result = self._packed(state, *arguments, False, False)
@@ -201,8 +200,11 @@ class PrefixSharing:
         if result is not None:
             with self.autocast():
                 half = torch.is_autocast_enabled(device.type)
-            problem = difference(result[0], expected, torch.get_autocast_dtype(device.type) if half else state.dtype)
-        if _largest_over_ranks([int(problem is not None)], device)[0]:
+            dtype = torch.get_autocast_dtype(device.type) if half else state.dtype
+            problem, compared = difference(result[0], expected, dtype)
+        # A first batch in which nothing is scored decides nothing; ranks decide together.
+        failed, state.checked = map(bool, _largest_over_ranks([int(problem is not None), int(compared)], device))
+        if failed:
             self._give_up(role, problem or "another rank found a difference between packed and padded pass")
 
     def _packed(
