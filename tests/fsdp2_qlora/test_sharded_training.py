@@ -19,6 +19,7 @@ GRPO = {
     "kl": "beta=0.1,evaluate=1",
     "checkpointing": "gradient_checkpointing=1",
     "accumulation": "gradient_accumulation_steps=2",
+    "no_sharing": "sharing=off",
     "bf16": "bf16=1,dtype=bfloat16",
 }
 FLOAT32 = [name for name in GRPO if name != "bf16"]
