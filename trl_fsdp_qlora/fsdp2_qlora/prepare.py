@@ -6,6 +6,7 @@ quantized model under FSDP2 packs the 4-bit layers before `fully_shard` sees the
 
 import functools
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,13 +55,20 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
 
 
 @contextmanager
-def _own_distribution(plugin):
+def _own_settings(plugin, reduce_dtype: torch.dtype):
+    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`."""
+    stock = plugin.cpu_ram_efficient_loading, plugin.mixed_precision_policy
     # Accelerate's rank-0 loading broadcasts every weight whole; distribute.py sends shards.
-    stock, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+    plugin.cpu_ram_efficient_loading = False
+    policy = plugin.mixed_precision_policy
+    if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
+        # Accelerate's own policy also rounds the gradients that are summed over the ranks and every module's output,
+        # log-probabilities among them, to the compute dtype. DDP does neither.
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype, output_dtype=None)
     try:
         yield
     finally:
-        plugin.cpu_ram_efficient_loading = stock
+        plugin.cpu_ram_efficient_loading, plugin.mixed_precision_policy = stock
 
 
 def _has_4bit_layers(model: nn.Module) -> bool:
@@ -90,7 +98,7 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
         source = detach_source(model)
     else:
         pack_model(model)
-    with _own_distribution(plugin):
+    with _own_settings(plugin, adapter_dtype):
         result = stock_prepare(*args, **kwargs)
     if source is not None:
         fill_shards(model, source, device, offload)
