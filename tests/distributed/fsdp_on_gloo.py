@@ -34,7 +34,7 @@ def force_fsdp() -> None:
 
     def init(self, *args, fsdp_plugin=None, **kwargs):
         stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+        if fsdp_plugin is not None and self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             self.distributed_type = DistributedType.FSDP
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("bitsandbytes")
 
-from peft import PeftModel  # noqa: E402
+from peft import PeftModel
 
-from tests.distributed.fsdp_on_gloo import fsdp_environment  # noqa: E402
-from tests.distributed.launch import launch  # noqa: E402
-from tests.fsdp2_qlora import tiny  # noqa: E402
+from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.distributed.launch import launch
+from tests.fsdp2_qlora import tiny
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,7 @@ from tests.distributed.fsdp_on_gloo import force_fsdp
 
 force_fsdp()
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
@@ -23,7 +24,10 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from tests.fsdp2_qlora import tiny  # noqa: E402
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer  # noqa: E402
+from trl_fsdp_qlora.fsdp2_qlora import generation  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter  # noqa: E402
+from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base  # noqa: E402
+from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin  # noqa: E402
 
 
@@ -164,6 +168,109 @@ def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", shari
     return result(trainer, record)
 
 
+def by_name(model_path, out, world_size, double=1, stored="", **options):
+    """GRPO with real generation; rank 0 loads the model by name, or from an already quantized checkpoint."""
+    arguments = common(
+        out,
+        world_size,
+        max_steps=2,
+        num_generations=4,
+        max_completion_length=8,
+        shuffle_dataset=False,
+        gradient_accumulation_steps=2,
+        fsdp_gather=options.get("gather", "auto"),
+        fsdp_keep_gathered=bool(int(options.get("keep", 0))),
+        model_init_kwargs={"dtype": "float32"},
+    )
+    record = Record()
+    trainer = EfficientGRPOTrainer(
+        model=stored or model_path,
+        reward_funcs=reward,
+        args=EfficientGRPOConfig(**arguments),
+        train_dataset=tiny.prompt_data(32),
+        quantization_config=tiny.quantization(double=bool(int(double))),
+        peft_config=tiny.lora(init_lora_weights=False),
+        processing_class=tiny.make_tokenizer(),
+        callbacks=[record],
+    )
+    meta = any(parameter.is_meta for parameter in trainer.model.parameters())
+    as_reference(trainer)
+    trainer.train()
+    gathers = [entry["fsdp/gathers"] for entry in trainer.state.log_history if "fsdp/gathers" in entry]
+    return {**result(trainer, record), "meta": meta, "gathers": gathers}
+
+
+def gather_context(model_path, out, world_size):
+    """Flags and weights around `gathered`, also when the block raises."""
+    trainer = ShardedSFTTrainer(
+        model=tiny.load(model_path),
+        args=SFTConfig(**common(out, world_size, max_steps=1, max_length=32)),
+        train_dataset=tiny.text_data(8),
+        peft_config=tiny.lora(),
+        processing_class=tiny.make_tokenizer(),
+    )
+    trainer.train()
+    model, ids = trainer.model, torch.arange(3, 19).view(1, 16)
+    model.eval()
+    generation.reshard(model)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+    generation.reshard(model)
+    flags, counts = [generation.reshard_flags(model)], {}
+    model.fsdp_traffic.take()
+    with torch.no_grad():
+        model.generate(ids, max_new_tokens=8, do_sample=False)
+    generation.reshard(model)
+    counts["per_layer"] = model.fsdp_traffic.take().gathers
+    with generation.gathered(model), torch.no_grad():
+        inside = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        with generation.gathered(model):  # nested: nothing more to do
+            model.generate(ids, max_new_tokens=8, do_sample=False)
+    counts["once"] = model.fsdp_traffic.take().gathers
+    flags.append(generation.reshard_flags(model))
+    raised = False
+    try:
+        with generation.gathered(model), torch.no_grad():
+            model(input_ids=ids)
+            raise KeyError("as a reward function might")
+    except KeyError:
+        raised = True
+    flags.append(generation.reshard_flags(model))
+    sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with torch.no_grad():
+        after = model(input_ids=ids).logits
+    return {
+        "flags": flags,
+        "inside": inside,
+        "raised": raised,
+        "sharded": sharded,
+        "same_logits": torch.equal(before, after),
+        "gathers": counts,
+        "choices": [generation.choose(model, trainer.accelerator.device, mode) for mode in generation.MODES],
+        "to_gather": generation.bytes_to_gather(model),
+    }
+
+
+def memory(model_path, out, world_size, big=""):
+    """Peak host memory of loading and sharding, above what the process held before."""
+    from accelerate import Accelerator
+    from peft import get_peft_model
+
+    process = psutil.Process()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's high-water mark
+    start = process.memory_info().rss
+    accelerator = Accelerator(cpu=True)
+    shard_quantized_base(accelerator)
+    model = load_quantized_base(big, tiny.quantization(), dtype="bfloat16")
+    model = get_peft_model(model, tiny.lora(target_modules=["q_proj"], r=1))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+    base = model.base_bytes
+    return {"peak": peak - start, "shard": base.quantized_local + base.other_local, "base": base.to_dict()}
+
+
 GRPO_OPTIONS = {
     "beta": float,
     "gradient_checkpointing": lambda value: bool(int(value)),
@@ -171,7 +278,7 @@ GRPO_OPTIONS = {
     "num_iterations": int,
     "loss_type": str,
 }
-SCENARIOS = {"sft": sft, "grpo": grpo}
+SCENARIOS = {function.__name__: function for function in (sft, grpo, by_name, gather_context, memory)}
 
 
 def main(model_path, out, *specifications):

@@ -13,6 +13,8 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .generation import reshard
+
 
 def _is_adapter_weight(model: PeftModel, name: str, parameter: nn.Parameter) -> bool:
     markers = (model.base_model.prefix, "modules_to_save.", "trainable_tokens_")
@@ -42,6 +44,7 @@ def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
         `model.save_pretrained(..., state_dict=...)`; elsewhere an empty dictionary.
     """
     is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    reshard(model)
     gathered = {
         name.replace("._checkpoint_wrapped_module", ""): _full(parameter, is_writer)
         for name, parameter in model.named_parameters()
@@ -58,6 +61,7 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
         FileNotFoundError: an adapter's files are not there.
         ValueError: the saved weights are not those of the model's adapter.
     """
+    reshard(model)
     parameters = {
         name.replace("._checkpoint_wrapped_module", ""): parameter
         for name, parameter in model.named_parameters()

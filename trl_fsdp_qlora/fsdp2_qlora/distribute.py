@@ -30,13 +30,24 @@ def is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def broadcast_trainable(model: nn.Module, device: torch.device) -> None:
-    """Give every rank rank 0's trainable weights (the adapter); they are few, and their initialization is random."""
+def broadcast_trainable(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give every rank rank 0's trainable weights (the adapter) in `dtype`; they are few, and start at random.
+
+    PEFT puts the adapter of an empty model on the meta device; there, and in the optimizers, it is replaced.
+    """
+    new_by_old = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            buffer = parameter.data.to(device) if not parameter.is_meta else torch.empty_like(parameter, device=device)
-            dist.broadcast(buffer, src=0)
-            parameter.data = buffer
+            data = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.data.to(device)
+            data = data.to(dtype)
+            dist.broadcast(data, src=0)
+            new_by_old[id(parameter)] = nn.Parameter(data)
+    _replace(model, new_by_old)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new_by_old.get(id(parameter), parameter) for parameter in group["params"]]
 
 
 def broadcast_buffers(model: nn.Module, device: torch.device) -> None:

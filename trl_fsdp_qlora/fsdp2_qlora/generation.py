@@ -12,7 +12,6 @@ import psutil
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 MODES = ("auto", "once", "per_layer")
 # Of the memory that is free, the share that gathered weights may take: the rest is for the cache and activations.
@@ -30,8 +29,10 @@ def bytes_to_gather(model: nn.Module) -> int:
     for _, state in _groups(model):
         for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                itemsize = (parameter.param_dtype or parameter.orig_dtype).itemsize
-                total += parameter._orig_size.numel() * itemsize
+                dtype = parameter.sharded_param.dtype
+                if dtype.is_floating_point:  # integers, so the packed base, are never cast
+                    dtype = parameter.mp_policy.param_dtype or dtype
+                total += parameter.sharded_param.numel() * dtype.itemsize
     return total
 
 
@@ -75,7 +76,11 @@ def gathered(model: nn.Module) -> Iterator[None]:
     # As the root's first forward would: streams and the units' order are set up lazily.
     groups[0][1]._lazy_init()
     saved = [
-        (state, state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in state._fsdp_param_groups])
+        (
+            state,
+            state._auto_reshard_after_forward,
+            [group.post_forward_mesh_info for group in state._fsdp_param_groups],
+        )
         for _, state in groups
     ]
     model._is_gathered = True
@@ -97,11 +102,27 @@ def gathered(model: nn.Module) -> Iterator[None]:
 def reshard_flags(model: nn.Module) -> list[tuple[bool | None, list[bool]]]:
     """Each unit's reshard settings, in the order of the modules; what [`gathered`] leaves as it was."""
     return [
-        (state._auto_reshard_after_forward, [group.post_forward_mesh_info is not None for group in state._fsdp_param_groups])
+        (
+            state._auto_reshard_after_forward,
+            [group.post_forward_mesh_info is not None for group in state._fsdp_param_groups],
+        )
         for _, state in _groups(model)
     ]
 
 
-def is_sharded_now(model: nn.Module) -> bool:
-    """Whether every weight is in its sharded state at this moment."""
-    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+def reshard(model: nn.Module) -> None:
+    """Put every weight into its sharded state: an evaluation leaves the last unit gathered, in the compute dtype."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
+    """Gather once for all micro-batches of an optimizer step instead of twice for each.
+
+    Call before each micro-batch. The weights are given back after the last one's backward pass. Costs the memory of
+    the whole 4-bit base on every rank.
+    """
+    for module, _ in _groups(model):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(last_micro_batch, recurse=False)

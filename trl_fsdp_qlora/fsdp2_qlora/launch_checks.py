@@ -3,6 +3,7 @@
 Each message names the value, the reason and the line of the accelerate or recipe YAML to change.
 """
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -38,36 +39,48 @@ def check_versions(installed: dict[str, str] | None = None) -> None:
             )
 
 
-def check_launch(accelerator_state, quantization_config=None, peft_config=None) -> None:
-    """Refuse what is known not to work. Cheap; call it before the model is loaded.
+def is_fsdp_launch() -> bool:
+    """Whether `accelerate launch` was given a config with FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def is_fsdp2_launch() -> bool:
+    """Whether the processes of this launch are to share one model by FSDP2."""
+    return is_fsdp_launch() and os.environ.get("FSDP_VERSION") == "2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def check_launch(quantization_config=None, peft_config=None, zero_stage: int | None = None) -> None:
+    """Refuse what is known not to work. Reads the environment that `accelerate launch` made of its config.
 
     Args:
-        accelerator_state: `trainer.accelerator.state` or an `AcceleratorState`; of a plugin that is not there nothing is
-            checked.
         quantization_config: `BitsAndBytesConfig` of the run, or `None`.
         peft_config: `LoraConfig` of the run, or `None`.
+        zero_stage: DeepSpeed's ZeRO stage, or `None` where DeepSpeed is not used.
 
     Raises:
         LaunchError: with the line to change.
     """
-    fsdp = getattr(accelerator_state, "fsdp_plugin", None)
-    deepspeed = getattr(accelerator_state, "deepspeed_plugin", None)
     four_bit = getattr(quantization_config, "load_in_4bit", False)
     eight_bit = getattr(quantization_config, "load_in_8bit", False)
-    if fsdp is not None:
-        _check_fsdp(fsdp, four_bit, eight_bit, peft_config)
-    if deepspeed is not None:
-        _check_deepspeed(deepspeed, four_bit, eight_bit)
-
-
-def _check_fsdp(plugin, four_bit: bool, eight_bit: bool, peft_config) -> None:
     if not (four_bit or eight_bit):
         return
-    if plugin.fsdp_version != 2:
+    if is_fsdp_launch():
+        _check_fsdp(eight_bit, peft_config)
+    if zero_stage == 3:
         raise LaunchError(
-            f"fsdp_version is {plugin.fsdp_version} (1 where the accelerate config does not say): FSDP1 flattens weights "
-            "into one dtype and cannot shard a quantized base beside an adapter. In the accelerate config, under "
-            "fsdp_config, set `fsdp_version: 2`"
+            "zero_stage: 3 with a quantized base: ZeRO-3 does not partition the packed weights, so every rank keeps the "
+            "whole base, and reloading its adapter was never verified. Launch with "
+            "accelerate_configs/fsdp2_qlora.yaml (shards the base), or set `zero_stage: 2` in the accelerate config "
+            "(every rank keeps the base)"
+        )
+
+
+def _check_fsdp(eight_bit: bool, peft_config) -> None:
+    fsdp_version = os.environ.get("FSDP_VERSION", "1")
+    if fsdp_version != "2":
+        raise LaunchError(
+            f"fsdp_version is {fsdp_version} (which is the default): FSDP1 flattens weights into one dtype and cannot "
+            "shard a quantized base beside an adapter. In the accelerate config, under fsdp_config, set `fsdp_version: 2`"
         )
     if eight_bit:
         raise LaunchError(
@@ -75,33 +88,19 @@ def _check_fsdp(plugin, four_bit: bool, eight_bit: bool, peft_config) -> None:
             "`load_in_4bit: true` instead of `load_in_8bit: true`, or launch with accelerate_configs/ddp.yaml"
         )
     check_versions()
-    if plugin.ignored_modules is not None:
+    ignored = os.environ.get("FSDP_IGNORED_MODULES")
+    if ignored:
         raise LaunchError(
-            f"fsdp_ignored_modules is {plugin.ignored_modules!r}: what is ignored is held whole by every rank. Remove "
+            f"fsdp_ignored_modules is {ignored!r}: what is ignored is held whole by every rank. Remove "
             "`fsdp_ignored_modules` from fsdp_config in the accelerate config"
         )
-    if peft_config is None:
-        raise LaunchError(
-            "a 4-bit base without an adapter has nothing to train. In the recipe set `use_peft: true` and "
-            "`lora_target_modules: [all-linear]`"
-        )
-    modules = [*_names(getattr(peft_config, "target_modules", None)), *_names(peft_config.modules_to_save)]
-    heads = sorted({name for name in modules if name.split(".")[-1] in ("lm_head", "embed_tokens", "embed_out")})
+    targets = _names(getattr(peft_config, "target_modules", None))
+    heads = sorted({name for name in targets if name.split(".")[-1] in ("lm_head", "embed_out")})
     if heads:
         raise LaunchError(
-            f"{', '.join(heads)} as LoRA target or trained module: FSDP2 shards it in one unit with frozen weights of "
-            "another dtype, and log-probabilities are taken from the bare head, past its adapter. In the recipe, leave it "
-            "out of `lora_target_modules` and `lora_modules_to_save`; `[all-linear]` does"
-        )
-
-
-def _check_deepspeed(plugin, four_bit: bool, eight_bit: bool) -> None:
-    stage = plugin.deepspeed_config.get("zero_optimization", {}).get("stage", 0)
-    if stage == 3 and (four_bit or eight_bit):
-        raise LaunchError(
-            "zero_stage: 3 with a quantized base: ZeRO-3 does not partition the packed weights, so every rank keeps the "
-            "whole base, and reloading the adapter was never verified. Launch with accelerate_configs/fsdp2_qlora.yaml "
-            "(shards the base), or set `zero_stage: 2` in the accelerate config (every rank keeps the base)"
+            f"{', '.join(heads)} in lora_target_modules: log-probabilities are computed from the head's own weight, past "
+            "its adapter, and FSDP2 shards the head in one unit with frozen weights. In the recipe leave it out of "
+            "`lora_target_modules`; `[all-linear]` does"
         )
 
 

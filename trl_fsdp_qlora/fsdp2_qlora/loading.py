@@ -7,8 +7,13 @@ its shard, and no accelerator ever holds more than its shard.
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
+from transformers.utils import logging
+
+from .launch_checks import is_fsdp2_launch
+
+logger = logging.get_logger(__name__)
 
 
 def load_quantized_base(model_id: str, quantization_config=None, **from_pretrained) -> PreTrainedModel:
@@ -46,7 +51,24 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
         if quantization_config is not None:
             from_pretrained["quantization_config"] = quantization_config
         return AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, device_map={"": "cpu"}, **from_pretrained)
-    return _skeleton(config, quantization_config, stored, dtype, attention)
+    model = _skeleton(config, quantization_config, stored, dtype, attention)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(model_id, revision=from_pretrained.get("revision"))
+    except OSError:
+        logger.info(f"{model_id} has no generation config; the model config's values are used, as on rank 0")
+    return model
+
+
+def load_for_launch(model, quantization_config, model_init_kwargs: dict | None):
+    """What a trainer should go on with: under an FSDP2 launch a 4-bit model given by name is loaded here, by rank 0.
+
+    Returns:
+        `(model, quantization_config)`; unchanged in every other case.
+    """
+    if not (isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False)):
+        return model, quantization_config
+    # TRL's own default dtype, so that the same script gives the same numbers.
+    return load_quantized_base(model, quantization_config, **{"dtype": "float32", **(model_init_kwargs or {})}), None
 
 
 def _skeleton(config, quantization_config, stored, dtype, attention) -> PreTrainedModel:
@@ -66,6 +88,7 @@ def _skeleton(config, quantization_config, stored, dtype, attention) -> PreTrain
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
     model.tie_weights()
+    model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
     model.eval()
     return model

@@ -81,15 +81,14 @@ def _has_4bit_layers(model: nn.Module) -> bool:
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
     from .accounting import check_sharded
+    from .communication import count_traffic
     from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta
     from .packed_linear import pack_model
 
     plugin, device = accelerator.state.fsdp_plugin, accelerator.device
     offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(adapter_dtype)
-    broadcast_trainable(model, device)
+    optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
+    broadcast_trainable(model, optimizers, adapter_dtype, device)
     on_meta = torch.tensor(float(is_meta(model)), device=device)
     dist.all_reduce(on_meta, op=dist.ReduceOp.MAX)
     source = None
@@ -105,6 +104,7 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     measured = check_sharded(model, accelerator.num_processes)
     logger.info(str(measured), main_process_only=False)
     model.base_bytes = measured
+    model.fsdp_traffic = count_traffic(model)
     return result
 
 

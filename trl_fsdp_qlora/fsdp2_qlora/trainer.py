@@ -8,6 +8,7 @@ resumes from them; in every other case it is the trainer it was mixed into.
 """
 
 import os
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
 from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
+from .generation import choose, gathered, keep_gathered
 from .prepare import has_sharded_base, shard_quantized_base, sharded_base_bytes
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ logger = logging.get_logger(__name__)
 class ShardedQLoRAMixin:
     """Mix into a TRL (or transformers) trainer, before it in the bases."""
 
+    _traffic_step = 0
+
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         shard_quantized_base(self.accelerator)
@@ -35,6 +39,36 @@ class ShardedQLoRAMixin:
     def base_bytes(self) -> "BaseBytes | None":
         """Bytes of the base on this rank, measured when the model was prepared; `None` where it is not sharded."""
         return sharded_base_bytes(self.model)
+
+    def training_step(self, model, *args, **kwargs):
+        if getattr(self.args, "fsdp_keep_gathered", False) and has_sharded_base(self.model):
+            keep_gathered(self.model, last_micro_batch=self.accelerator.sync_gradients)
+        return super().training_step(model, *args, **kwargs)
+
+    def log(self, logs, *args, **kwargs):
+        """As in the trainer, with what this rank received and sent per optimizer step since the last training log."""
+        if "loss" in logs and has_sharded_base(self.model):
+            traffic, steps = self.model.fsdp_traffic.take(), self.state.global_step - self._traffic_step
+            self._traffic_step = self.state.global_step
+            logs["fsdp/gathers"] = traffic.gathers / max(steps, 1)
+            logs["fsdp/gathered_mib"] = traffic.gathered_bytes / 2**20 / max(steps, 1)
+            logs["fsdp/reduced_mib"] = traffic.reduced_bytes / 2**20 / max(steps, 1)
+        return super().log(logs, *args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs):
+        # Generation, and the old and reference policies' passes: many forwards, no gradient, the same weights.
+        with self._gathered():
+            return super()._generate_and_score_completions(inputs)
+
+    @contextmanager
+    def _gathered(self):
+        """Hold the whole base while weights do not change, if `args.fsdp_gather` and the free memory say so."""
+        if not has_sharded_base(self.model):
+            yield
+            return
+        mode = choose(self.model, self.accelerator.device, getattr(self.args, "fsdp_gather", "auto"))
+        with gathered(self.model) if mode == "once" else nullcontext():
+            yield
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not has_sharded_base(self.model):

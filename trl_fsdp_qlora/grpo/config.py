@@ -17,6 +17,13 @@ class EfficientGRPOConfig(GRPOConfig):
             How the forward and backward passes treat the prompt that the completions of a group share. `"auto"`
             computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why;
             `"cascade"`, `"two_part"`, `"flex"` insist on one attention backend; `"off"` is stock TRL.
+        fsdp_gather (`str`, *optional*, defaults to `"auto"`):
+            Under FSDP2 with a 4-bit base, how weights come together while completions are generated and scored.
+            `"once"`: the whole base is gathered for the phase; `"per_layer"`: layer by layer in every forward pass, so
+            for every token; `"auto"`: once, where it fits into half of the free memory of every rank.
+        fsdp_keep_gathered (`bool`, *optional*, defaults to `False`):
+            Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step, instead of for
+            each forward and backward. Every rank then holds the whole 4-bit base while it trains.
     """
 
     prefix_sharing: str = field(
@@ -24,6 +31,19 @@ class EfficientGRPOConfig(GRPOConfig):
         metadata={
             "help": "Compute each prompt once and no padding: 'auto' (where exact), 'off' (stock TRL), or an attention "
             "backend by name: 'cascade', 'two_part', 'flex'."
+        },
+    )
+
+    fsdp_gather: str = field(
+        default="auto",
+        metadata={
+            "help": "FSDP2 with a 4-bit base: gather for generation 'once', 'per_layer', or 'auto' (by free memory)."
+        },
+    )
+    fsdp_keep_gathered: bool = field(
+        default=False,
+        metadata={
+            "help": "FSDP2 with a 4-bit base: gather once an optimizer step, not in every forward and backward."
         },
     )
 

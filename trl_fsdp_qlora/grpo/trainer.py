@@ -9,6 +9,8 @@ from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
 from .. import checks
+from ..fsdp2_qlora.launch_checks import check_launch
+from ..fsdp2_qlora.loading import load_for_launch
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..prefix_sharing import PrefixSharing
 from ..publishing.card import CardInfo, adapter_card
@@ -61,6 +63,8 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, ShardedQLoRAMixin, GRP
         if reward_funcs is not None:
             single = not isinstance(reward_funcs, list)
             reward_funcs = [checks.guard_reward(reward) for reward in ([reward_funcs] if single else reward_funcs)]
+        check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
+        model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
         try:
             super().__init__(
                 model=model,
