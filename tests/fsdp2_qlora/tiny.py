@@ -67,6 +67,10 @@ def load(path: str, dtype: torch.dtype = torch.float32, **quantization_options) 
     )
 
 
+def load_whole(path: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
 def lora(**options) -> LoraConfig:
     values = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return LoraConfig(**{**values, **options})

@@ -69,6 +69,12 @@ class Record(TrainerCallback):
         self.gradients.append(step)
 
 
+class Fail(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise RuntimeError("this rank dies in the third step")
+
+
 def common(out, world_size, **overrides):
     values = {
         "output_dir": str(out),
@@ -121,13 +127,13 @@ def as_reference(trainer):
             module.support_avx512bf16_for_cpu = False
 
 
-def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", double=1):
+def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", double=1, quantized=1, fail_on=""):
     arguments = common(out, world_size, max_steps=int(steps), max_length=32)
     if save:
         arguments.update(save_strategy="steps", save_steps=int(save))
     record = Record()
     trainer = ShardedSFTTrainer(
-        model=tiny.load(model_path, double=bool(int(double))),
+        model=tiny.load(model_path, double=bool(int(double))) if int(quantized) else tiny.load_whole(model_path),
         args=SFTConfig(**arguments),
         train_dataset=tiny.text_data(64),
         peft_config=tiny.lora(init_lora_weights=False),
@@ -135,6 +141,8 @@ def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", doubl
         callbacks=[record],
     )
     as_reference(trainer)
+    if fail_on == os.environ.get("RANK", "0"):
+        trainer.add_callback(Fail())
     trainer.train(resume_from_checkpoint=resume or None)
     if final:
         trainer.save_model(final)

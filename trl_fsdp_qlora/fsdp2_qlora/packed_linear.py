@@ -154,6 +154,7 @@ class PackedLinear4bit(Linear4bit):
     """
 
     layout: PackedLayout
+    _unpacked: tuple[int, torch.Tensor, QuantState] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.compute_type_is_set:
@@ -163,9 +164,16 @@ class PackedLinear4bit(Linear4bit):
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        # Views into the gathered parameter: FSDP2 frees and refills that very storage around the backward pass.
-        weight, state = unpack(self.weight.data, self.layout)
+        weight, state = self._views()
         return matmul_4bit(x, weight, bias=bias, quant_state=state).to(input_dtype)
+
+    def _views(self) -> tuple[torch.Tensor, QuantState]:
+        # Views into the gathered parameter. FSDP2 frees and refills that very storage around each use, so views of it
+        # stay good; while they are kept, no other storage can have its identity.
+        storage = self.weight.untyped_storage()._cdata
+        if self._unpacked is None or self._unpacked[0] != storage:
+            self._unpacked = (storage, *unpack(self.weight.data, self.layout))
+        return self._unpacked[1:]
 
 
 def convert_layer(layer: Linear4bit, flat: torch.Tensor, layout: PackedLayout) -> None:
@@ -199,5 +207,6 @@ def pack_model(model: nn.Module) -> dict[str, PackedLayout]:
                     "from_pretrained(..., quantization_config=...) or move it to its device first"
                 )
             convert_layer(layer, *pack(layer))
+        layer._unpacked = None  # views from before would keep the whole weight alive beside the shard
         layouts[name] = layer.layout
     return layouts
