@@ -16,7 +16,7 @@ from tests.tiny import save_tiny_model
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "--dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear",
-    "--num_generations 4 --max_completion_length 5 --gradient_checkpointing false --bf16 false --use_cpu true",
+    "--num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true",
     "--max_steps 5 --learning_rate 1e-2 --accuracy_steps 2 --save_steps 2 --logging_steps 1 --report_to none",
     "--disable_tqdm true --optim sgd --loss_type grpo",
 ]
@@ -65,7 +65,7 @@ def train(folder: Path, config: str, output: str, per_device: int) -> dict:
 
 @pytest.mark.slow
 def test_one_process_leaves_everything_and_is_not_overwritten(folder):
-    record = train(folder, "cpu.yaml", "one", per_device=8)
+    record = train(folder, "cpu.yaml", "one", per_device=32)
     assert record["before"]["n"] == record["after"]["n"] == 6
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
     left = {path.name for path in (folder / "one").iterdir()}
@@ -86,7 +86,7 @@ def test_one_process_leaves_everything_and_is_not_overwritten(folder):
 
 @pytest.mark.slow
 def test_two_processes_train_and_evaluate(folder):
-    record = train(folder, "ddp_cpu.yaml", "two", per_device=4)
+    record = train(folder, "ddp_cpu.yaml", "two", per_device=16)
     assert record["processes"] == 2
     assert record["before"]["n"] == 6
     steps = [entry for entry in record["history"] if "loss" in entry]
