@@ -15,6 +15,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
     RepeatSampler,
+    get_callable_name,
+    is_async_callable,
     maybe_gather_lm_head_ctx,
     shuffle_sequence_dict,
     split_pixel_values_by_grid,
@@ -23,10 +25,13 @@ from trl.trainer.utils import (
 )
 
 __all__ = [
+    "VISION_ARGUMENTS",
     "ChunkedLogProbFunction",
     "FusedCausalLMOutput",
     "RepeatSampler",
     "UnsupportedTRLVersion",
+    "get_callable_name",
+    "is_async_callable",
     "maybe_gather_lm_head_ctx",
     "shuffle_sequence_dict",
     "split_pixel_values_by_grid",
@@ -46,6 +51,7 @@ _VISION = (
     "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
     "mm_token_type_ids image_position_ids"
 )
+VISION_ARGUMENTS = tuple(_VISION.split())
 EXPECTED: dict[str, tuple[Callable, str]] = {
     "GRPOTrainer._prepare_inputs": (GRPOTrainer._prepare_inputs, "self generation_batch"),
     "GRPOTrainer._generate_and_score_completions": (GRPOTrainer._generate_and_score_completions, "self inputs"),
@@ -70,6 +76,8 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
         RepeatSampler.__init__,
         "self data_source mini_repeat_count batch_size repeat_count shuffle seed",
     ),
+    "get_callable_name": (get_callable_name, "func"),
+    "is_async_callable": (is_async_callable, "func"),
     "shuffle_sequence_dict": (shuffle_sequence_dict, "seq_dict"),
     "split_tensor_dict": (split_tensor_dict, "tensor_dict num_chunks"),
     "split_pixel_values_by_grid": (split_pixel_values_by_grid, "batch"),
