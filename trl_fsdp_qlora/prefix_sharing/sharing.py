@@ -14,7 +14,7 @@ from ..logprobs import add_scoring_head
 from .attention import BACKENDS, UnsupportedAttention, install, no_mask
 from .layout import BatchFacts, PackedLayout, UnpackableBatch, pack, read_batch
 from .self_check import difference, without_dropout
-from .support import attention_layers, unsupported_reason
+from .support import attention_layers, position_limit, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class _ModelState:
     """What is known about one model (policy or reference)."""
 
     layers: int = 0
+    position_limit: float = float("inf")
     dtype: torch.dtype = torch.float32
     reason: str | None = None  # why it runs padded
     checked: bool = False  # its first packed pass was compared with the padded one
@@ -108,6 +109,7 @@ class PrefixSharing:
             return self._give_up(role, str(error))
         add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32)
         state.layers = attention_layers(base)
+        state.position_limit = position_limit(base)
         state.dtype = base.get_input_embeddings().weight.dtype
 
     def describe(self, role: str = "policy") -> str:
@@ -215,6 +217,8 @@ class PrefixSharing:
         device = input_ids.device
         problem = None
         try:
+            if width > state.position_limit:
+                raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {state.position_limit}")
             facts = read_batch(input_ids, attention_mask, logits_to_keep, self.score_mask_BC)
         except UnpackableBatch as error:
             problem = str(error)
