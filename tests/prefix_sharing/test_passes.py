@@ -216,6 +216,16 @@ def test_overridden_signature_is_trls():
     assert ours == inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
 
 
+def test_generation_sees_the_models_own_implementation(tmp_path, monkeypatch):
+    """transformers' continuous batching refuses implementations whose name it does not know."""
+    trainer = make_trainer(EfficientGRPOTrainer, build(SUPPORTED["qwen3"]), tmp_path)
+    config, seen = trainer.model.config, []
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: seen.append(config._attn_implementation))
+    trainer._generate([])
+    assert seen == ["sdpa"]
+    assert config._attn_implementation == "prefix_sharing_sdpa"
+
+
 def launch(script: str, port: int, *arguments) -> None:
     """Run a script beside this file in two processes."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]

@@ -155,7 +155,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _generate(self, prompts):
-        with self.clock.phase("generate"):
+        with self.clock.phase("generate"), self.prefix_sharing.set_aside():
             return super()._generate(prompts)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..logprobs import add_scoring_head
-from .attention import BACKENDS, UnsupportedAttention, install, no_mask
+from .attention import BACKENDS, UnsupportedAttention, install, no_mask, set_aside
 from .layout import BatchFacts, PackedLayout, UnpackableBatch, pack, read_batch
 from .self_check import difference, without_dropout
 from .support import attention_layers, position_limit, unsupported_reason
@@ -30,6 +30,7 @@ class PrefixSharingError(ValueError):
 class _ModelState:
     """What is known about one model (policy or reference)."""
 
+    base: PreTrainedModel | None = None  # the causal language model inside all wrappers, once it is prepared
     layers: int = 0
     position_limit: float = float("inf")
     dtype: torch.dtype = torch.float32
@@ -108,6 +109,7 @@ class PrefixSharing:
         except (UnsupportedAttention, ValueError, ImportError) as error:
             return self._give_up(role, str(error))
         add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32)
+        state.base = base
         state.layers = attention_layers(base)
         state.position_limit = position_limit(base)
         state.dtype = base.get_input_embeddings().weight.dtype
@@ -135,6 +137,15 @@ class PrefixSharing:
             yield
         finally:
             self.score_mask_BC = before
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The models' own attention implementations inside, as generation expects them."""
+        with contextlib.ExitStack() as stack:
+            for state in self._states.values():
+                if state.base is not None:
+                    stack.enter_context(set_aside(state.base))
+            yield
 
     def log_probs(
         self,
