@@ -20,6 +20,7 @@ from prefix_sharing.helpers import (
     stock_log_probs,
     with_stock_head,
 )
+
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing
 
 

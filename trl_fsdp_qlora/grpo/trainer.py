@@ -1,34 +1,34 @@
 """`EfficientGRPOTrainer`: `trl.GRPOTrainer`'s interface, with another way of computing the same numbers."""
 
-import contextlib
 import functools
 import inspect
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from accelerate.utils import is_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
-from .. import checkpoints, checks
+from .. import checks
 from ..prefix_sharing import PrefixSharing
 from ..publishing.card import CardInfo, adapter_card
 from ..startup import StartupCallback
-from ..telemetry import PhaseClock, TelemetryCallback, token_counts, waste_metrics
 from ..trl_seams import VISION_ARGUMENTS, split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .config import EfficientGRPOConfig
 from .groups import EpochRepeatSampler, shuffle_groups
+from .resumable import WholeCheckpoints
+from .timed import TimedPhases
 
 
-class EfficientGRPOTrainer(GRPOTrainer):
+class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     What differs is how: a prompt is computed once for all its completions and padding not at all
-    ([`trl_fsdp_qlora.prefix_sharing`]), completions of one prompt stay together when a generation batch is sliced, seconds and bytes of
-    each phase are ordinary metrics ([`trl_fsdp_qlora.telemetry`]), a checkpoint is whole or not taken for one and holds
-    the completions still to be used ([`trl_fsdp_qlora.checkpoints`]), and bad input is told before the first step.
+    ([`trl_fsdp_qlora.prefix_sharing`]), completions of one prompt stay together when a generation batch is sliced,
+    seconds and bytes of each phase are ordinary metrics ([`trl_fsdp_qlora.telemetry`]), a checkpoint is whole or not
+    taken for one and holds the completions still to be used ([`trl_fsdp_qlora.checkpoints`]), and bad input is told
+    before the first step.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, LoRA targets that match nothing.
@@ -86,19 +86,18 @@ class EfficientGRPOTrainer(GRPOTrainer):
             if explained is None:
                 raise
             raise explained from None
-        self.prefix_sharing = PrefixSharing(
-            self.args.prefix_sharing, self.temperature, self.args.cast_lm_head_to_fp32, self.accelerator.autocast
-        )
-        for role, module in (("policy", self.model), ("reference", self.ref_model)):
-            if module is not None:
-                self.prefix_sharing.prepare(role, self.accelerator.unwrap_model(module))
         self.card_info = CardInfo()
-        self.clock = PhaseClock(self.accelerator.device)
-        self._telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
-        self.add_callback(self._telemetry)
+        self._start_clock()
         self.add_callback(StartupCallback(self))
-        if self.use_vllm:
-            self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
+        self.prefix_sharing = PrefixSharing(
+            self.args.prefix_sharing,
+            temperature=self.temperature,
+            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+            autocast=self.accelerator.autocast,
+        )
+        self.prefix_sharing.prepare("policy", self.accelerator.unwrap_model(self.model))
+        if self.ref_model is not None:
+            self.prefix_sharing.prepare("reference", self.accelerator.unwrap_model(self.ref_model))
 
     # --- groups stay whole -------------------------------------------------------------------------------------------
 
@@ -121,113 +120,38 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self._buffered_inputs = [unsplit_pixel_values_by_grid(slice_) for slice_ in slices]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    # --- each prompt once --------------------------------------------------------------------------------------------
+    # --- the packed forward, behind TRL's own signature ------------------------------------------------------------
 
     @functools.wraps(GRPOTrainer._get_per_token_logps_and_entropies)
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = functools.partial(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
         call = inspect.signature(stock.func).bind(model, *args, **kwargs).arguments
         del call["model"]
-        with self._log_probs_phase(model):
+        role = "reference" if model is self.ref_model else "policy"
+        # The policy's own pass is part of forward and backward, or of evaluation; the others are phases themselves.
+        alone = self.model.training and not torch.is_grad_enabled()
+        with self.clock.phase(f"{self._pass_name(model)}_pass") if alone else nullcontext():
             if any(call.pop(name, None) is not None for name in VISION_ARGUMENTS):
                 return stock()
-            role = "reference" if model is self.ref_model else "policy"
             result = self.prefix_sharing.log_probs(role, model, **call, stock=stock)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.prefix_sharing.metrics.items():
             metrics[f"prefix_sharing/{'policy' if torch.is_grad_enabled() else 'no_grad'}/{name}"].append(value)
         return result
 
-    # --- telemetry ---------------------------------------------------------------------------------------------------
-
-    def _log_waste(self, batch):
-        counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
-        self._telemetry.tokens += counts[-1].item()
-        for name, value in waste_metrics(counts).items():
-            self._metrics["train"][name].append(value)
-
-    def training_step(self, model, inputs, num_items_in_batch):
-        with self.clock.phase("forward_backward"):
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    def _generate_and_score_completions(self, inputs):
-        with self.clock.phase("prepare"):
-            return super()._generate_and_score_completions(inputs)
-
     def _generate(self, prompts):
-        with self.clock.phase("generate"), self.prefix_sharing.set_aside():
+        with self.prefix_sharing.set_aside():
             return super()._generate(prompts)
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        with self.clock.phase("reward"):
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-
-    def _log_probs_phase(self, model):
-        if torch.is_grad_enabled() or not self.model.training:  # the policy's own pass, or evaluation
-            return contextlib.nullcontext()
-        return self.clock.phase("reference_pass" if self._is_reference(model) else "old_policy_pass")
-
-    def _is_reference(self, model) -> bool:
-        if model is self.ref_model or not is_peft_model(self.accelerator.unwrap_model(model)):
-            return model is self.ref_model
-        layer = next(m for m in self.accelerator.unwrap_model(model).modules() if isinstance(m, BaseTunerLayer))
-        return layer.disable_adapters or layer.active_adapters == ["ref"]
-
-    def evaluate(self, *args, **kwargs):
-        with self.clock.phase("evaluate"):
-            return super().evaluate(*args, **kwargs)
-
-    # --- starting, saving, resuming ----------------------------------------------------------------------------------
+    # --- what is said about a run ------------------------------------------------------------------------------------
 
     def features(self) -> list[str]:
         """Lines of the start-up block: what is switched on, and what fell back and why."""
         cost = checks.split_group_cost(self.args.per_device_train_batch_size, self.num_generations)
-        return ["whole groups in every micro-batch" if cost is None else cost, self.prefix_sharing.describe()]
-
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
-
-        Raises:
-            trl_fsdp_qlora.checkpoints.CheckpointError: the output folder cannot be written, or there is no whole
-                checkpoint to resume from.
-        """
-        output_dir = self.args.output_dir
-        if self.args.should_save:
-            checkpoints.check_writable(output_dir)
-        resume = checkpoints.resolve_resume(output_dir, resume_from_checkpoint)
-        return super().train(resume, *args, **kwargs)
-
-    def _save_checkpoint(self, model, trial):
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        (folder / checkpoints.MANIFEST).unlink(missing_ok=True)  # a folder that is written anew is not whole
-        # Older checkpoints go only once the new one is whole.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        if not self.args.save_only_model:
-            rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-            checkpoints.save_rollouts(folder, rank, ranks, {"step": self._step, "buffer": self._buffered_inputs})
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            checkpoints.write_manifest(folder)
-            rotate_checkpoints(
-                output_dir=str(folder.parent),
-                save_total_limit=limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-        self.accelerator.wait_for_everyone()
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        state = checkpoints.load_rollouts(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
-        if state is not None:
-            self._step = state["step"]
-            self._buffered_inputs = checkpoints.to_device(state["buffer"], self.accelerator.device)
+        return [
+            self.prefix_sharing.describe(),
+            "whole groups in every micro-batch" if cost is None else cost,
+        ]
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.adapter_card`]; `card_info` fills it in."""
