@@ -10,7 +10,7 @@ from .groups import shuffle_groups
 class EfficientGRPOTrainer(GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints."""
 
-    _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]
+    _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
 
     def __init__(self, model, reward_funcs=None, args: EfficientGRPOConfig | None = None, *positional, **kwargs):
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
