@@ -79,7 +79,7 @@ class LocalScorer:
         """Rewards of R completions by K functions: float32 of shape `(R, K)` on the CPU, NaN where one says `None`.
 
         Raises:
-            ValueError: a function that returned the wrong number of values.
+            trl_fsdp_qlora.checks.RewardError: a function that returned something that is no list of rewards.
         """
         trainer = self.trainer
         prompts = [row["prompt"] for row in rows]
@@ -89,10 +89,8 @@ class LocalScorer:
         kwargs |= {"trainer_state": trainer.state, "log_extra": _ignore, "log_metric": _ignore}
         kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         rewards_RK = torch.zeros(len(rows), len(trainer.reward_funcs))
-        functions = zip(
-            trainer.reward_funcs, trainer.reward_processing_classes, trainer.reward_func_names, strict=True
-        )
-        for k, (function, processing_class, name) in enumerate(functions):
+        functions = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+        for k, (function, processing_class) in enumerate(functions):
             if isinstance(function, nn.Module):
                 rewards_RK[:, k] = self._reward_model(function, processing_class, prompts, completions)
                 continue
@@ -101,11 +99,6 @@ class LocalScorer:
             else:
                 values = function(**kwargs)
             values = [math.nan if value is None else value for value in values]
-            if len(values) != len(rows):
-                raise ValueError(
-                    f"the reward function {name!r} returned {len(values)} rewards for {len(rows)} completions; it has "
-                    f"to return one for each"
-                )
             rewards_RK[:, k] = torch.tensor(values, dtype=torch.float32)
         return rewards_RK
 

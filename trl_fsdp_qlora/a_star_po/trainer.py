@@ -10,6 +10,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import IterableDataset
+from torch import nn
 from transformers import GenerationConfig
 
 from ..grpo.trainer import EfficientGRPOTrainer
@@ -51,7 +52,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         ValueError: tools, environments, a rollout function or a processor with images, which stage 1 cannot sample.
     """
 
-    _tag_names: ClassVar = ["trl", "a-star-po", "trl-fsdp-qlora"]
+    _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
     _name = "A*-PO"
     _paper: ClassVar = {
         "title": "Accelerating RL for LLM Reasoning with Optimal Advantage Regression",
@@ -70,6 +71,10 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = AStarPOConfig(f"{name.rstrip('/').split('/')[-1]}-A-star-PO")
+        if not isinstance(args, AStarPOConfig):
+            raise TypeError(f"AStarPOTrainer needs an AStarPOConfig, got {type(args).__name__}")
+        # Before the parent wraps them: the cache identifies the user's own functions.
+        self._given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.tools or self.environment_factories is not None or self.rollout_func is not None or self._is_vlm:
             raise ValueError(
@@ -139,7 +144,11 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             "generation_kwargs": args.generation_kwargs,
             "eos_token_ids": sorted(self.eos_token_ids),
         }
-        rewards = reward_fingerprint(self.reward_funcs, self.reward_func_names, args.value_reward_version)
+        functions = [
+            loaded if isinstance(loaded, nn.Module) else given
+            for loaded, given in zip(self.reward_funcs, self._given_rewards, strict=True)
+        ]
+        rewards = reward_fingerprint(functions, self.reward_func_names, args.value_reward_version)
         return {"reference": reference, "sampling": sampling, "rewards": rewards}
 
     def _any_rank(self, value: int) -> int:
@@ -224,10 +233,21 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return report
 
     def _fill(self, items: dict[bytes, Item]) -> Report:
-        report = self.stage_one.fill(items, progress=self.accelerator.is_main_process and not self.args.disable_tqdm)
-        self.accelerator.wait_for_everyone()
+        with self.clock.phase("value_sampling"):
+            report = self.stage_one.fill(
+                items, progress=self.accelerator.is_main_process and not self.args.disable_tqdm
+            )
+            self.accelerator.wait_for_everyone()
         self._values |= self.stage_one.values(list(items))
         return report
+
+    def features(self) -> list[str]:
+        plan = self.args.sample_plan
+        counts = " → ".join(map(str, plan.counts))
+        lines = [
+            f"A*-PO, {self.args.objective}: V* = {plan.estimator} of {counts} reference samples, from {self.args.value_cache}"
+        ]
+        return [*lines, *super().features()]
 
     def train(self, *args, **kwargs):
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
@@ -373,7 +393,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             return metrics
         if eval_dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
-        with self._for_generation(self.model_wrapped) as model:
+        with self.clock.phase("evaluate"), self._for_generation(self.model_wrapped) as model:
             metrics = evaluate_rows(
                 list(eval_dataset),
                 self._tokenize_prompts,
