@@ -185,6 +185,10 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
                 "use_adaptive_entropy and multi_objective_aggregation='normalize_then_sum' belong to GRPO's group "
                 "statistics; A*-PO has none, remove them"
             )
+        if self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "vllm_importance_sampling_correction corrects a ratio that A*-PO does not have; set it to False"
+            )
         if self.value_cache is None:
             self.value_cache = default_value_cache()
 

@@ -90,6 +90,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         self._stage_one: StageOne | None = None
         self._values: dict[bytes, float] = {}
         self._stage_one_done = False
+        self._scoring = False
 
     # Stage 1
 
@@ -309,7 +310,12 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         mode = "train" if self.model.training else "eval"
         if mode == "train" and not self._stage_one_done and not isinstance(self.train_dataset, IterableDataset):
             self.estimate_values()
-        output = super()._generate_and_score_completions(inputs)
+        self._scoring = True
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._scoring = False
+        output.pop("old_per_token_logps", None)
         device = self.accelerator.device
         prompt_ids = [
             ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
@@ -336,6 +342,15 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             logged.pop()
         logged.extend(advantage.tolist())
         return output
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        if self._scoring and not self._is_reference(model):
+            # TRL wants the old log-probabilities where a generation batch serves several optimizer steps. They are for
+            # an importance ratio, which A*-PO does not have: save the forward.
+            return torch.zeros(input_ids.size(0), logits_to_keep, device=input_ids.device), None, None
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+        )
 
     def _compute_loss(self, model, inputs):
         mode = "train" if self.model.training else "eval"
