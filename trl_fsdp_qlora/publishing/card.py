@@ -2,7 +2,8 @@
 
 import os
 import platform
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,34 @@ from huggingface_hub import ModelCard, ModelCardData, constants
 TAGS = ["trl", "grpo", "lora", "trl-fsdp-qlora"]
 # What a run sets that says nothing about the result.
 _NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub", "disable_tqdm", "local_rank"}
+
+
+_TEMPLATE = """---
+{metadata}
+---
+
+# {name}
+
+{kind} `{base}`, trained with GRPO by trl-fsdp-qlora, an extension of TRL.
+
+## Quick start
+
+```python
+{quick_start}```
+
+## Results
+
+{results}
+
+## How it was made
+
+{made}
+
+Every setting that differs from its default:
+
+```yaml
+{recipe}```
+"""
 
 
 @dataclass
@@ -71,15 +100,14 @@ def _portable(path: str) -> str:
 
 def changed_arguments(args: Any) -> dict[str, Any]:
     """The fields of a config dataclass that differ from their defaults, as plain values; no paths, no secrets."""
-    from dataclasses import MISSING, fields
-
     changed = {}
     for item in fields(args):
         value = getattr(args, item.name, None)
+        value = value.value if isinstance(value, Enum) else value
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         plain = isinstance(value, (bool, int, float, str, list, type(None)))
         if item.init and plain and value != default and item.name not in _NOT_RECIPE and "token" not in item.name:
-            changed[item.name] = _portable(value) if isinstance(value, str) else value
+            changed[item.name] = _portable(str(value)) if isinstance(value, str) else value
     return changed
 
 
@@ -123,47 +151,46 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
     """
     base = _portable(base_model)
     license_id = info.license or base_model_license(base_model)
-    tags = [tag for tag in TAGS if peft_config is not None or tag != "lora"]
-    if peft_config is not None:
-        tags.append(f"base_model:adapter:{base}")
-    # A folder on this machine is no name that the Hub accepts as a base model or a dataset.
+    is_adapter = peft_config is not None
+    # The Hub takes owner/name or a bare name: of a folder on this machine, only the name.
+    base_id = Path(base).name if Path(base_model).exists() else base
     data = ModelCardData(
-        base_model=base if base.count("/") <= 1 and not Path(base_model).exists() else base.replace("/", "-"),
+        base_model=base_id,
         datasets=None if info.dataset is None else [_portable(info.dataset)],
-        library_name="peft" if peft_config is not None else "transformers",
+        library_name="peft" if is_adapter else "transformers",
         license=license_id or "other",
         pipeline_tag="text-generation",
-        tags=tags,
+        tags=[*TAGS, f"base_model:adapter:{base_id}"] if is_adapter else [tag for tag in TAGS if tag != "lora"],
         model_name=name,
     )
     recipe = changed_arguments(args)
-    if peft_config is not None:
-        lora = {key: getattr(peft_config, key, None) for key in ("r", "lora_alpha", "lora_dropout", "target_modules")}
-        lora["target_modules"] = (
-            sorted(lora["target_modules"]) if isinstance(lora["target_modules"], set) else lora["target_modules"]
+    if is_adapter:
+        targets = getattr(peft_config, "target_modules", None)
+        recipe["lora"] = {
+            "r": getattr(peft_config, "r", None),
+            "lora_alpha": getattr(peft_config, "lora_alpha", None),
+            "lora_dropout": getattr(peft_config, "lora_dropout", None),
+            "target_modules": sorted(targets) if isinstance(targets, set) else targets,
+        }
+    rows = "\n".join(f"| {what} | {value} |" for what, value in info.results.items())
+    made = {
+        "data": info.dataset and f"`{_portable(info.dataset)}`",
+        "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
+        "software": software(),
+        "seed": args.seed,
+        "recipe": info.recipe_file and f"`{_portable(info.recipe_file)}`",
+        "command": info.command and f"`{info.command}`",
+    }
+    adapter = hub_model_id or _portable(str(args.output_dir))
+    return ModelCard(
+        _TEMPLATE.format(
+            metadata=data.to_yaml(),
+            name=name,
+            kind="A LoRA adapter for" if is_adapter else "A model fine-tuned from",
+            base=base,
+            quick_start=quick_start(base, adapter, info.quickstart_prompt, info.max_new_tokens),
+            results=f"| measured | result |\n|---|---|\n{rows}" if rows else "No accuracy was measured in this run.",
+            made="\n".join(f"- {key}: {value}" for key, value in made.items() if value is not None),
+            recipe=yaml.safe_dump(recipe, sort_keys=True),
         )
-        recipe["lora"] = lora
-    results = "\n".join(f"| {what} | {value} |" for what, value in info.results.items())
-    results = f"| measured | result |\n|---|---|\n{results}" if results else "No accuracy was measured in this run."
-    lines = [
-        f"---\n{data.to_yaml()}\n---\n",
-        f"# {name}\n",
-        f"{'A LoRA adapter for' if peft_config is not None else 'A model fine-tuned from'} `{base}`, trained with GRPO "
-        "by [trl-fsdp-qlora](https://pypi.org/project/trl-fsdp-qlora/), an extension of TRL.\n",
-        "## Quick start\n",
-        f"```python\n{quick_start(base if not Path(base_model).exists() else _portable(base_model), hub_model_id or _portable(str(args.output_dir)), info.quickstart_prompt, info.max_new_tokens)}```\n",
-        f"## Results\n\n{results}\n",
-        "## How it was made\n",
-        f"- data: `{_portable(info.dataset)}`" if info.dataset else "- data: not stated",
-        f"- hardware: {hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
-        f"- software: {software()}",
-        f"- seed: {args.seed}",
-    ]
-    if info.recipe_file:
-        lines.append(f"- recipe: `{_portable(info.recipe_file)}`")
-    if info.command:
-        lines.append(f"- command: `{info.command}`")
-    lines.append(
-        f"\nEvery setting that differs from its default:\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=True)}```"
     )
-    return ModelCard("\n".join(lines) + "\n")
