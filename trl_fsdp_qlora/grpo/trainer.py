@@ -1,24 +1,25 @@
 """`EfficientGRPOTrainer`: `trl.GRPOTrainer`'s interface, with another way of computing the same numbers."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from accelerate.utils import is_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
-from .. import checkpoints, checks
+from .. import checks
+from ..prefix_sharing import PrefixSharing
 from ..publishing.card import CardInfo, adapter_card
 from ..startup import StartupCallback
-from ..telemetry import PhaseClock, TelemetryCallback, token_counts, waste_metrics
 from ..trl_seams import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .config import EfficientGRPOConfig
 from .groups import EpochRepeatSampler, shuffle_groups
+from .resumable import WholeCheckpoints
+from .timed import TimedPhases
 
 
-class EfficientGRPOTrainer(GRPOTrainer):
+class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     What differs is how: completions of one prompt stay together when a generation batch is sliced, seconds and bytes of
@@ -82,12 +83,17 @@ class EfficientGRPOTrainer(GRPOTrainer):
                 raise
             raise explained from None
         self.card_info = CardInfo()
-        self.clock = PhaseClock(self.accelerator.device)
-        self._telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
-        self.add_callback(self._telemetry)
+        self._start_clock()
         self.add_callback(StartupCallback(self))
-        if self.use_vllm:
-            self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
+        self.prefix_sharing = PrefixSharing(
+            self.args.prefix_sharing,
+            temperature=self.temperature,
+            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+            autocast=self.accelerator.autocast,
+        )
+        self.prefix_sharing.prepare("policy", self.accelerator.unwrap_model(self.model))
+        if self.ref_model is not None:
+            self.prefix_sharing.prepare("reference", self.accelerator.unwrap_model(self.ref_model))
 
     # --- groups stay whole -------------------------------------------------------------------------------------------
 
@@ -110,97 +116,79 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self._buffered_inputs = [unsplit_pixel_values_by_grid(slice_) for slice_ in slices]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    # --- telemetry ---------------------------------------------------------------------------------------------------
+    # --- the packed forward, behind TRL's own signature ------------------------------------------------------------
 
-    def _log_waste(self, batch):
-        counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
-        self._telemetry.tokens += counts[-1].item()
-        for name, value in waste_metrics(counts).items():
-            self._metrics["train"][name].append(value)
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        compute_aux_loss=False,
+        pixel_values=None,
+        image_grid_thw=None,
+        num_images=None,
+        pixel_attention_mask=None,
+        spatial_shapes=None,
+        num_tiles=None,
+        image_sizes=None,
+        token_type_ids=None,
+        mm_token_type_ids=None,
+        image_position_ids=None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        def stock():
+            return super(EfficientGRPOTrainer, self)._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                compute_aux_loss,
+                pixel_values,
+                image_grid_thw,
+                num_images,
+                pixel_attention_mask,
+                spatial_shapes,
+                num_tiles,
+                image_sizes,
+                token_type_ids,
+                mm_token_type_ids,
+                image_position_ids,
+            )
 
-    def training_step(self, model, inputs, num_items_in_batch):
-        with self.clock.phase("forward_backward"):
-            return super().training_step(model, inputs, num_items_in_batch)
+        # The policy's own pass is part of forward and backward, or of evaluation; the others are phases themselves.
+        alone = self.model.training and not torch.is_grad_enabled()
+        with self.clock.phase(f"{self._pass_name(model)}_pass") if alone else nullcontext():
+            if pixel_values is not None or token_type_ids is not None or mm_token_type_ids is not None:
+                return stock()
+            result = self.prefix_sharing.log_probs(
+                "reference" if model is self.ref_model else "policy",
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                stock=stock,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+            )
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in self.prefix_sharing.metrics.items():
+            metrics[f"prefix_sharing/{'policy' if torch.is_grad_enabled() else 'no_grad'}/{name}"].append(value)
+        return result
 
-    def _generate_and_score_completions(self, inputs):
-        with self.clock.phase("prepare"):
-            return super()._generate_and_score_completions(inputs)
-
-    def _generate(self, prompts):
-        with self.clock.phase("generate"):
-            return super()._generate(prompts)
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        with self.clock.phase("reward"):
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        if torch.is_grad_enabled() or not self.model.training:  # the policy's own pass, or evaluation
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        with self.clock.phase("reference_pass" if self._is_reference(model) else "old_policy_pass"):
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-
-    def _is_reference(self, model) -> bool:
-        if model is self.ref_model or not is_peft_model(self.accelerator.unwrap_model(model)):
-            return model is self.ref_model
-        layer = next(m for m in self.accelerator.unwrap_model(model).modules() if isinstance(m, BaseTunerLayer))
-        return layer.disable_adapters or layer.active_adapters == ["ref"]
-
-    def evaluate(self, *args, **kwargs):
-        with self.clock.phase("evaluate"):
-            return super().evaluate(*args, **kwargs)
-
-    # --- starting, saving, resuming ----------------------------------------------------------------------------------
+    # --- what is said about a run ------------------------------------------------------------------------------------
 
     def features(self) -> list[str]:
         """Lines of the start-up block: what is switched on, and what fell back and why."""
         cost = checks.split_group_cost(self.args.per_device_train_batch_size, self.num_generations)
-        return ["whole groups in every micro-batch" if cost is None else cost]
-
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
-
-        Raises:
-            trl_fsdp_qlora.checkpoints.CheckpointError: the output folder cannot be written, or there is no whole
-                checkpoint to resume from.
-        """
-        output_dir = self.args.output_dir
-        if self.args.should_save:
-            checkpoints.check_writable(output_dir)
-        resume = checkpoints.resolve_resume(output_dir, resume_from_checkpoint)
-        return super().train(resume, *args, **kwargs)
-
-    def _save_checkpoint(self, model, trial):
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        (folder / checkpoints.MANIFEST).unlink(missing_ok=True)  # a folder that is written anew is not whole
-        # Older checkpoints go only once the new one is whole.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        if not self.args.save_only_model:
-            rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-            checkpoints.save_rollouts(folder, rank, ranks, {"step": self._step, "buffer": self._buffered_inputs})
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            checkpoints.write_manifest(folder)
-            rotate_checkpoints(
-                output_dir=str(folder.parent),
-                save_total_limit=limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-        self.accelerator.wait_for_everyone()
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        state = checkpoints.load_rollouts(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
-        if state is not None:
-            self._step = state["step"]
-            self._buffered_inputs = checkpoints.to_device(state["buffer"], self.accelerator.device)
+        return [
+            self.prefix_sharing.describe(),
+            "whole groups in every micro-batch" if cost is None else cost,
+        ]
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.adapter_card`]; `card_info` fills it in."""
