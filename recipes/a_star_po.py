@@ -21,7 +21,15 @@ from trl_fsdp_qlora.a_star_po.fingerprint import FingerprintError
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCacheError
 from trl_fsdp_qlora.checkpoints import CheckpointError, check_output_dir
 from trl_fsdp_qlora.datasets import DatasetError
-from trl_fsdp_qlora.recipe import ConfigError, ScriptArguments, load_data, parse_recipe, reward_functions, run_recipe, say
+from trl_fsdp_qlora.recipe import (
+    ConfigError,
+    ScriptArguments,
+    load_data,
+    parse_recipe,
+    reward_functions,
+    run_recipe,
+    say,
+)
 from trl_fsdp_qlora.rewards import UnparsableGoldAnswer
 
 

@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from prefix_sharing.helpers import SUPPORTED, awkward_batch, build, loss_inputs, make_trainer
+
 from trl_fsdp_qlora import EfficientGRPOTrainer
 
 

@@ -344,7 +344,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return output
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        if self._scoring and not self._is_reference(model):
+        if self._scoring and self._pass_name(model) != "reference":
             # TRL wants the old log-probabilities where a generation batch serves several optimizer steps. They are for
             # an importance ratio, which A*-PO does not have: save the forward.
             return torch.zeros(input_ids.size(0), logits_to_keep, device=input_ids.device), None, None
