@@ -1,6 +1,6 @@
 """From the rewards of a prompt's reference samples to its optimal value V*, and how sure that value is.
 
-Everything here is float64 on the CPU: a value is computed once and used for a whole run.
+Everything here is float64 in plain Python: ten thousand prompts of eight rewards are many small sums, not one large.
 """
 
 import math
@@ -36,19 +36,24 @@ def optimal_value(rewards_N: Sequence[float] | torch.Tensor, estimator: str = "l
         raise ValueError(f"estimator={estimator!r} is unknown; use one of {', '.join(ESTIMATORS)}")
     if beta1 < 0:
         raise ValueError(f"beta1={beta1} is negative: it is a temperature; use 0.5, or 0 for the mean")
-    rewards_N = torch.as_tensor(rewards_N, dtype=torch.float64).flatten()
-    if rewards_N.numel() == 0:
+    rewards_N = _floats(rewards_N)
+    if not rewards_N:
         raise ValueError("no rewards: V* needs at least one reference sample")
-    if rewards_N.isinf().any():
-        raise ValueError(f"rewards {rewards_N.tolist()} are not finite, so V* is not defined; fix the reward function")
-    rewards_N = rewards_N[~rewards_N.isnan()]
-    if rewards_N.numel() == 0:
+    if any(map(math.isinf, rewards_N)):
+        raise ValueError(f"rewards {rewards_N} are not finite, so V* is not defined; fix the reward function")
+    rewards_N = [reward for reward in rewards_N if not math.isnan(reward)]
+    if not rewards_N:
         return math.nan
     if estimator == "max":
-        return rewards_N.max().item()
+        return max(rewards_N)
     if estimator == "mean" or beta1 == 0:
-        return rewards_N.mean().item()
-    return (beta1 * ((rewards_N / beta1).logsumexp(0) - math.log(rewards_N.numel()))).item()
+        return math.fsum(rewards_N) / len(rewards_N)
+    top = max(rewards_N)
+    return top + beta1 * math.log(math.fsum(math.exp((reward - top) / beta1) for reward in rewards_N) / len(rewards_N))
+
+
+def _floats(rewards_N) -> list[float]:
+    return rewards_N.flatten().tolist() if isinstance(rewards_N, torch.Tensor) else list(map(float, rewards_N))
 
 
 def value_interval(
@@ -74,20 +79,19 @@ def value_interval(
         `(low, high)` in units of reward.
     """
     low, high = reward_range
-    rewards_N = torch.as_tensor(rewards_N, dtype=torch.float64).flatten()
-    rewards_N = rewards_N[~rewards_N.isnan()]
-    n = rewards_N.numel()
+    rewards_N = [reward for reward in _floats(rewards_N) if not math.isnan(reward)]
+    n = len(rewards_N)
     if n == 0:
         return low, high
     if estimator == "max":
-        return rewards_N.max().item(), high
+        return max(rewards_N), high
     soft = estimator == "log_mean_exp" and beta1 > 0
-    unit_N = (rewards_N - low) / (high - low)
+    unit_N = [(reward - low) / (high - low) for reward in rewards_N]
     if soft:
         scale = (high - low) / beta1
         # expm1 over expm1, written so that exp(scale) cannot overflow.
-        unit_N = ((unit_N - 1) * scale).exp().sub(math.exp(-scale)) / -math.expm1(-scale)
-    bounds = wilson_interval(min(max(unit_N.sum().item(), 0.0), n), n, z)
+        unit_N = [(math.exp((unit - 1) * scale) - math.exp(-scale)) / -math.expm1(-scale) for unit in unit_N]
+    bounds = wilson_interval(min(max(math.fsum(unit_N), 0.0), n), n, z)
     if not soft:
         return tuple(low + bound * (high - low) for bound in bounds)
     # Inverse of the map above: V = high + β1·log(u·(1 − e^−s) + e^−s).

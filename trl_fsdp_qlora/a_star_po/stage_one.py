@@ -33,7 +33,6 @@ class Report:
 
     prompts: int = 0
     already_known: int = 0
-    sampled_prompts: int = 0
     samples: int = 0
     seconds: float = 0.0
 
@@ -84,7 +83,12 @@ class StageOne:
     def rewards(self, keys) -> dict[bytes, list[float]]:
         """Scalar rewards of all stored samples by key, in the order they were drawn."""
         found = self.cache.get(keys)
-        return {key: combine(torch.from_numpy(raw.copy()), self.reward_weights).tolist() for key, raw in found.items()}
+        if not found:
+            return {}
+        # All entries at once: they have one column for each reward function.
+        scalars = combine(torch.from_numpy(np.concatenate(list(found.values()))), self.reward_weights).tolist()
+        ends = np.cumsum([len(raw) for raw in found.values()]).tolist()
+        return {key: scalars[end - len(raw) : end] for (key, raw), end in zip(found.items(), ends, strict=True)}
 
     def values(self, keys) -> dict[bytes, float]:
         """V* of those keys whose samples suffice; a rewards check as in `check_reward_range`."""
@@ -110,6 +114,7 @@ class StageOne:
         """
         started = time.perf_counter()
         missing = set(self.missing(list(items)))
+        open_keys = list(missing)
         report = Report(prompts=len(items), already_known=len(items) - len(missing))
         order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
         chunks = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
@@ -133,7 +138,8 @@ class StageOne:
             if state == _READY:
                 self._run(job, items, report)
             if progress and time.monotonic() - shown > 1:
-                bar.update(len(items) - len(self.missing(list(items))) - bar.n)
+                open_keys = self.missing(open_keys)
+                bar.update(len(items) - len(open_keys) - bar.n)
                 shown = time.monotonic()
         if progress:
             bar.update(len(items) - bar.n)
@@ -181,7 +187,6 @@ class StageOne:
             raise
         had = [had for had, _ in job.values()]
         stored = self.cache.store(self.context, dict(zip(job, zip(had, rewards, strict=True), strict=True)))
-        report.sampled_prompts += len(stored)
         report.samples += sum(count for key, count in zip(job, counts, strict=True) if key in stored)
 
     def _seed(self, job: dict[bytes, tuple[int, int]]) -> int:
