@@ -4,7 +4,7 @@ import difflib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from trl import TrlParser
 from . import checkpoints
 from .datasets import DatasetError, hold_out, read_problems, to_prompts, without_overlap
 from .evaluation import Evaluation, evaluate
+from .fsdp2_qlora.launch_checks import is_fsdp2_launch
 from .publishing.card import hardware, software
 from .rewards import get_reward
 
@@ -141,23 +142,25 @@ def say(text: str) -> None:
 
 
 class AccuracyCallback(TrainerCallback):
-    """Measures held-out accuracy every `steps` optimizer steps, on every rank, and logs it as `accuracy`.
+    """Measures held-out accuracy every `steps` optimizer steps, on every rank, and logs it with that step's metrics.
 
     Args:
         measure: returns an [`Evaluation`]; called on every rank.
         steps: interval; 0 never measures.
-        log: the trainer's `log`.
+        metrics: gives the lists that the trainer logs the means of.
     """
 
-    def __init__(self, measure, steps: int, log):
+    def __init__(self, measure: Callable[[], Evaluation], steps: int, metrics: Callable[[], dict[str, list]]):
         self.measure = measure
         self.steps = steps
-        self.log = log
+        self.metrics = metrics
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.steps and state.global_step % self.steps == 0:
             result = self.measure()
-            self.log({"accuracy": result.pass_at_1, "accuracy/n": result.n})
+            for name, value in (("accuracy", result.pass_at_1), ("accuracy/n", result.n)):
+                self.metrics()[name].append(value)
+            control.should_log = True
 
 
 class RunRecord:
@@ -201,6 +204,11 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         The record, as in `metrics.json`.
     """
     args = trainer.args
+    if is_fsdp2_launch() and not script.skip_accuracy:
+        raise ConfigError(
+            "skip_accuracy is false, and under FSDP2 the ranks share one model, so they cannot each generate for problems "
+            "of their own: set skip_accuracy: true and measure the adapter with recipes/evaluate.py"
+        )
     record = RunRecord(args.output_dir)
     tokenizer = trainer.processing_class
 
@@ -232,7 +240,8 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         before = measure(description="accuracy before training")
         say(f"before: {before}")
         record.put(before=before.as_dict())
-    trainer.add_callback(AccuracyCallback(measure, 0 if script.skip_accuracy else script.accuracy_steps, trainer.log))
+    every = 0 if script.skip_accuracy else script.accuracy_steps
+    trainer.add_callback(AccuracyCallback(measure, every, lambda: trainer._metrics["train"]))
     trainer.card_info.dataset = script.dataset
     trainer.card_info.license = script.license
     trainer.card_info.quickstart_prompt = test[0]["prompt"]

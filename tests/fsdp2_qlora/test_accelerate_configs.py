@@ -11,11 +11,11 @@ import yaml
 
 pytest.importorskip("bitsandbytes")
 
-from peft import PeftModel  # noqa: E402
+from peft import PeftModel
 
-from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group  # noqa: E402
-from tests.fsdp2_qlora import tiny  # noqa: E402
-from tests.fsdp2_qlora.test_sharded_training import WORKER, difference  # noqa: E402
+from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
+from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.test_sharded_training import WORKER, difference
 
 pytestmark = pytest.mark.slow
 
@@ -91,9 +91,7 @@ def test_deepspeed_trains_and_its_adapter_reloads(reference, tmp_path, config, s
 
 def test_a_rank_that_dies_ends_the_run_with_its_traceback(reference, tmp_path):
     start = time.monotonic()
-    code, text = accelerate(
-        "fsdp2_qlora_cpu", reference[0], tmp_path / "out", "sft=sft:fail_on=1", check=False
-    )
+    code, text = accelerate("fsdp2_qlora_cpu", reference[0], tmp_path / "out", "sft=sft:fail_on=1", check=False)
     assert code != 0 and time.monotonic() - start < 60
     assert "this rank dies in the third step" in text and "Traceback" in text
 

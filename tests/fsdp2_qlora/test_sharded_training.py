@@ -91,9 +91,11 @@ def test_bf16_is_as_close_to_one_process_as_ddp_is(runs):
     one, two, ddp = (runs[name]["bf16"] for name in ("one", "two", "ddp"))
     assert not ddp["dtensors"] and ddp["base"] is None
     scale = max(gradient.abs().max().item() for gradient in one["gradients"][0].values())
-    # The first gradient, before AdamW turns rounding into signs: within a few units of bfloat16's 2^-8.
-    assert difference(one["gradients"][0], two["gradients"][0]) <= 5 * 2**-8 * scale
-    assert difference(one["adapter"], two["adapter"]) <= 1.5 * difference(one["adapter"], ddp["adapter"])
+    # A unit or two of bfloat16's 2^-8, before AdamW turns rounding into signs; and no further from DDP than rounding
+    # to another order of two terms.
+    assert difference(one["gradients"][0], two["gradients"][0]) <= 2 * 2**-8 * scale
+    assert difference(ddp["gradients"][0], two["gradients"][0]) <= 1e-6 * scale
+    assert difference(one["adapter"], two["adapter"]) <= 1.01 * difference(one["adapter"], ddp["adapter"])
 
 
 def test_sft_equals_one_process(runs):
