@@ -74,6 +74,11 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
     "GRPOTrainer._tokenize_prompts": (GRPOTrainer._tokenize_prompts, "self prompts"),
     "GRPOTrainer._get_train_sampler": (GRPOTrainer._get_train_sampler, "self dataset"),
     "GRPOTrainer._save_checkpoint": (GRPOTrainer._save_checkpoint, "self model trial"),
+    "GRPOTrainer.create_accelerator_and_postprocess": (GRPOTrainer.create_accelerator_and_postprocess, "self"),
+    "GRPOTrainer._save": (GRPOTrainer._save, "self output_dir state_dict"),
+    "GRPOTrainer._save_optimizer_and_scheduler": (GRPOTrainer._save_optimizer_and_scheduler, "self output_dir"),
+    "GRPOTrainer._load_from_checkpoint": (GRPOTrainer._load_from_checkpoint, "self resume_from_checkpoint model"),
+    "GRPOTrainer._load_best_model": (GRPOTrainer._load_best_model, "self"),
     "GRPOTrainer._load_optimizer_and_scheduler": (GRPOTrainer._load_optimizer_and_scheduler, "self checkpoint"),
     "ChunkedLogProbFunction.forward": (
         ChunkedLogProbFunction.forward,

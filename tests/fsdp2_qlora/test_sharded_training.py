@@ -76,6 +76,7 @@ def test_parameters_are_dtensors_and_half_of_the_base_is_here(runs):
 @pytest.mark.parametrize("scenario", FLOAT32)
 def test_grpo_equals_one_process(runs, scenario):
     one, two = runs["one"][scenario], runs["two"][scenario]
+    assert one["shared"] == two["shared"] == (scenario != "no_sharing")
     # Two ranks sum the same float32 terms in another order, and AdamW carries the rounding on.
     assert torch.tensor(one["loss"]).sub(torch.tensor(two["loss"])).abs().max() <= 1e-5
     assert len(one["gradients"]) == len(two["gradients"]) == 5
@@ -90,6 +91,7 @@ def test_grpo_equals_one_process(runs, scenario):
 def test_bf16_is_as_close_to_one_process_as_ddp_is(runs):
     one, two, ddp = (runs[name]["bf16"] for name in ("one", "two", "ddp"))
     assert not ddp["dtensors"] and ddp["base"] is None
+    assert one["shared"] and two["shared"] and ddp["shared"]
     scale = max(gradient.abs().max().item() for gradient in one["gradients"][0].values())
     # A unit or two of bfloat16's 2^-8, before AdamW turns rounding into signs; and no further from DDP than rounding
     # to another order of two terms.
