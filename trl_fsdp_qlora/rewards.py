@@ -144,8 +144,9 @@ def _math_verify():
 
 def _math_parse(text: str) -> list:
     module = _math_verify()
-    # parsing_timeout=None: the default uses SIGALRM, which works in the main thread only
-    return module.parse(f"${text}$", parsing_timeout=None) if module and re.search(r"[\\\d]", text) else []
+    # Only what looks like a formula: math-verify also finds numbers in plain sentences, which would accept any gold.
+    # parsing_timeout=None: the default uses SIGALRM, which works in the main thread only.
+    return module.parse(f"${text}$", parsing_timeout=None) if module and re.search(r"[\\^]", text) else []
 
 
 def answers_match(given: str | None, gold: Fraction | str) -> bool:
@@ -158,8 +159,9 @@ def answers_match(given: str | None, gold: Fraction | str) -> bool:
     module = _math_verify()
     if module is None:
         return False
-    gold_text = gold if isinstance(gold, str) else f"{gold.numerator}/{gold.denominator}"
-    return bool(module.verify(_math_parse(gold_text), _math_parse(given), timeout_seconds=None))
+    gold_text = gold if isinstance(gold, str) else rf"\frac{{{gold.numerator}}}{{{gold.denominator}}}"
+    parsed = module.parse(given, parsing_timeout=None) if number is not None else _math_parse(given)
+    return bool(module.verify(_math_parse(gold_text), parsed, timeout_seconds=None))
 
 
 def _gold_rows(answer: Sequence, columns: dict) -> list[Fraction | str]:
