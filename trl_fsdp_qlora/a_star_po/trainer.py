@@ -11,6 +11,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import IterableDataset
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from ..grpo.trainer import EfficientGRPOTrainer
@@ -98,6 +99,14 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _sharded(self) -> bool:
         """Whether a forward is a collective operation, and possible only after `Trainer.train` prepared the model."""
         return self.accelerator.num_processes > 1 and (self._dist.is_fsdp or self._dist.is_zero3)
+
+    def _refuse_unprepared(self, what: str) -> None:
+        prepared = self.model_wrapped is not self.model or any(isinstance(p, DTensor) for p in self.model.parameters())
+        if self._sharded and not prepared:
+            raise RuntimeError(
+                f"{what} needs a forward of a model that is sharded over ranks, and only train() prepares it: let train() "
+                f"run stage 1 in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
+            )
 
     @property
     def stage_one(self) -> StageOne:
@@ -217,7 +226,11 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
         Returns:
             [`Report`] of this rank.
+
+        Raises:
+            RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
         """
+        self._refuse_unprepared("stage 1")
         dataset = self.train_dataset if dataset is None else dataset
         started = time.perf_counter()
         items = {}
@@ -251,6 +264,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return [*lines, *super().features()]
 
     def train(self, *args, **kwargs):
+        # Opened now, while rank 0 still holds the whole reference policy to identify.
+        logger.debug(f"V* cache: {self.stage_one.cache.path}")
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
         if not isinstance(self.train_dataset, IterableDataset):
             if not self._sharded:
@@ -408,6 +423,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             return metrics
         if eval_dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
+        self._refuse_unprepared("evaluation")
         with self.clock.phase("evaluate"), self._for_generation(self.model_wrapped) as model:
             metrics = evaluate_rows(
                 list(eval_dataset),
