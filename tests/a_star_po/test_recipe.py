@@ -85,9 +85,9 @@ def test_table_of_the_speed_up_study():
     spec = importlib.util.spec_from_file_location("speedup", ROOT / "benchmarks" / "a_star_po.py")
     speedup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(speedup)
-    one = {"processes": 1, "batch": 16, "steps": 10, "training_seconds": 30.0}
+    one = {"processes": 1, "batch": 16, "steps": 10, "training_seconds": 30.0, "load": 1.0}
     one["seconds"] = dict.fromkeys(speedup.PHASES, 0.0) | {"V* sampling": 60.0, "evaluation": 10.0}
-    two = {"processes": 2, "batch": 16, "steps": 10, "training_seconds": 20.0}
+    two = {"processes": 2, "batch": 16, "steps": 10, "training_seconds": 20.0, "load": 2.0}
     two["seconds"] = dict.fromkeys(speedup.PHASES, 0.0) | {"V* sampling": 30.0, "evaluation": 12.5}
     text = "\n".join(speedup.table([one, two], price=3.6))
     assert "| speed-up (efficiency), V* sampling | 1.00 (100%) | 2.00 (100%) |" in text
