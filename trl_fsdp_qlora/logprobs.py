@@ -81,6 +81,8 @@ def add_scoring_head(
     - `score_index_N` (`LongTensor`, `(N,)`): positions in the flattened `(rows * length)` hidden states; position i
       predicts `score_targets_N[i]`;
     - `score_targets_N` (`LongTensor`, `(N,)`): token ids to score;
+    - `router_weights` (`(rows, length)`, optional): how often each token counts in the router loss of a MoE model;
+      the attention mask where absent;
 
     and returns TRL's `FusedCausalLMOutput` whose `log_probs` and `entropy` (nats) are float32 of shape `(N,)`, and
     whose `aux_loss` is set where router logits were asked for. Without them the forward is the one it was before.
@@ -102,6 +104,8 @@ def add_scoring_head(
         if score_index_N is None:
             return original_forward(*args, **kwargs)
         kwargs["use_cache"] = False
+        # How often each token counts in the router loss; a packed row has tokens that stand for several.
+        router_weights = kwargs.pop("router_weights", kwargs.get("attention_mask"))
         outputs = self.base_model(*args, **kwargs)
         hidden_NH = outputs.last_hidden_state.flatten(0, 1)[score_index_N]
         head = self.get_output_embeddings()
@@ -134,7 +138,7 @@ def add_scoring_head(
                 outputs.router_logits,
                 text_config.num_experts,
                 text_config.num_experts_per_tok,
-                kwargs.get("attention_mask"),
+                router_weights,
             )
         return FusedCausalLMOutput(log_probs=log_probs_N, entropy=entropy_N, aux_loss=aux_loss)
 

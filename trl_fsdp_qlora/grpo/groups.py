@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..trl_seams import RepeatSampler
+
 
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
     """A random order of `batch_size` rows in which whole groups move and rows inside a group keep their order.
@@ -45,3 +47,36 @@ def shuffle_groups(
         return value[order.to(value.device)] if isinstance(value, torch.Tensor) else [value[i] for i in order]
 
     return {key: permute(value) for key, value in batch.items()}
+
+
+class EpochRepeatSampler(RepeatSampler):
+    """TRL's `RepeatSampler`, which yields in epoch n what it would yield in its n-th pass.
+
+    TRL's draws the permutations of all epochs from one generator, so a run resumed in a later epoch starts over with
+    the first epoch's order. The order of an uninterrupted run is the same as TRL's.
+    """
+
+    epoch = 0
+
+    @classmethod
+    def like(cls, sampler: RepeatSampler) -> "EpochRepeatSampler":
+        """The same sampler with epochs; samplers of other kinds are the caller's."""
+        return cls(
+            sampler.data_source,
+            sampler.mini_repeat_count,
+            sampler.batch_size,
+            sampler.repeat_count,
+            sampler.shuffle,
+            sampler.seed,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer and by accelerate before each epoch."""
+        self.epoch = epoch
+
+    def __iter__(self):
+        if self.shuffle and self.seed is not None:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch):
+                torch.randperm(self.num_samples, generator=self.generator)
+        yield from super().__iter__()

@@ -1,0 +1,34 @@
+# Two commands: `make quickstart` trains a small model on this machine, `make test` runs every test.
+PYTHON ?= python3
+VENV ?= .venv
+SEED ?= 0
+RUN ?= runs/quickstart
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint clean
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/python recipes/small_base.py runs/small-base
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
+		--config recipes/small-base/grpo/config_quickstart.yaml --seed $(SEED) --output_dir $(RUN) \
+		--resume_from_checkpoint auto
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.quickstart: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[math,plots]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info

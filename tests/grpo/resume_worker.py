@@ -1,0 +1,75 @@
+"""One training process of the resume tests, killed where it is told to be.
+
+Run in a child of a fork server that has imported everything, so that eight runs cost one start-up.
+"""
+
+import os
+import signal
+
+from transformers import TrainerCallback
+
+from tests.tiny import lora, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, checkpoints
+from trl_fsdp_qlora.grpo import resumable
+
+# Generation cycles of 2 × 2 = 4 micro-steps and 4-step epochs: checkpoints fall inside a cycle and past an epoch's end.
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "beta": 0.05,
+    "max_steps": 9,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "save_total_limit": 2,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "linear",
+}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DieInStep(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            die()
+
+
+def run(output_dir: str, kill: str | None, resume: str | None) -> None:
+    """Train in `output_dir`; `kill` is None, "step", "saving" (files half written) or "generating"."""
+    from tests.tiny import prompts
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    made = trainer(
+        EfficientGRPOTrainer, EfficientGRPOConfig, output_dir, peft_config=lora(), dataset=prompts(4), **SETTINGS
+    )
+    if kill == "step":
+        made.add_callback(DieInStep(6))
+    elif kill == "saving":
+        save = checkpoints.save_rollouts
+
+        def save_or_die(folder, *args):
+            save(folder, *args)
+            if str(folder).endswith("checkpoint-5"):
+                die()
+
+        resumable.checkpoints.save_rollouts = save_or_die
+    elif kill == "generating":
+        generate = made._generate
+
+        def generate_or_die(prompts):
+            if made.state.global_step == 4:
+                die()
+            return generate(prompts)
+
+        made._generate = generate_or_die
+    made.train(resume_from_checkpoint=resume)
+    made.save_model(f"{output_dir}/final")

@@ -1,0 +1,121 @@
+"""The drop-in against stock TRL: the same seed gives the same completions, losses and weights.
+
+Where a generation batch is cut into several optimizer steps, stock puts other completions into the first of them (it
+scatters the groups), so such runs differ by design; the loss of a fixed batch is compared instead, at the end.
+"""
+
+import copy
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.tiny import LOSS_TYPES, lora, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+
+# fp32, SGD: what differs is the order of additions. Three steps of lr 1e-2.
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
+
+
+def run(cls, config_cls, tmp_path, peft, **changes):
+    made = trainer(cls, config_cls, tmp_path, peft_config=lora() if peft else None, **changes)
+    made.train()
+    weights = {n: p.detach().clone() for n, p in made.model.named_parameters() if p.requires_grad}
+    return made, weights
+
+
+def assert_equal_runs(tmp_path, peft=True, sharing="off", **changes):
+    stock, expected = run(GRPOTrainer, GRPOConfig, tmp_path / "stock", peft, **changes)
+    ours, weights = run(
+        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", peft, prefix_sharing=sharing, **changes
+    )
+    assert weights.keys() == expected.keys()
+    moved = 0.0
+    start = trainer(GRPOTrainer, GRPOConfig, tmp_path, peft_config=lora() if peft else None, **changes).model
+    start = dict(start.named_parameters())
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], **TOLERANCE)
+        moved = max(moved, (weight - start[name]).abs().max().item())
+    assert moved > 1e-4  # otherwise nothing was compared
+    keys = ["loss", "reward", "grad_norm"]
+    if changes.get("gradient_accumulation_steps", 1) == 1:
+        keys += ["kl", "entropy", "clip_ratio/region_mean"]  # means of means over micro-batches, which differ
+    for mine, theirs in zip(ours.state.log_history[:-1], stock.state.log_history[:-1], strict=True):
+        for key in theirs.keys() & set(keys):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("sharing", ["off", "auto"])
+def test_loss_types(tmp_path, loss_type, sharing):
+    level = "sequence" if loss_type == "luspo" else "token"
+    assert_equal_runs(tmp_path, sharing=sharing, loss_type=loss_type, importance_sampling_level=level)
+
+
+@pytest.mark.parametrize("sharing", ["off", "auto"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"beta": 0.1},
+        {"beta": 0.1, "num_iterations": 2, "max_steps": 4},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "loss_type": "dapo", "beta": 0.1},
+        {"mask_truncated_completions": True},
+        {"scale_rewards": "batch", "entropy_coef": 0.01},
+    ],
+    ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items())[:60],
+)
+def test_options(tmp_path, changes, sharing):
+    # With loss_type "grpo" a step is a mean over completions, so which micro-batch one falls into does not matter.
+    assert_equal_runs(tmp_path, sharing=sharing, **{"loss_type": "grpo", **changes})
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_full_fine_tuning(tmp_path, beta):
+    model = tmp_path / "model"
+    from tests.tiny import save_tiny_model
+
+    save_tiny_model(model)  # beta > 0 loads the reference from the checkpoint
+    for sharing in ("off", "auto"):
+        assert_equal_runs(tmp_path / sharing, peft=False, sharing=sharing, model=str(model), beta=beta)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_and_gradients_on_the_same_batch(tmp_path, loss_type):
+    # Micro-batch normalisers (bnpo and others) depend on which completions are in it, so the batch is fixed here.
+    ours = trainer(
+        EfficientGRPOTrainer,
+        EfficientGRPOConfig,
+        tmp_path,
+        loss_type=loss_type,
+        num_iterations=2,
+        beta=0.05,
+        peft_config=lora(),
+    )
+    batch = ours._prepare_inputs([ours.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
+    batch["old_per_token_logps"] = batch["old_per_token_logps"] - 0.3 * torch.rand_like(batch["old_per_token_logps"])
+    results = []
+    for method in (
+        EfficientGRPOTrainer._get_per_token_logps_and_entropies,
+        GRPOTrainer._get_per_token_logps_and_entropies,
+    ):
+        ours._get_per_token_logps_and_entropies = method.__get__(ours)
+        ours.model.zero_grad()
+        ours.current_gradient_accumulation_steps = 1
+        loss = ours._compute_loss(ours.model, copy.copy(batch))
+        loss.backward()
+        results.append(
+            (loss.item(), {n: p.grad.clone() for n, p in ours.model.named_parameters() if p.grad is not None})
+        )
+    (loss, grads), (stock_loss, stock_grads) = results
+    assert loss == pytest.approx(stock_loss, rel=1e-5, abs=1e-7)
+    largest = max(g.abs().max() for g in stock_grads.values())
+    assert largest > 0
+    for name, grad in grads.items():
+        assert (grad - stock_grads[name]).abs().max() <= 1e-4 * largest, name
+
+
+def test_a_plain_trl_config_serves(tmp_path):
+    made = trainer(EfficientGRPOTrainer, GRPOConfig, tmp_path)
+    assert made.args.prefix_sharing == "auto"
+    assert type(made.args) is GRPOConfig

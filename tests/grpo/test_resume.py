@@ -1,0 +1,64 @@
+"""`kill -9` in the middle of a run, then resume: the later steps equal those of the uninterrupted run."""
+
+import json
+import multiprocessing
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from trl_fsdp_qlora import checkpoints
+
+KEYS = ("loss", "reward", "kl", "grad_norm", "learning_rate", "completions/mean_length")
+
+
+@pytest.fixture(scope="module")
+def launch():
+    """Runs `resume_worker.run` in a process of its own; returns its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.grpo.resume_worker"])
+
+    def start(output_dir, kill=None, resume=None) -> int:
+        from tests.grpo.resume_worker import run
+
+        process = context.Process(target=run, args=(str(output_dir), kill, resume))
+        process.start()
+        process.join(timeout=240)
+        if process.exitcode is None:
+            process.kill()
+            pytest.fail("the training process hangs")
+        return process.exitcode
+
+    return start
+
+
+def history(run: Path) -> dict[int, dict]:
+    last = checkpoints.checkpoints_in(run)[-1]
+    return {e["step"]: e for e in json.loads((last / "trainer_state.json").read_text())["log_history"] if "loss" in e}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(launch, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    assert launch(run) == 0
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kill", "resumes_at"), [("step", 6), ("saving", 4), ("generating", 4)])
+def test_killed_and_resumed_equals_uninterrupted(launch, uninterrupted, tmp_path, kill, resumes_at):
+    run = tmp_path / "run"
+    assert launch(run, kill) == -signal.SIGKILL
+    assert checkpoints.last_complete_checkpoint(run).name == f"checkpoint-{resumes_at}"
+    assert launch(run, resume="auto") == 0
+    expected, resumed = history(uninterrupted), history(run)
+    assert expected.keys() == resumed.keys() == set(range(1, 10))
+    for step, entry in expected.items():
+        for key in entry.keys() & set(KEYS):
+            assert resumed[step][key] == entry[key], (step, key)  # the same arithmetic: no tolerance
+    weights = load_file(run / "final" / "adapter_model.safetensors")
+    for name, weight in load_file(uninterrupted / "final" / "adapter_model.safetensors").items():
+        assert weight.equal(weights[name]), name
+    kept = [path.name for path in checkpoints.checkpoints_in(run) if checkpoints.why_incomplete(path) is None]
+    assert kept[-1] == "checkpoint-9"

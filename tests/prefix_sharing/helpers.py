@@ -1,0 +1,208 @@
+"""Tiny models of every family, one awkward batch, and the padded reference (stock TRL)."""
+
+import torch
+import transformers as tf
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
+from trl_fsdp_qlora.prefix_sharing.attention import no_mask
+
+VOCABULARY = 67
+PROMPT, COMPLETION = 14, 9
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Windows shorter than the prompt, so that a window by row distance, or none, is wrong.
+SUPPORTED = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SHAPE)),
+    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_SHAPE)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_SHAPE)),
+    "qwen3_sliding": lambda: tf.Qwen3ForCausalLM(
+        tf.Qwen3Config(**_SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    ),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(
+        tf.Gemma2Config(**_SHAPE, sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=9.0)
+    ),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**_SHAPE, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "mistral_sliding": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_SHAPE, sliding_window=6)),
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**_SHAPE, **_MOE)),
+    "gpt_oss": lambda: tf.GptOssForCausalLM(
+        tf.GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+    ),
+    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"})),
+    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_SHAPE)),
+    "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**_SHAPE)),
+}
+_LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+UNSUPPORTED = {
+    "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_SHAPE)),
+    "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_SHAPE)),
+    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**{k: v for k, v in _SHAPE.items() if k != "head_dim"})),
+    "qwen3_next": lambda: tf.Qwen3NextForCausalLM(
+        tf.Qwen3NextConfig(**_SHAPE, **_MOE, **_LINEAR, shared_expert_intermediate_size=24)
+    ),
+    "qwen3_5": lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**_SHAPE, **_LINEAR)),
+    "minimax": lambda: tf.MiniMaxForCausalLM(
+        tf.MiniMaxConfig(**_SHAPE, num_local_experts=4, layer_types=["linear_attention", "full_attention"])
+    ),
+    "bamba": lambda: tf.BambaForCausalLM(
+        tf.BambaConfig(**_SHAPE, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8)
+    ),
+}
+
+
+def build(make, seed: int = 0):
+    """The model with weights large enough that attending to the wrong token shows."""
+    torch.manual_seed(seed)
+    model = make()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def make_batch(prompt_lengths, completion_lengths, prompt=PROMPT, completion=COMPLETION, seed=0):
+    """Padded `(input_ids, attention_mask)`; neighbours with prompts of equal length share the prompt."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = len(prompt_lengths)
+    # Padding holds random tokens too: nothing may depend on them.
+    ids = torch.randint(3, VOCABULARY, (rows, prompt + completion), generator=draw)
+    mask = torch.zeros(rows, prompt + completion, dtype=torch.long)
+    for row in range(rows):
+        if row and prompt_lengths[row] == prompt_lengths[row - 1]:
+            ids[row, prompt - prompt_lengths[row] : prompt] = ids[row - 1, prompt - prompt_lengths[row] : prompt]
+        mask[row, prompt - prompt_lengths[row] : prompt + completion_lengths[row]] = 1
+    return ids, mask
+
+
+# Two groups that share, a prompt that occurs once, a prompt of one token; completions of length 1, full, masked out.
+PROMPT_LENGTHS = [14, 14, 14, 14, 9, 9, 9, 5, 1, 1]
+COMPLETION_LENGTHS = [9, 1, 4, 0, 6, 6, 6, 9, 2, 3]
+
+
+def awkward_batch():
+    return make_batch(PROMPT_LENGTHS, COMPLETION_LENGTHS)
+
+
+def stock_log_probs(model, ids, mask, completion=COMPLETION):
+    """TRL's own padded pass."""
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-completion] = -100
+    outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    return outputs.log_probs[:, -completion:], outputs.entropy[:, -completion:]
+
+
+def packed_log_probs(model, layout, backend="auto"):
+    """One packed forward of a model that was prepared for it."""
+    layout.backend = backend
+    outputs = model(
+        input_ids=layout.input_ids,
+        attention_mask=no_mask(layout.input_ids.device),
+        position_ids=layout.position_ids,
+        prefix_layout=layout,
+        score_index_N=layout.score_index_N,
+        score_targets_N=layout.score_targets_N,
+    )
+    return layout.scatter(outputs.log_probs), layout.scatter(outputs.entropy)
+
+
+def with_stock_head(model, temperature=0.9):
+    add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
+    return model
+
+
+def gradients(model) -> list[torch.Tensor]:
+    """Gradients of all parameters, which are reset."""
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_equal_gradients(ours, reference, tolerance=1e-4):
+    """Within `tolerance` of the largest gradient of all, the bound the project promises."""
+    largest = max(g.abs().max() for g in reference)
+    assert largest > 0
+    worst = max((a - b).abs().max() for a, b in zip(ours, reference, strict=True))
+    assert worst <= tolerance * largest, f"gradients differ by {worst / largest:.2e} of the largest"
+
+
+def tokenizer():
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {chr(40 + i): i for i in range(2, VOCABULARY)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def mean_token(completions, **kwargs):
+    """A reward that differs between completions."""
+    return [sum(map(ord, text)) % 7 / 7 if text else 0.0 for text in completions]
+
+
+def make_trainer(cls, model, tmp_path, peft_config=None, **config):
+    """A GRPO trainer in fp32 without gradient checkpointing unless told otherwise; groups of 4 in batches of 8."""
+    defaults = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": COMPLETION,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+    }
+    trainer = cls(
+        model=model,
+        reward_funcs=mean_token,
+        args=EfficientGRPOConfig(**(defaults | config)),
+        train_dataset=Dataset.from_dict({"prompt": ["A+B=", "CDEF*G=", "H=", "IJ-K="] * 8}),
+        eval_dataset=Dataset.from_dict({"prompt": ["B+A=", "GG=", "DEF*G=", "JI-K="]}),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def loss_inputs(ids, mask, completion=COMPLETION, seed=3):
+    """What `_compute_loss` takes, for a padded batch."""
+    draw = torch.Generator().manual_seed(seed)
+    width = ids.shape[1] - completion
+    completion_mask = mask[:, width:]
+    return {
+        "prompt_ids": ids[:, :width],
+        "prompt_mask": mask[:, :width],
+        "completion_ids": ids[:, width:],
+        "completion_mask": completion_mask,
+        "advantages": torch.randn(len(ids), generator=draw),
+        "num_items_in_batch": completion_mask.sum(),
+    }

@@ -1,0 +1,112 @@
+"""Backends on their own: float64 gradients by finite differences, and a dense mask as oracle."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from trl_fsdp_qlora.prefix_sharing import cascade, flex
+from trl_fsdp_qlora.prefix_sharing.layout import pack
+
+from .helpers import make_batch
+
+LAYOUTS = {
+    "one ragged group": ([5] * 3, [3, 1, 2]),
+    "two equal groups": ([4, 4, 3, 3], [2, 2, 2, 2]),
+    "equal prompts too": ([4, 4, 4, 4], [2, 2, 2, 2]),
+    "ragged groups": ([4, 4, 3, 3, 3], [1, 3, 2, 2, 3]),
+    "nothing shared": ([4, 3, 2], [2, 3, 1]),
+    "everything at once": ([5, 5, 2, 4, 4, 4, 1, 1], [3, 1, 2, 3, 3, 3, 2, 1]),
+}
+
+
+def make_layout(name):
+    prompts, completions = LAYOUTS[name]
+    ids, mask = make_batch(prompts, completions, prompt=5, completion=3)
+    if name == "equal prompts too":  # two prompts of one length: neighbours must not be taken for one group
+        ids[2:, :5] = ids[2:, :5].flip(1)
+    return pack(ids, mask, 3)
+
+
+def dense_mask(layout, window=None) -> torch.Tensor:
+    """Who may attend to whom, pair by pair: the oracle."""
+    owner = [s for s, n in enumerate(layout.lengths) for _ in range(n)]
+    family = [f for f, n in enumerate(layout.children_per_family) for _ in range(n)]
+    allowed = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
+    for i, s in enumerate(owner):
+        parent = layout.num_singles + family[s - layout.num_roots] if s >= layout.num_roots else None
+        for j, t in enumerate(owner):
+            distance = int(layout.position_ids[0, i] - layout.position_ids[0, j])
+            allowed[i, j] = ((t == s and j <= i) or t == parent) and (window is None or distance < window)
+    return allowed
+
+
+class Call:
+    """The part of an AttentionCall that `cascade.attend` reads."""
+
+    def __init__(self, query, key, value, layout, scaling=0.4):
+        self.query, self.key, self.value, self.layout, self.scaling = query, key, value, layout, scaling
+
+
+def draw(layout, heads, kv_heads, size=4):
+    torch.manual_seed(0)
+    # (1, H, T, D) as a transposed view, which is what models hand over.
+    return [
+        torch.randn(1, layout.tokens, h, size, dtype=torch.float64).transpose(1, 2)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cascade_equals_dense_mask(name, kv_heads):
+    layout = make_layout(name)
+    leaves = [x.requires_grad_() for x in draw(layout, 4, kv_heads)]
+    expected = sdpa(*leaves, attn_mask=dense_mask(layout), scale=0.4, enable_gqa=True).transpose(1, 2)
+    weight = torch.randn_like(expected)
+    reference = torch.autograd.grad((expected * weight).sum(), leaves)
+    out = cascade.attend(Call(*leaves, layout))
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad((out * weight).sum(), leaves), reference, atol=1e-12, rtol=1e-12)
+
+
+def test_cascade_gradient_by_finite_differences():
+    layout = make_layout("ragged groups")
+    leaves = [x.requires_grad_() for x in draw(layout, 2, 1, size=2)]
+    assert torch.autograd.gradcheck(lambda *x: cascade.attend(Call(*x, layout)), leaves)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("fill", [0, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_flex_mask_function_equals_dense_mask(name, window, fill):
+    layout = make_layout(name)
+    length = layout.tokens + fill
+    allowed = flex.mask_function(layout, window, torch.device("cpu"), fill)
+    index = torch.arange(length)
+    mask = allowed(0, 0, index.unsqueeze(1), index)
+    assert torch.equal(mask[: layout.tokens, : layout.tokens], dense_mask(layout, window))
+    assert torch.equal(mask[layout.tokens :], torch.eye(length, dtype=torch.bool)[layout.tokens :])
+    assert not mask[: layout.tokens, layout.tokens :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash and FlexAttention kernels")
+@pytest.mark.parametrize("backend", [cascade, flex], ids=["cascade", "flex"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cuda_backends_equal_dense_mask(name, backend):
+    prompts, completions = LAYOUTS[name]
+    ids, mask = make_batch(prompts, completions, prompt=5, completion=3)
+    layout = pack(ids.cuda(), mask.cuda(), 3)
+    leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in draw(layout, 4, 2, size=32)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = sdpa(*exact, attn_mask=dense_mask(layout).cuda(), scale=0.4, enable_gqa=True).transpose(1, 2)
+    weight = torch.randn_like(expected)
+    reference = torch.autograd.grad((expected * weight).sum(), exact)
+    call = Call(*leaves, layout)
+    call.window = call.softcap = None
+    out = backend.attend(call)
+    # bfloat16 has 8 bits of mantissa.
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+    ours = torch.autograd.grad((out * weight.bfloat16()).sum(), leaves)
+    for a, b in zip(ours, reference, strict=True):
+        assert (a.double() - b).abs().max() <= 2e-2 * b.abs().max()

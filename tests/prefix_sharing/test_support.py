@@ -1,0 +1,184 @@
+"""What cannot be exact is refused with its reason, and runs padded; nothing goes wrong silently."""
+
+import logging
+
+import pytest
+import torch
+import transformers as tf
+from trl import GRPOTrainer
+
+from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError, sharing
+
+from .helpers import (
+    COMPLETION,
+    SUPPORTED,
+    UNSUPPORTED,
+    assert_equal_gradients,
+    awkward_batch,
+    build,
+    gradients,
+    loss_inputs,
+    make_trainer,
+    stock_log_probs,
+    with_stock_head,
+)
+
+REASONS = {
+    "stablelm": "AttentionInterface",
+    "nemotron": "ran 0 times",
+    "falcon": "AttentionInterface",
+    "qwen3_next": "linear_attention",
+    "qwen3_5": "linear_attention",
+    "minimax": "linear_attention",
+    "bamba": "linear_attention",
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_models_run_padded_and_say_why(name, tmp_path, caplog):
+    inputs = loss_inputs(*awkward_batch())
+    results = []
+    with caplog.at_level(logging.WARNING, logger=sharing.__name__):
+        for cls in (GRPOTrainer, EfficientGRPOTrainer):
+            trainer = make_trainer(cls, build(UNSUPPORTED[name]), tmp_path)
+            loss = trainer._compute_loss(trainer.model, inputs)
+            loss.backward()
+            results.append((loss.item(), gradients(trainer.model)))
+    assert results[0][0] == results[1][0]
+    assert_equal_gradients(results[1][1], results[0][1], tolerance=1e-6)
+    lines = [record.getMessage() for record in caplog.records if record.name == sharing.__name__]
+    assert len(lines) == 1 and REASONS[name] in lines[0], lines
+    assert REASONS[name] in trainer.prefix_sharing.describe()
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_naming_a_backend_makes_it_an_error(name, tmp_path):
+    with pytest.raises(PrefixSharingError, match=REASONS[name]):
+        trainer = make_trainer(EfficientGRPOTrainer, build(UNSUPPORTED[name]), tmp_path, prefix_sharing="cascade")
+        trainer._compute_loss(trainer.model, loss_inputs(*awkward_batch()))
+
+
+def test_unknown_choice_lists_the_known_ones():
+    with pytest.raises(PrefixSharingError, match="auto, off, cascade, two_part, flex"):
+        PrefixSharing("fast")
+
+
+def run(model, choice="auto", score_mask=None, **kwargs):
+    """One pass through `PrefixSharing`, with the padded reference beside it."""
+    with_stock_head(model)
+    packed = PrefixSharing(choice, temperature=0.9)
+    packed.prepare("policy", model)
+    ids, mask = awkward_batch()
+    with packed.scoring(score_mask):
+        result = packed.log_probs(
+            "policy", model, ids, mask, COMPLETION, stock=lambda: (*stock_log_probs(model, ids, mask), None), **kwargs
+        )
+    return packed, result, stock_log_probs(model, ids, mask)[0]
+
+
+def keyword_dropping(model):
+    """Makes every layer forget the layout, as nemotron's do."""
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, prefix_layout=None, _forward=forward, **kwargs: _forward(
+            *args, **kwargs
+        )
+    return model
+
+
+def test_counter_catches_layers_that_do_not_see_the_layout(caplog):
+    packed, result, stock = run(keyword_dropping(build(SUPPORTED["llama"])))
+    assert "ran 0 times in a forward of 2" in packed.describe()
+    assert torch.equal(result[0], stock)
+    with pytest.raises(PrefixSharingError, match="ran 0 times"):
+        run(keyword_dropping(build(SUPPORTED["llama"])), "cascade")
+
+
+def test_self_check_catches_a_leak_between_completions(caplog):
+    """A recurrent layer that no static check knows: it mixes each token with its left neighbour in the row."""
+    model = build(SUPPORTED["llama"])
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x + 0.3 * x.roll(1, dims=1))
+    packed, result, stock = run(model)
+    assert "difference in log-probability" in packed.describe()
+    assert torch.equal(result[0], stock)
+    assert not packed.active()
+
+
+def test_self_check_ignores_dropout_and_restores_modes():
+    model = build(SUPPORTED["llama"])
+    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(
+        model.model.layers[0].mlp.down_proj, torch.nn.Dropout(0.5)
+    )
+    model.train()
+    model.model.layers[1].eval()
+    packed, _, _ = run(model)
+    assert packed.active()
+    assert model.training and model.model.layers[0].training and not model.model.layers[1].training
+
+
+def test_cascade_by_name_refuses_a_window():
+    with pytest.raises(PrefixSharingError, match="sliding window of 6"):
+        run(build(SUPPORTED["mistral_sliding"]), "cascade")
+
+
+def test_attention_dropout_is_refused():
+    config = build(SUPPORTED["llama"]).config
+    config.attention_dropout = 0.1
+    packed = PrefixSharing()
+    packed.prepare("policy", tf.LlamaForCausalLM(config))
+    assert "attention_dropout=0.1" in packed.describe()
+
+
+def test_batches_that_cannot_be_packed_run_padded(caplog):
+    model = with_stock_head(build(SUPPORTED["llama"]))
+    packed = PrefixSharing(temperature=0.9)
+    packed.prepare("policy", model)
+    ids, mask = awkward_batch()
+    mask[0, -COMPLETION + 2] = 0  # a hole
+    stock = stock_log_probs(model, ids, mask)
+    result = packed.log_probs("policy", model, ids, mask, COMPLETION, stock=lambda: (*stock, None))
+    assert result[0] is stock[0]
+    assert "left padding" in caplog.text
+    assert packed.active()  # the next batch is packed again
+
+
+def test_generation_uses_the_models_own_attention():
+    model, prepared = build(SUPPORTED["mistral_sliding"]), build(SUPPORTED["mistral_sliding"])
+    PrefixSharing().prepare("policy", prepared)
+    ids, mask = awkward_batch()
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids[:, :14], attention_mask=mask[:, :14], **options)
+    assert torch.equal(prepared.generate(ids[:, :14], attention_mask=mask[:, :14], **options), expected)
+
+
+def test_saved_config_does_not_name_this_package(tmp_path):
+    model = build(SUPPORTED["llama"])
+    PrefixSharing().prepare("policy", model)
+    model.save_pretrained(tmp_path)
+    assert "prefix_sharing" not in (tmp_path / "config.json").read_text()
+    assert tf.AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+def test_score_mask_cuts_work_and_zeros_the_rest():
+    ids, _mask = awkward_batch()
+    score = torch.zeros(len(ids), COMPLETION, dtype=torch.bool)
+    score[0, [0, 4]] = True
+    score[2, 8] = True  # behind the completion's end: not a token
+    packed, result, stock = run(build(SUPPORTED["qwen3"]), score_mask=score)
+    expected = stock * 0
+    expected[0, [0, 4]] = stock[0, [0, 4]]
+    torch.testing.assert_close(result[0], expected, atol=2e-5, rtol=1e-5)
+    # One completion is left, up to the token before its last scored one: 14 prompt tokens and 4 of the completion.
+    assert packed.metrics["tokens_share"] == 18 / ids.numel()
+
+
+def test_nothing_to_score_still_reaches_every_parameter():
+    model = build(SUPPORTED["qwen3"])
+    ids, _mask = awkward_batch()
+    _, result, _ = run(model, score_mask=torch.zeros(len(ids), COMPLETION, dtype=torch.bool))
+    assert result[0].abs().sum() == 0
+    result[0].sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in model.parameters())

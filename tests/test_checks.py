@@ -1,0 +1,139 @@
+import asyncio
+import functools
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.tiny import config, lora, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, checks
+
+PROMPTS = ["a", [{"role": "user", "content": "the second prompt"}], "c"]
+COLUMNS = {"completions": ["1", "2", "3"], "row": [10, 11, 12]}
+
+
+def call(function, **extra):
+    return checks.guard_reward(function)(prompts=PROMPTS, **COLUMNS, **extra)
+
+
+def test_values_trl_accepts_pass_through():
+    assert call(lambda **_: [1, None, 0.5]) == [1, None, 0.5]
+    assert call(lambda **_: np.array([1.0, 2.0, 3.0])) == [1, 2, 3]
+    assert call(lambda **_: torch.ones(3)) == [1, 1, 1]
+    assert call(lambda **_: [True, False, True]) == [True, False, True]
+
+
+def test_wrong_returns_name_function_and_row():
+    def wrong(**_):
+        return [1.0, "good", 2.0]
+
+    with pytest.raises(checks.RewardError, match=r"'wrong' returned 'good' for row 11 .*the second prompt"):
+        call(wrong)
+    with pytest.raises(checks.RewardError, match=r"returned 2 values for 3 completions"):
+        call(lambda **_: [1.0, 2.0])
+    with pytest.raises(checks.RewardError, match=r"returned 1.0, not a list"):
+        call(lambda **_: 1.0)
+
+
+def test_an_exception_names_the_row_it_comes_from():
+    def fragile(completions, **_):
+        return [1 / (int(completion) - 3) for completion in completions]
+
+    with pytest.raises(checks.RewardError, match=r"'fragile' raised ZeroDivisionError for row 12") as caught:
+        call(fragile)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    def whole_batch(completions, **_):
+        if len(completions) > 1:
+            raise RuntimeError("too many")
+        return [0.0]
+
+    with pytest.raises(checks.RewardError, match="for the batch as a whole: too many"):
+        call(whole_batch)
+
+
+def test_nan_is_warned_about_once(caplog):
+    import logging
+
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.enable_propagation()
+    guarded = checks.guard_reward(lambda **_: [float("nan"), 1.0, 2.0])
+    with caplog.at_level(logging.WARNING):
+        guarded(prompts=PROMPTS, **COLUMNS)
+        guarded(prompts=PROMPTS, **COLUMNS)
+    hf_logging.disable_propagation()
+    assert len([r for r in caplog.records if "NaN" in r.getMessage() and "row 10" in r.getMessage()]) == 1
+
+
+def test_names_async_functions_and_models_survive():
+    async def later(completions, **_):
+        return [1.0] * (len(completions) - 1)
+
+    guarded = checks.guard_reward(later)
+    assert asyncio.iscoroutinefunction(guarded)
+    with pytest.raises(checks.RewardError, match="'later' returned 2 values"):
+        asyncio.run(guarded(prompts=PROMPTS, **COLUMNS))
+    assert checks.guard_reward(functools.partial(later)).__name__ == "later"
+    model = torch.nn.Linear(1, 1)
+    assert checks.guard_reward(model) is model
+    assert checks.guard_reward("someone/reward-model") == "someone/reward-model"
+
+
+def test_a_nan_reward_trains_as_none_does(tmp_path):
+    def with_missing(missing):
+        def reward(completions, **_):
+            return [missing if i == 1 else float(i) for i in range(len(completions))]
+
+        return reward
+
+    weights = []
+    for missing in (float("nan"), None):
+        made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, reward=with_missing(missing), max_steps=2)
+        made.train()
+        weights.append(torch.cat([p.detach().flatten() for p in made.model.parameters()]))
+    assert torch.equal(*weights)
+    assert weights[0].isfinite().all()
+
+
+def test_datasets():
+    with pytest.raises(ValueError, match=r"no `prompt` column; its columns are question, answer.*rename_column"):
+        checks.check_dataset(Dataset.from_dict({"question": ["1"], "answer": ["2"]}), 1)
+    with pytest.raises(ValueError, match="is empty"):
+        checks.check_dataset(Dataset.from_dict({"prompt": []}), 1)
+    with pytest.raises(ValueError, match="has 3 rows, but one generation batch takes 4"):
+        checks.check_dataset(Dataset.from_dict({"prompt": ["a"] * 3}), 4)
+    checks.check_dataset(Dataset.from_dict({"prompt": ["a"] * 4}), 4)
+
+
+def test_the_trainer_checks_before_it_loads_a_model(tmp_path):
+    empty = Dataset.from_dict({"prompt": []})
+    with pytest.raises(ValueError, match="is empty"):
+        trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=str(tmp_path / "missing"), dataset=empty)
+
+
+@pytest.mark.parametrize(("per_device", "accumulation", "group"), [(6, 1, 4), (5, 3, 8), (1, 1, 8), (7, 2, 3)])
+def test_what_the_batch_size_advice_names_works(tmp_path, per_device, accumulation, group):
+    sizes = {"gradient_accumulation_steps": accumulation, "num_generations": group}
+    with pytest.raises(ValueError, match="must be divisible by num_generations") as caught:
+        config(EfficientGRPOConfig, tmp_path, per_device_train_batch_size=per_device, **sizes)
+    text = str(caught.value)
+    advice = text[text.index("What would work: per_device_train_batch_size ") :]
+    values = [int(v) for v in advice.split("batch_size ")[1].split(";")[0].split(", ")]
+    assert values
+    for value in values:
+        config(EfficientGRPOConfig, tmp_path, per_device_train_batch_size=value, **sizes)
+
+
+def test_split_groups_cost_one_line():
+    assert checks.split_group_cost(8, 4) is None
+    assert "at least 2 times a step instead of once; per_device_train_batch_size=8" in checks.split_group_cost(4, 8)
+    assert "per_device_train_batch_size=8 keeps" in checks.split_group_cost(6, 4)
+
+
+def test_lora_targets_that_match_nothing(tmp_path):
+    peft_config = lora()
+    peft_config.target_modules = {"query"}
+    with pytest.raises(ValueError, match=r"query.*Linear layers of this model: .*q_proj.*all-linear"):
+        trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=peft_config)

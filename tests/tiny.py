@@ -1,0 +1,74 @@
+"""Models, data and trainers small enough for a second."""
+
+from peft import LoraConfig
+from trl import GRPOConfig
+
+from trl_fsdp_qlora.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.rewards import completion_text
+from trl_fsdp_qlora.small_base import character_tokenizer, new_model
+
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+def tiny_model(seed: int = 0):
+    """Two layers of width 32 over the character vocabulary, float32."""
+    return new_model(character_tokenizer(), seed, hidden=32, layers=2)
+
+
+def save_tiny_model(folder, seed: int = 0) -> str:
+    """A checkpoint of [`tiny_model`] with its tokenizer in `folder`."""
+    tiny_model(seed).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def prompts(count: int = 64):
+    """Prompts of different lengths, so that there is padding."""
+    problems = read_problems("addition")[:count]
+    for i, problem in enumerate(problems):
+        problem["question"] += " " * (i % 4)
+    return to_prompts(problems)
+
+
+def digit_share(completions, **_columns) -> list[float]:
+    """A reward with many different values: the share of digits in a completion, and its length."""
+    texts = [completion_text(completion) for completion in completions]
+    return [sum(c.isdigit() for c in text) / (1 + len(text)) + 0.01 * len(text) for text in texts]
+
+
+def lora():
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+
+
+def config(cls, output_dir, **changes) -> GRPOConfig:
+    """A config of class `cls` for CPU tests: 2 prompts × 4 completions a step, nothing written."""
+    settings = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",  # a step shows the gradient itself, not only its sign
+        "max_grad_norm": 0.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return cls(output_dir=str(output_dir), **{**settings, **changes})
+
+
+def trainer(cls, config_cls, output_dir, model=None, peft_config=None, reward=digit_share, dataset=None, **changes):
+    """A trainer of class `cls` on the tiny model."""
+    return cls(
+        model if model is not None else tiny_model(),
+        reward,
+        config(config_cls, output_dir, **changes),
+        dataset if dataset is not None else prompts(),
+        processing_class=character_tokenizer(),
+        peft_config=peft_config,
+    )

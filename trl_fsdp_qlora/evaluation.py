@@ -1,0 +1,190 @@
+"""Accuracy of a model on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank."""
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from trl.data_utils import is_conversational
+
+from .rewards import answers_match, extract_answer, parse_gold, parse_number
+from .stats import format_accuracy, pass_at_k, wilson_interval
+
+
+@dataclass
+class Evaluation:
+    """Result of [`evaluate`]; accuracies are shares of `n` problems.
+
+    `pass_at_k` and `majority_at_k` are `None` where nothing was sampled. `interval` is Wilson's 95% of `pass_at_1`.
+    """
+
+    n: int
+    correct: int
+    pass_at_1: float
+    interval: tuple[float, float]
+    samples: int
+    pass_at_k: float | None
+    majority_at_k: float | None
+    answered: float
+    seconds: float
+    tokens_per_completion: float
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = f"greedy pass@1 {format_accuracy(self.correct, self.n)}"
+        if self.samples:
+            text += f", pass@{self.samples} {100 * self.pass_at_k:.1f}%, majority@{self.samples} "
+            text += f"{100 * self.majority_at_k:.1f}%"
+        return text
+
+
+def majority(answers: list[str | None]) -> str | None:
+    """The most frequent answer, by value where it is a number; ties go to the earliest; `None` where none is given."""
+    keys: list[Fraction | str] = []
+    first: dict[Fraction | str, str] = {}
+    for answer in answers:
+        if answer is None:
+            continue
+        number = parse_number(answer)
+        key = answer if number is None else number
+        keys.append(key)
+        first.setdefault(key, answer)
+    # Counter keeps the order of first appearance among equals
+    return first[Counter(keys).most_common(1)[0][0]] if keys else None
+
+
+def _encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if is_conversational({"prompt": prompts[0]}):
+        return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
+    return tokenizer(prompts)["input_ids"]
+
+
+@torch.no_grad()
+def _generate(model, tokenizer, ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+    width = max(map(len, ids))
+    device = next(model.parameters()).device
+    input_ids = torch.tensor([[config.pad_token_id] * (width - len(row)) + row for row in ids], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=device)
+    out = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+    completions = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in config.eos_token_id), len(row))
+        completions.append(row[:end])
+    return completions
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset,
+    *,
+    max_new_tokens: int = 256,
+    batch_size: int = 32,
+    samples: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    answer_format: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+    description: str = "evaluate",
+) -> Evaluation:
+    """Measure `model` on every problem of `dataset` exactly once, whatever the number of ranks.
+
+    Batches are fixed by the dataset and dealt to the ranks in turn, and what is sampled in a batch depends on `seed` and
+    the batch alone, so the result does not depend on the number of ranks. Works without an initialised process group.
+
+    Args:
+        model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
+        tokenizer: with a pad token; conversational prompts use its chat template.
+        dataset: columns `prompt` and `answer`, see [`trl_fsdp_qlora.datasets.to_prompts`].
+        max_new_tokens: length limit of a completion, in tokens.
+        batch_size: completions a batch, per rank; sampled completions of a problem are batched together.
+        samples: k of pass@k and majority@k; 0 measures greedy decoding only.
+        temperature: of the samples.
+        top_p: of the samples.
+        answer_format: see [`trl_fsdp_qlora.rewards.extract_answer`].
+        seed: of the samples.
+        progress: show a bar on the main rank.
+
+    Returns:
+        [`Evaluation`], the same on every rank.
+
+    Raises:
+        trl_fsdp_qlora.rewards.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
+    """
+    state = PartialState()
+    started = time.perf_counter()
+    rows = dataset.select_columns(["prompt", "answer"]).to_list()
+    golds = [parse_gold(row["answer"], index) for index, row in enumerate(rows)]
+    eos = model.generation_config.eos_token_id
+    eos = {eos} if isinstance(eos, int) else set(eos or ())
+    eos.add(tokenizer.eos_token_id)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos)}
+    greedy = GenerationConfig(do_sample=False, **common)
+    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
+    per_batch = max(1, batch_size // max(samples, 1))
+    batches = [range(i, min(i + per_batch, len(rows))) for i in range(0, len(rows), per_batch)]
+    mine = batches[state.process_index :: state.num_processes]
+    results = []
+    was_training = model.training
+    model.eval()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        for batch in tqdm(mine, desc=description, disable=not (progress and state.is_main_process), leave=False):
+            ids = _encode([rows[i]["prompt"] for i in batch], tokenizer)
+            drawn = [[] for _ in batch]
+            lengths = [0] * len(batch)
+            outputs = _generate(model, tokenizer, ids, greedy)
+            best = []
+            for j, tokens in enumerate(outputs):
+                best.append(extract_answer(tokenizer.decode(tokens, skip_special_tokens=True), answer_format))
+                lengths[j] = len(tokens)
+            if samples:
+                with torch.random.fork_rng(devices=devices):
+                    torch.manual_seed((seed << 20) + batch.start)
+                    outputs = _generate(model, tokenizer, [row for row in ids for _ in range(samples)], sampled)
+                for j, tokens in enumerate(outputs):
+                    text = tokenizer.decode(tokens, skip_special_tokens=True)
+                    drawn[j // samples].append(extract_answer(text, answer_format))
+            for j, i in enumerate(batch):
+                hits = sum(answers_match(answer, golds[i]) for answer in drawn[j])
+                results.append(
+                    (
+                        i,
+                        answers_match(best[j], golds[i]),
+                        best[j] is not None,
+                        pass_at_k(samples, hits, samples) if samples else 0.0,
+                        bool(samples) and answers_match(majority(drawn[j]), golds[i]),
+                        lengths[j],
+                    )
+                )
+    finally:
+        model.train(was_training)
+    results = sorted(gather_object(results) if state.num_processes > 1 else results)
+    if [result[0] for result in results] != list(range(len(rows))):
+        raise RuntimeError(f"{len(results)} results for {len(rows)} problems: ranks disagree about the dataset")
+    n = len(rows)
+    correct = sum(result[1] for result in results)
+    return Evaluation(
+        n=n,
+        correct=correct,
+        pass_at_1=correct / n,
+        interval=wilson_interval(correct, n),
+        samples=samples,
+        pass_at_k=sum(result[3] for result in results) / n if samples else None,
+        majority_at_k=sum(result[4] for result in results) / n if samples else None,
+        answered=sum(result[2] for result in results) / n,
+        seconds=time.perf_counter() - started,
+        tokens_per_completion=sum(result[5] for result in results) / n,
+    )

@@ -1,0 +1,5 @@
+"""Each prompt once, no padding: the packed forward, exact for any transformer with causal attention."""
+
+from .sharing import CHOICES, PrefixSharing, PrefixSharingError
+
+__all__ = ["CHOICES", "PrefixSharing", "PrefixSharingError"]

@@ -1,0 +1,149 @@
+"""The attention function a model is given, and the choice of a backend for each layer.
+
+`install(model)` registers, through transformers' public `AttentionInterface` and `AttentionMaskInterface`, one
+implementation on top of the one the model has. Without a `prefix_layout` keyword it *is* that implementation, masks
+included, so generation and padded forwards are what they were. With one, the layer goes to a backend.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from . import cascade, flex, two_part
+from .layout import PackedLayout
+
+PREFIX = "prefix_sharing_"
+BACKENDS = {"cascade": cascade, "two_part": two_part, "flex": flex}
+# "auto" takes the first that serves the layer. FlexAttention is only taken by name.
+AUTO_ORDER = ("cascade", "two_part")
+
+# Keywords that say nothing about who attends to whom or how a score is computed.
+_NEUTRAL = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "is_causal",
+}
+
+
+class UnsupportedAttention(ValueError):
+    """An attention layer that cannot be computed exactly on a packed row; the message is the reason."""
+
+
+@dataclass
+class AttentionCall:
+    """One attention layer on a packed row.
+
+    Attributes:
+        query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied.
+        scaling: factor on the scores; dropout: probability; window: tokens a query may look back, itself included,
+            or `None`; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
+        base: name of the implementation underneath; own_function: that implementation, as a function.
+        kwargs: the layer's own keywords for it.
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    layout: PackedLayout
+    scaling: float
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    base: str
+    own_function: Callable
+    kwargs: dict
+
+
+def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
+    """The function that implementation `base` runs for `module`; `"eager"` is defined beside each model."""
+    if base != "eager":
+        return ALL_ATTENTION_FUNCTIONS[base]
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise UnsupportedAttention(f"{type(module).__name__} has no eager_attention_forward beside it")
+
+
+def _prefix_shared_attention(
+    module, query, key, value, attention_mask, *, base: str, prefix_layout: PackedLayout | None = None, **kwargs
+):
+    own_function = own_attention_function(base, module)
+    if prefix_layout is None:
+        return own_function(module, query, key, value, attention_mask, **kwargs)
+    call = _describe(module, query, key, value, prefix_layout, base, own_function, kwargs)
+    name, backend = _choose(call)
+    prefix_layout.layer_calls.append(name)
+    return backend.attend(call), None
+
+
+def _describe(module, query, key, value, layout, base, own_function, kwargs) -> AttentionCall:
+    kwargs = {name: x for name, x in kwargs.items() if x is not None and name not in _NEUTRAL}
+    scaling = kwargs.pop("scaling", query.shape[-1] ** -0.5)
+    dropout = kwargs.pop("dropout", 0.0)
+    window = kwargs.pop("sliding_window", None)
+    if window is None and getattr(module, "layer_type", None) == "sliding_attention":
+        window = module.config.sliding_window
+    # A window that reaches over the whole batch row cuts nothing.
+    if window is not None and window >= layout.stock_tokens // layout.completion_shape[0]:
+        window = None
+    softcap = kwargs.pop("softcap", None)
+    sinks = kwargs.pop("s_aux", getattr(module, "sinks", None))
+    if dropout:
+        raise UnsupportedAttention(f"attention dropout ({dropout}) draws differently on a packed row")
+    if kwargs:
+        raise UnsupportedAttention(f"its attention takes {sorted(kwargs)}, whose meaning on a packed row is not known")
+    return AttentionCall(
+        module, query, key, value, layout, scaling, dropout, window, softcap, sinks, base, own_function, kwargs
+    )
+
+
+def _choose(call: AttentionCall):
+    names = AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,)
+    reasons = []
+    for name in names:
+        reason = BACKENDS[name].refuses(call)
+        if reason is None:
+            return name, BACKENDS[name]
+        reasons.append(f"{name}: {reason}")
+    raise UnsupportedAttention("; ".join(reasons))
+
+
+def install(model: PreTrainedModel) -> None:
+    """Give `model` the prefix-aware implementation on top of the one it has. Calling it twice changes nothing.
+
+    Raises:
+        UnsupportedAttention: the implementation underneath is one no backend can stand on.
+    """
+    base = model.config._attn_implementation
+    if base.startswith(PREFIX):
+        return
+    masks = AttentionMaskInterface()
+    if base not in masks or (base != "eager" and base not in ALL_ATTENTION_FUNCTIONS):
+        raise UnsupportedAttention(f"attn_implementation={base!r} has no registered mask; use 'sdpa' or 'eager'")
+    name = PREFIX + base
+    AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base))
+    AttentionMaskInterface.register(name, masks[base])
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise UnsupportedAttention(f"{type(model).__name__} keeps attn_implementation={base!r}")
+
+
+def no_mask(device: torch.device) -> torch.Tensor:
+    """A 4-D mask of one element. transformers passes 4-D masks through untouched, so no mask of the row is built.
+
+    Without it the restarting positions of a packed row would be read as separate sequences.
+    """
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -1,0 +1,94 @@
+"""`flex`: FlexAttention over the whole packed row, with a block mask. CUDA only (there is no backward on CPU).
+
+It wins where a sliding window or a softcap rules `cascade` out and completions are too ragged for `two_part`'s
+batches: one kernel for all segments, blocks without any allowed pair skipped, nothing copied. It compiles on first
+use, once a shape family (dynamic shapes; the row is filled up to a multiple of the block).
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from .layout import PackedLayout
+
+BLOCK = 128
+
+
+def refuses(call) -> str | None:
+    """Why this backend cannot serve `call`, or `None`."""
+    if call.query.device.type != "cuda":
+        return "FlexAttention has a backward on CUDA only"
+    if call.sinks is not None:
+        return "attention sinks"
+    return None
+
+
+def attend(call) -> torch.Tensor:
+    """Attention output `(1, T, H, D_v)` of an [`AttentionCall`]."""
+    tokens = call.query.shape[2]
+    fill = -tokens % BLOCK
+    q, k, v = (F.pad(x, (0, 0, 0, fill)) if fill else x for x in (call.query, call.key, call.value))
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    out = _compiled()(
+        q,
+        k,
+        v,
+        score_mod=None if call.softcap is None else softcap_score(call.softcap),
+        block_mask=_block_mask(call.layout, call.window, q.device),
+        scale=call.scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[:, :, :tokens].transpose(1, 2)
+
+
+@functools.cache
+def _compiled() -> Callable:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def softcap_score(softcap: float) -> Callable:
+    """FlexAttention score function of a tanh cap."""
+
+    def score(score, batch, head, query, key):
+        return softcap * torch.tanh(score / softcap)
+
+    return score
+
+
+def mask_function(layout: PackedLayout, window: int | None, device: torch.device, fill: int = 0) -> Callable:
+    """FlexAttention mask function `(batch, head, query, key) -> bool` of a packed row with `fill` tokens behind it."""
+    segment_T = torch.repeat_interleave(torch.arange(len(layout.lengths)), torch.from_numpy(layout.lengths))
+    # A completion's prompt, and for everyone else the segment itself.
+    prompt_S = torch.arange(len(layout.lengths))
+    families = torch.arange(layout.num_singles, layout.num_roots)
+    prompt_S[layout.num_roots :] = torch.repeat_interleave(families, torch.from_numpy(layout.children_per_family))
+    prompt_T = prompt_S[segment_T]
+    position_T = layout.position_ids[0].cpu()
+    # Each filled-up token is a segment of its own, so that its softmax is defined.
+    extra = len(layout.lengths) + torch.arange(fill)
+    segment_T = torch.cat([segment_T, extra]).to(device)
+    prompt_T = torch.cat([prompt_T, extra]).to(device)
+    position_T = torch.cat([position_T, extra * 0]).to(device)
+
+    def allowed(batch, head, query, key):
+        related = (segment_T[query] == segment_T[key]) | (prompt_T[query] == segment_T[key])
+        seen = related & (key <= query)
+        if window is not None:
+            seen = seen & (position_T[query] - position_T[key] < window)
+        return seen
+
+    return allowed
+
+
+def _block_mask(layout: PackedLayout, window: int | None, device: torch.device) -> BlockMask:
+    key = ("block_mask", window)
+    if key not in layout.cache:
+        fill = -layout.tokens % BLOCK
+        length = layout.tokens + fill
+        mask = mask_function(layout, window, device, fill)
+        layout.cache[key] = create_block_mask(mask, None, None, length, length, device=device, BLOCK_SIZE=BLOCK)
+    return layout.cache[key]

@@ -1,0 +1,141 @@
+"""`two_part`: the model's own attention function, called once for prompts and once for completions.
+
+A completion's keys are its prompt's, expanded over the group, with its own behind them; queries are the completion's.
+Whatever the model's function does (softcap, sinks, a sliding window through its mask, grouped queries, any head size)
+it does here, so this backend serves every layer that takes a mask. The price is one copy of the prompt's keys and
+values a completion, kept for backward, and a mask of (longest completion) x (prompt + longest completion).
+
+It wins against padding wherever `cascade` does not apply, and on CPU against `cascade` where completions are long
+compared with their prompt.
+"""
+
+import torch
+
+from .layout import PackedLayout
+
+_MASKED_BASES = ("sdpa", "eager")
+_FLASH_BASES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def refuses(call) -> str | None:
+    """Why this backend cannot serve `call`, or `None`."""
+    if call.base not in _MASKED_BASES + _FLASH_BASES:
+        return f"it does not know which mask {call.base!r} takes"
+    return None
+
+
+def attend(call) -> torch.Tensor:
+    """Attention output `(1, T, H, D_v)` of an [`AttentionCall`]."""
+    parts = []
+    for start, count, length in _equal_roots(call.layout):
+        q, k, v = (_fold(x, start, count, length) for x in (call.query, call.key, call.value))
+        parts.append(_own(call, q, k, v).flatten(0, 1))
+    for block in _family_blocks(call.layout, call.query.device):
+        parts.append(_family(call, block))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+
+def _own(call, q, k, v) -> torch.Tensor:
+    """The model's attention for queries that are the last ones of their keys: `(n, queries, H, D_v)`."""
+    queries, keys = q.shape[2], k.shape[2]
+    kwargs = {"scaling": call.scaling, "dropout": call.dropout}
+    if call.softcap is not None:
+        kwargs["softcap"] = call.softcap
+    if call.sinks is not None:
+        kwargs["s_aux"] = call.sinks
+    mask = None
+    if call.base in _FLASH_BASES:
+        kwargs["sliding_window"] = call.window
+    elif call.base == "eager" or queries != keys or (call.window is not None and call.window < keys):
+        mask = _mask(call, queries, keys, q)
+    out, *_ = call.own_function(call.module, q, k, v, mask, **kwargs)
+    return out
+
+
+def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
+    """`(1, 1, queries, keys)`: causal from the last key backwards, cut by the window; kept for the next layer.
+
+    A completion stands right behind its prompt, so distances in keys are distances in positions.
+    """
+    key = ("mask", call.base, call.window, queries, keys, q.dtype)
+    if key not in call.layout.cache:
+        behind = torch.arange(keys - queries, keys, device=q.device).unsqueeze(1) - torch.arange(keys, device=q.device)
+        mask = behind >= 0
+        if call.window is not None:
+            mask &= behind < call.window
+        if call.base == "eager":
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, torch.finfo(q.dtype).min)
+        call.layout.cache[key] = mask[None, None]
+    return call.layout.cache[key]
+
+
+def _family(call, block) -> torch.Tensor:
+    """Completions of `count` families with equal prompts' lengths and group sizes: `(their tokens, H, D_v)`."""
+    prompt_start, prompt_length, count, group, children_start, longest, pad = block
+
+    def completions(x):
+        if pad is None:
+            return _fold(x, children_start, count * group, longest)
+        return x[0].transpose(0, 1).index_select(0, pad[0]).unflatten(0, (count * group, longest)).transpose(1, 2)
+
+    def keys(x):
+        prompt = _fold(x, prompt_start, count, prompt_length)
+        expanded = prompt.unsqueeze(1).expand(-1, group, -1, -1, -1)
+        own = completions(x).unflatten(0, (count, group))
+        return torch.cat([expanded, own], dim=3).flatten(0, 1)
+
+    out = _own(call, completions(call.query), keys(call.key), keys(call.value)).flatten(0, 1)
+    return out if pad is None else out.index_select(0, pad[1])
+
+
+def _fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
+    return x[0].narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _equal_roots(layout: PackedLayout) -> list[tuple[int, int, int]]:
+    """Single rows and prompts as `(start, count, length)` of neighbours of equal length."""
+    runs = []
+    for start, length in zip(layout.starts[: layout.num_roots], layout.lengths, strict=False):
+        start, length = int(start), int(length)
+        if runs and runs[-1][2] == length:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
+        else:
+            runs.append((start, 1, length))
+    return runs
+
+
+def _family_blocks(layout: PackedLayout, device: torch.device) -> list[tuple]:
+    """Neighbouring families of equal prompt length and group size, as the arguments of [`_family`]."""
+    if "family_blocks" in layout.cache:
+        return layout.cache["family_blocks"]
+    singles, roots = layout.num_singles, layout.num_roots
+    groups = []  # [first family, count, first child]
+    child = roots
+    for family, size in enumerate(layout.children_per_family):
+        if groups:
+            first = groups[-1][0]
+            same_prompt = layout.lengths[singles + family] == layout.lengths[singles + first]
+            if same_prompt and size == layout.children_per_family[first]:
+                groups[-1][1] += 1
+                child += size
+                continue
+        groups.append([family, 1, child])
+        child += size
+    blocks = []
+    for first, count, child in groups:
+        group = int(layout.children_per_family[first])
+        starts = torch.from_numpy(layout.starts[child : child + count * group])
+        lengths = torch.from_numpy(layout.lengths[child : child + count * group])
+        longest = int(lengths.max())
+        pad = None
+        if (lengths != longest).any():
+            within = torch.arange(longest)
+            index = (starts.unsqueeze(1) + within).clamp_(max=layout.tokens - 1).flatten()
+            real = (within < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+            pad = (index.to(device), real.to(device))
+        prompt = singles + first
+        blocks.append(
+            (int(layout.starts[prompt]), int(layout.lengths[prompt]), count, group, int(starts[0]), longest, pad)
+        )
+    layout.cache["family_blocks"] = blocks
+    return blocks

@@ -1,0 +1,1 @@
+"""What leaves the machine: the adapter's card."""

@@ -1,0 +1,196 @@
+"""The model card of a trained adapter: what it is, how it was made, and a quick start that runs as printed."""
+
+import os
+import platform
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, constants
+
+TAGS = ["trl", "grpo", "lora", "trl-fsdp-qlora"]
+# What a run sets that says nothing about the result.
+_NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub", "disable_tqdm", "local_rank"}
+
+
+_TEMPLATE = """---
+{metadata}
+---
+
+# {name}
+
+{kind} `{base}`, trained with GRPO by trl-fsdp-qlora, an extension of TRL.
+
+## Quick start
+
+```python
+{quick_start}```
+
+## Results
+
+{results}
+
+## How it was made
+
+{made}
+
+Every setting that differs from its default:
+
+```yaml
+{recipe}```
+"""
+
+
+@dataclass
+class CardInfo:
+    """What a trainer cannot know by itself and a recipe fills in.
+
+    Args:
+        dataset: Hub id or file name of the training data.
+        license: SPDX id; looked up in the base model's card where it is `None`.
+        results: lines such as `"greedy pass@1 97.0% (n=1000, ...)"` by what was measured.
+        recipe_file: the YAML that was run.
+        command: the launch line.
+        quickstart_prompt: a prompt (text, or messages) for the quick start.
+        max_new_tokens: of the quick start.
+    """
+
+    dataset: str | None = None
+    license: str | None = None
+    results: dict[str, str] = field(default_factory=dict)
+    recipe_file: str | None = None
+    command: str | None = None
+    quickstart_prompt: Any = None
+    max_new_tokens: int = 64
+
+
+def hardware() -> str:
+    """Accelerators or processor of this machine, in words."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
+    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
+
+
+def software() -> str:
+    names = ("trl-fsdp-qlora", "trl", "torch", "transformers", "peft", "accelerate")
+    return ", ".join(f"{name} {version(name)}" for name in names)
+
+
+def base_model_license(base_model: str) -> str | None:
+    """SPDX id from the card of a local folder or of the Hub; `None` where none is stated or the Hub is out of reach."""
+    local = Path(base_model) / "README.md"
+    try:
+        if local.is_file():
+            return ModelCard.load(str(local)).data.license
+        if Path(base_model).exists() or constants.HF_HUB_OFFLINE:
+            return None
+        return ModelCard.load(base_model).data.license
+    except Exception:  # a missing, private or malformed card must not cost the run that was just trained
+        return None
+
+
+def _portable(path: str) -> str:
+    # A card is published: no absolute path of the machine it was made on belongs in it.
+    return Path(path).name if os.path.isabs(path) else path
+
+
+def changed_arguments(args: Any) -> dict[str, Any]:
+    """The fields of a config dataclass that differ from their defaults, as plain values; no paths, no secrets."""
+    changed = {}
+    for item in fields(args):
+        value = getattr(args, item.name, None)
+        value = value.value if isinstance(value, Enum) else value
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        plain = isinstance(value, (bool, int, float, str, list, type(None)))
+        if item.init and plain and value != default and item.name not in _NOT_RECIPE and "token" not in item.name:
+            changed[item.name] = _portable(str(value)) if isinstance(value, str) else value
+    return changed
+
+
+def quick_start(base_model: str, adapter: str, prompt: Any, max_new_tokens: int) -> str:
+    """Python that loads the adapter with plain PEFT and answers `prompt`."""
+    if prompt is None:
+        prompt = [{"role": "user", "content": "What is 12 + 30?"}]
+    if isinstance(prompt, str):
+        encode = f"inputs = tokenizer({prompt!r}, return_tensors='pt')"
+    else:
+        encode = (
+            f"messages = {prompt!r}\n"
+            "inputs = tokenizer.apply_chat_template(\n"
+            "    messages, add_generation_prompt=True, return_tensors='pt', return_dict=True\n)"
+        )
+    return (
+        "from peft import PeftModel\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"base, adapter = {base_model!r}, {adapter!r}\n"
+        "tokenizer = AutoTokenizer.from_pretrained(base)\n"
+        "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)\n"
+        f"{encode}\n"
+        f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)\n"
+        "print(tokenizer.decode(output[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True))\n"
+    )
+
+
+def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_config: Any, hub_model_id: str | None):
+    """The card of an adapter.
+
+    Args:
+        base_model: Hub id or folder of the base model.
+        name: of the adapter.
+        args: the trainer's config.
+        info: see [`CardInfo`].
+        peft_config: of the adapter, or `None` for full fine-tuning.
+        hub_model_id: where it is published, for the quick start; otherwise its folder.
+
+    Returns:
+        `huggingface_hub.ModelCard`.
+    """
+    base = _portable(base_model)
+    license_id = info.license or base_model_license(base_model)
+    is_adapter = peft_config is not None
+    # The Hub takes owner/name or a bare name: of a folder on this machine, only the name.
+    base_id = Path(base).name if Path(base_model).exists() else base
+    data = ModelCardData(
+        base_model=base_id,
+        datasets=None if info.dataset is None else [_portable(info.dataset)],
+        library_name="peft" if is_adapter else "transformers",
+        license=license_id or "other",
+        pipeline_tag="text-generation",
+        tags=[*TAGS, f"base_model:adapter:{base_id}"] if is_adapter else [tag for tag in TAGS if tag != "lora"],
+        model_name=name,
+    )
+    recipe = changed_arguments(args)
+    if is_adapter:
+        targets = getattr(peft_config, "target_modules", None)
+        recipe["lora"] = {
+            "r": getattr(peft_config, "r", None),
+            "lora_alpha": getattr(peft_config, "lora_alpha", None),
+            "lora_dropout": getattr(peft_config, "lora_dropout", None),
+            "target_modules": sorted(targets) if isinstance(targets, set) else targets,
+        }
+    rows = "\n".join(f"| {what} | {value} |" for what, value in info.results.items())
+    made = {
+        "data": info.dataset and f"`{_portable(info.dataset)}`",
+        "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
+        "software": software(),
+        "seed": args.seed,
+        "recipe": info.recipe_file and f"`{_portable(info.recipe_file)}`",
+        "command": info.command and f"`{info.command}`",
+    }
+    adapter = hub_model_id or _portable(str(args.output_dir))
+    return ModelCard(
+        _TEMPLATE.format(
+            metadata=data.to_yaml(),
+            name=name,
+            kind="A LoRA adapter for" if is_adapter else "A model fine-tuned from",
+            base=base,
+            quick_start=quick_start(base, adapter, info.quickstart_prompt, info.max_new_tokens),
+            results=f"| measured | result |\n|---|---|\n{rows}" if rows else "No accuracy was measured in this run.",
+            made="\n".join(f"- {key}: {value}" for key, value in made.items() if value is not None),
+            recipe=yaml.safe_dump(recipe, sort_keys=True),
+        )
+    )

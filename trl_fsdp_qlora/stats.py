@@ -1,0 +1,45 @@
+"""Accuracy with its uncertainty."""
+
+from math import comb, sqrt
+
+
+def wilson_interval(correct: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson score interval of a proportion (E. B. Wilson, JASA 22, 1927), 95% by default.
+
+    Args:
+        correct: successes, `0 <= correct <= n`.
+        n: trials.
+        z: normal quantile.
+
+    Returns:
+        `(low, high)`, both in [0, 1]; `(0, 1)` for n = 0.
+
+    Raises:
+        ValueError: `correct` outside [0, n].
+    """
+    if not 0 <= correct <= n:
+        raise ValueError(f"correct={correct} is outside [0, n={n}]")
+    if n == 0:
+        return 0.0, 1.0
+    p = correct / n
+    centre = p + z * z / (2 * n)
+    spread = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def format_accuracy(correct: int, n: int) -> str:
+    """`'71.3% (n=512, 95% interval 67.2-75.0)'`."""
+    low, high = wilson_interval(correct, n)
+    return f"{100 * correct / max(n, 1):.1f}% (n={n}, 95% interval {100 * low:.1f}-{100 * high:.1f})"
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased pass@k of one problem from n samples (Chen et al., arXiv 2107.03374, eq. 1).
+
+    Raises:
+        ValueError: k > n, where the estimate does not exist.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {k} samples of a problem; got n={n}")
+    return 1.0 - comb(n - correct, k) / comb(n, k)
