@@ -12,6 +12,7 @@ Saved bytes are those of the distinct storages that autograd keeps for backward 
 import argparse
 import copy
 import gc
+import importlib.util
 import json
 import platform
 import statistics
@@ -19,6 +20,8 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -56,9 +59,9 @@ def make_model(args) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def make_batch(vocabulary: int, prompt: int, completion: int, group: int, kind: str, device: str) -> dict:
+def make_batch(vocabulary: int, prompt: int, completion: int, group: int, kind: str, device: str, seed: int) -> dict:
     """One micro-batch as `_compute_loss` takes it; random advantages."""
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(seed)
 
     def integers(low, high, *size):
         return torch.randint(low, high + 1, size, generator=draw)
@@ -127,6 +130,14 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return sum(self.storages.values())
 
 
+def cpu_name() -> str:
+    """The processor's model name where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -154,51 +165,94 @@ def saved_bytes(trainer, batch) -> int:
 
 def gradient_difference(trainer, reference) -> float:
     """Largest gradient difference over the largest gradient, over all parameters."""
+    if trainer is reference:
+        return 0.0
     pairs = [(p.grad, r.grad) for p, r in zip(trainer.model.parameters(), reference.model.parameters(), strict=True)]
     largest = max(r.abs().max() for _, r in pairs)
     return max((p - r).abs().max() / largest for p, r in pairs).item()
 
 
 def measure(point, args, contestants) -> dict:
+    """Medians of alternating runs, summed over the batches of a point (several draws where lengths are random)."""
     name, prompt, completion, group, kind, *targets = point
-    batch = make_batch(args.vocabulary, prompt, completion, group, kind, args.device)
+    seeds = range(1, args.draws + 1) if kind == "ragged" else [1]
+    batches = [make_batch(args.vocabulary, prompt, completion, group, kind, args.device, seed) for seed in seeds]
     trainers = contestants(group)
-    seconds = {key: [] for key in trainers}
-    for trainer in trainers.values():  # warm up: self-check, allocator, thread pool
-        step(trainer, batch, args.device)
-        step(trainer, batch, args.device)
-    for _ in range(args.runs):
+    totals = {key: {"seconds": 0.0, "bytes": 0, "difference": 0.0} for key in trainers}
+    tokens = stock_tokens = 0
+    for batch in batches:
+        for trainer in trainers.values():  # warm up: self-check, allocator, thread pool
+            step(trainer, batch, args.device)
+        seconds = {key: [] for key in trainers}
+        for _ in range(args.runs):
+            for key, trainer in trainers.items():
+                seconds[key].append(step(trainer, batch, args.device)[0])
         for key, trainer in trainers.items():
-            seconds[key].append(step(trainer, batch, args.device)[0])
-    stock = trainers["stock"]
-    row = {"point": name, "prompt": prompt, "completion": completion, "group": group, "kind": kind}
-    row["target_time"], row["target_bytes"] = targets
-    share = trainers["auto"]._metrics["train"]["prefix_sharing/policy/tokens_share"][-1]
-    row["token_ratio"] = 1 / share
-    row["seconds"] = {key: statistics.median(times) for key, times in seconds.items()}
-    row["speedup"] = {key: row["seconds"]["stock"] / value for key, value in row["seconds"].items()}
-    row["saved_bytes"] = {key: saved_bytes(trainer, batch) for key, trainer in trainers.items()}
-    row["bytes_ratio"] = {key: row["saved_bytes"]["stock"] / value for key, value in row["saved_bytes"].items()}
-    row["gradient_difference"] = {
-        key: gradient_difference(trainer, stock) for key, trainer in trainers.items() if key != "stock"
+            totals[key]["seconds"] += statistics.median(seconds[key])
+            totals[key]["bytes"] += saved_bytes(trainer, batch)
+            difference = gradient_difference(trainer, trainers["stock"])
+            totals[key]["difference"] = max(totals[key]["difference"], difference)
+        size = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
+        stock_tokens += size
+        tokens += size * trainers[args.backends[0]]._metrics["train"]["prefix_sharing/policy/tokens_share"][-1]
+    stock = totals["stock"]
+    return {
+        "point": name,
+        "prompt": prompt,
+        "completion": completion,
+        "group": group,
+        "kind": kind,
+        "batches": len(batches),
+        "target_time": targets[0],
+        "target_bytes": targets[1],
+        "token_ratio": stock_tokens / tokens,
+        "seconds": {key: total["seconds"] for key, total in totals.items()},
+        "speedup": {key: stock["seconds"] / total["seconds"] for key, total in totals.items()},
+        "saved_bytes": {key: total["bytes"] for key, total in totals.items()},
+        "bytes_ratio": {key: stock["bytes"] / total["bytes"] for key, total in totals.items()},
+        "gradient_difference": {key: total["difference"] for key, total in totals.items()},
     }
-    return row
 
 
-def print_table(rows: list[dict]) -> None:
-    print(f"{'P/C/G':24}{'tokens':>8}  " + "".join(f"{'time ' + k:>18}{'bytes':>8}" for k in rows[0]["seconds"]))
+def table(rows: list[dict]) -> str:
+    """Markdown: speed-up and saved-bytes ratio against stock TRL, the token ratio beside them."""
+    names = [key for key in rows[0]["seconds"] if key != "stock"]
+    lines = ["| P/C/G | token ratio | stock | " + " | ".join(f"{n} | bytes" for n in names) + " | target |"]
+    lines.append("|---" * (len(names) * 2 + 4) + "|")
     for row in rows:
-        line = f"{row['point']:24}{row['token_ratio']:7.2f}x  "
-        for key in row["seconds"]:
-            line += f"{row['seconds'][key] * 1e3:8.0f} ms {row['speedup'][key]:5.2f}x{row['bytes_ratio'][key]:7.2f}x"
-        print(line)
+        cells = [row["point"], f"{row['token_ratio']:.2f}", f"{row['seconds']['stock'] * 1e3:.0f} ms"]
+        for key in names:
+            cells += [f"{row['speedup'][key]:.2f}×", f"{row['bytes_ratio'][key]:.2f}×"]
+        wanted = [f"≥ {x}× {what}" for x, what in ((row["target_time"], "time"), (row["target_bytes"], "bytes")) if x]
+        lines.append("| " + " | ".join([*cells, ", ".join(wanted)]) + " |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Speed-up of each contestant beside the token ratio."""
+    import matplotlib.pyplot as plt
+
+    names = [key for key in rows[0]["seconds"] if key != "stock"]
+    width = 0.8 / (len(names) + 1)
+    figure, axes = plt.subplots(figsize=(9, 4))
+    for i, name in enumerate(["token ratio", *names]):
+        heights = [row["token_ratio"] if name == "token ratio" else row["speedup"][name] for row in rows]
+        color = "lightgray" if name == "token ratio" else None
+        axes.bar([x + i * width for x in range(len(rows))], heights, width, label=name, color=color)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(rows))], [row["point"] for row in rows], fontsize=8)
+    axes.set_ylabel("times faster than stock TRL\n(compute_loss + backward)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--runs", type=int, default=9, help="timed runs of each contestant a batch")
+    parser.add_argument("--draws", type=int, default=4, help="batches of a point with random lengths")
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--points", nargs="*", help="only points whose name contains one of these")
     parser.add_argument("--backends", nargs="*", default=["auto", "two_part"])
@@ -211,6 +265,12 @@ def main() -> None:
         trainers = {"stock": make_trainer(GRPOTrainer, model, "off", args, group)}
         for backend in args.backends:
             trainers[backend] = make_trainer(EfficientGRPOTrainer, model, backend, args, group)
+        if importlib.util.find_spec("prefix_grouper") is None:
+            print("prefix-grouper is not installed and left out: pip install prefix-grouper")
+        else:
+            from prefix_grouper_trainer import PrefixGrouperTrainer
+
+            trainers["prefix_grouper"] = make_trainer(PrefixGrouperTrainer, model, "off", args, group)
         return trainers
 
     points = CPU_POINTS if args.device == "cpu" else CUDA_POINTS
@@ -220,11 +280,15 @@ def main() -> None:
             continue
         rows.append(measure(point, args, contestants))
         gc.collect()
-    print_table(rows)
+    print(table(rows))
     if args.output:
         RESULTS.mkdir(exist_ok=True)
-        setting = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), **vars(args)}
+        machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
+        setting = {"machine": machine, **versions, **vars(args)}
         (RESULTS / f"{args.output}.json").write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
+        (RESULTS / f"{args.output}.md").write_text(table(rows) + "\n")
+        plot(rows, RESULTS / f"{args.output}.png")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,17 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "EfficientGRPOConfig": "grpo.config",
     "EfficientGRPOTrainer": "grpo.trainer",
+    "TSPMOConfig": "t_spmo.config",
+    "TSPMOTrainer": "t_spmo.trainer",
 }
 
-__all__ = ["EfficientGRPOConfig", "EfficientGRPOTrainer", "__version__"]
+__all__ = ["EfficientGRPOConfig", "EfficientGRPOTrainer", "TSPMOConfig", "TSPMOTrainer", "__version__"]
 
 if TYPE_CHECKING:
     from .grpo.config import EfficientGRPOConfig
     from .grpo.trainer import EfficientGRPOTrainer
+    from .t_spmo.config import TSPMOConfig
+    from .t_spmo.trainer import TSPMOTrainer
 
 
 def __getattr__(name: str):

@@ -4,7 +4,7 @@ import difflib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,23 +141,25 @@ def say(text: str) -> None:
 
 
 class AccuracyCallback(TrainerCallback):
-    """Measures held-out accuracy every `steps` optimizer steps, on every rank, and logs it as `accuracy`.
+    """Measures held-out accuracy every `steps` optimizer steps, on every rank, and logs it with that step's metrics.
 
     Args:
         measure: returns an [`Evaluation`]; called on every rank.
         steps: interval; 0 never measures.
-        log: the trainer's `log`.
+        metrics: gives the lists that the trainer logs the means of.
     """
 
-    def __init__(self, measure, steps: int, log):
+    def __init__(self, measure: Callable[[], Evaluation], steps: int, metrics: Callable[[], dict[str, list]]):
         self.measure = measure
         self.steps = steps
-        self.log = log
+        self.metrics = metrics
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.steps and state.global_step % self.steps == 0:
             result = self.measure()
-            self.log({"accuracy": result.pass_at_1, "accuracy/n": result.n})
+            for name, value in (("accuracy", result.pass_at_1), ("accuracy/n", result.n)):
+                self.metrics()[name].append(value)
+            control.should_log = True
 
 
 class RunRecord:
@@ -232,7 +234,8 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         before = measure(description="accuracy before training")
         say(f"before: {before}")
         record.put(before=before.as_dict())
-    trainer.add_callback(AccuracyCallback(measure, 0 if script.skip_accuracy else script.accuracy_steps, trainer.log))
+    every = 0 if script.skip_accuracy else script.accuracy_steps
+    trainer.add_callback(AccuracyCallback(measure, every, lambda: trainer._metrics["train"]))
     trainer.card_info.dataset = script.dataset
     trainer.card_info.license = script.license
     trainer.card_info.quickstart_prompt = test[0]["prompt"]

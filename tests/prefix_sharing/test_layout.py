@@ -131,3 +131,27 @@ def test_masks_with_holes_are_refused(hole):
     mask[hole] = 0
     with pytest.raises(UnpackableBatch):
         pack(ids, mask, 4)
+
+
+def test_the_picture_in_the_documentation():
+    """docs/prefix_sharing.md draws this batch and this row."""
+    rows = [
+        ("ABCD", "a1 a2 a3"),
+        ("ABCD", "b1"),
+        ("ABCD", "c1 c2"),
+        ("XYZ", "d1 d2 d3 d4"),
+        ("XYZ", "e1 e2"),
+        ("Q", "f1 f2"),
+    ]
+    names = sorted({token for prompt, completion in rows for token in [*prompt, *completion.split()]})
+    ids, mask = torch.zeros(6, 8, dtype=torch.long), torch.zeros(6, 8, dtype=torch.long)
+    for row, (prompt, completion) in enumerate(rows):
+        tokens = [*prompt, *completion.split()]
+        first = 4 - len(prompt)
+        ids[row, first : first + len(tokens)] = torch.tensor([names.index(token) for token in tokens])
+        mask[row, first : first + len(tokens)] = 1
+    layout = pack(ids, mask, 4)
+    packed = [names[token] for token in layout.input_ids[0]]
+    segments = [" ".join(packed[s : s + n]) for s, n in zip(layout.starts, layout.lengths, strict=True)]
+    assert segments == ["Q f1", "X Y", "A B C", "Z d1 d2 d3", "Z e1", "D a1 a2", "D", "D c1"]
+    assert (layout.tokens, layout.stock_tokens) == (19, 48)

@@ -216,19 +216,38 @@ def test_overridden_signature_is_trls():
     assert ours == inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
 
 
+def test_generation_sees_the_models_own_implementation(tmp_path, monkeypatch):
+    """transformers' continuous batching refuses implementations whose name it does not know."""
+    trainer = make_trainer(EfficientGRPOTrainer, build(SUPPORTED["qwen3"]), tmp_path)
+    config, seen = trainer.model.config, []
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: seen.append(config._attn_implementation))
+    trainer._generate([])
+    assert seen == ["sdpa"]
+    assert config._attn_implementation == "prefix_sharing_sdpa"
+
+
+def launch(script: str, port: int, *arguments) -> None:
+    """Run a script beside this file in two processes."""
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    subprocess.run(
+        [sys.executable, *command, Path(__file__).parent / script, *arguments],
+        check=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
 @pytest.mark.slow
 def test_two_processes_with_uneven_work_equal_the_padded_path(tmp_path):
     """DDP on gloo; on one rank every completion is masked out, so it has nothing to compute but must not hang."""
-    script = Path(__file__).parent / "ddp_run.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29631", script, tmp_path],
-        check=True,
-        timeout=300,
-        env=environment,
-    )
+    launch("ddp_run.py", 29631, tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["auto"]["packed"] and not results["off"]["packed"]
-    assert results["auto"]["loss"] == pytest.approx(results["off"]["loss"], rel=1e-4, abs=1e-6)
-    assert results["auto"]["weights"] == pytest.approx(results["off"]["weights"], rel=1e-4, abs=1e-6)
-    assert results["auto"]["empty_gradient"] == pytest.approx(results["off"]["empty_gradient"], rel=1e-4)
+    for name in ("loss", "weights", "empty_gradient"):
+        assert results["auto"][name] == pytest.approx(results["off"][name], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_fsdp2_with_different_rows_on_each_rank():
+    """Ranks cut an old-policy pass into different numbers of rows and must still gather the same shards."""
+    launch("fsdp_run.py", 29632)

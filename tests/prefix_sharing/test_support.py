@@ -145,6 +145,19 @@ def test_batches_that_cannot_be_packed_run_padded(caplog):
     assert packed.active()  # the next batch is packed again
 
 
+def test_rotary_tables_that_depend_on_the_longest_position(caplog):
+    """Padding decides which table stock uses, so a row beyond the switch runs padded and one below runs packed."""
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 1e4}
+    for switch, packed_share in ((16, None), (40, True)):
+        model = build(SUPPORTED["phi3"])
+        config = tf.Phi3Config(**(model.config.to_dict() | {"original_max_position_embeddings": switch}))
+        config.rope_parameters = longrope | {"original_max_position_embeddings": switch}
+        packed, result, stock = run(build(lambda config=config: tf.Phi3ForCausalLM(config)))
+        assert ("tokens_share" in packed.metrics) == bool(packed_share)
+        torch.testing.assert_close(result[0], stock, atol=2e-5, rtol=1e-5)
+    assert "rows of 23 positions" in caplog.text
+
+
 def test_generation_uses_the_models_own_attention():
     model, prepared = build(SUPPORTED["mistral_sliding"]), build(SUPPORTED["mistral_sliding"])
     PrefixSharing().prepare("policy", prepared)

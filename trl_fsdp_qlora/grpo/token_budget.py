@@ -134,7 +134,7 @@ class TokenBudget:
             loss = stock(model, inputs)
         else:
             compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if _per_token(inputs, key)}
-            with self._within(Scope(scored_BC, None if selection is None else selection.weight)):
+            with self.within(Scope(scored_BC, None if selection is None else selection.weight)):
                 loss = stock(model, {**inputs, **compared})
         # Every rank takes part, also one that computed everything.
         self._report(*self.trainer.accelerator.reduce(counts, reduction="sum").tolist())
@@ -151,7 +151,8 @@ class TokenBudget:
         return logps_BC, None if entropies_BC is None else torch.where(scored_BC, entropies_BC, 0.0)
 
     @contextlib.contextmanager
-    def _within(self, scope: Scope):
+    def within(self, scope: Scope):
+        """Passes inside compute this scope only."""
         self.scope = scope
         try:
             with self.trainer.prefix_sharing.scoring(scope.scored_BC):

@@ -1,5 +1,7 @@
 """`EfficientGRPOTrainer`: `trl.GRPOTrainer`'s interface, with another way of computing the same numbers."""
 
+import functools
+import inspect
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +14,7 @@ from .. import checks
 from ..prefix_sharing import PrefixSharing
 from ..publishing.card import CardInfo, adapter_card
 from ..startup import StartupCallback
-from ..trl_seams import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+from ..trl_seams import VISION_ARGUMENTS, split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .config import EfficientGRPOConfig
 from .groups import EpochRepeatSampler, shuffle_groups
 from .resumable import WholeCheckpoints
@@ -23,9 +25,11 @@ from .token_budget import TokenBudget
 class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
-    What differs is how: completions of one prompt stay together when a generation batch is sliced, seconds and bytes of
-    each phase are ordinary metrics ([`trl_fsdp_qlora.telemetry`]), a checkpoint is whole or not taken for one and holds
-    the completions still to be used ([`trl_fsdp_qlora.checkpoints`]), and bad input is told before the first step.
+    What differs is how: a prompt is computed once for all its completions and padding not at all
+    ([`trl_fsdp_qlora.prefix_sharing`]), completions of one prompt stay together when a generation batch is sliced,
+    seconds and bytes of each phase are ordinary metrics ([`trl_fsdp_qlora.telemetry`]), a checkpoint is whole or not
+    taken for one and holds the completions still to be used ([`trl_fsdp_qlora.checkpoints`]), and bad input is told
+    before the first step.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, LoRA targets that match nothing.
@@ -121,64 +125,19 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
 
     # --- the packed forward, behind TRL's own signature ------------------------------------------------------------
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        pixel_values=None,
-        image_grid_thw=None,
-        num_images=None,
-        pixel_attention_mask=None,
-        spatial_shapes=None,
-        num_tiles=None,
-        image_sizes=None,
-        token_type_ids=None,
-        mm_token_type_ids=None,
-        image_position_ids=None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        def stock():
-            return super(EfficientGRPOTrainer, self)._get_per_token_logps_and_entropies(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size,
-                compute_entropy,
-                compute_aux_loss,
-                pixel_values,
-                image_grid_thw,
-                num_images,
-                pixel_attention_mask,
-                spatial_shapes,
-                num_tiles,
-                image_sizes,
-                token_type_ids,
-                mm_token_type_ids,
-                image_position_ids,
-            )
-
+    @functools.wraps(GRPOTrainer._get_per_token_logps_and_entropies)
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        stock = functools.partial(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
+        call = inspect.signature(stock.func).bind(model, *args, **kwargs).arguments
+        del call["model"]
+        role = "reference" if model is self.ref_model else "policy"
         # The policy's own pass is part of forward and backward, or of evaluation; the others are phases themselves.
         alone = self.model.training and not torch.is_grad_enabled()
         with self.clock.phase(f"{self._pass_name(model)}_pass") if alone else nullcontext():
-            if pixel_values is not None or token_type_ids is not None or mm_token_type_ids is not None:
+            if any(call.pop(name, None) is not None for name in VISION_ARGUMENTS):
                 logps, entropies, aux_loss = stock()
             else:
-                logps, entropies, aux_loss = self.prefix_sharing.log_probs(
-                    "reference" if model is self.ref_model else "policy",
-                    model,
-                    input_ids,
-                    attention_mask,
-                    logits_to_keep,
-                    stock=stock,
-                    batch_size=batch_size,
-                    compute_entropy=compute_entropy,
-                    compute_aux_loss=compute_aux_loss,
-                )
+                logps, entropies, aux_loss = self.prefix_sharing.log_probs(role, model, **call, stock=stock)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.prefix_sharing.metrics.items():
             metrics[f"prefix_sharing/{'policy' if torch.is_grad_enabled() else 'no_grad'}/{name}"].append(value)
@@ -188,6 +147,10 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         return self.token_budget.compute_loss(super()._compute_loss, model, inputs)
+
+    def _generate(self, prompts):
+        with self.prefix_sharing.set_aside():
+            return super()._generate(prompts)
 
     # --- what is said about a run ------------------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ implementation on top of the one the model has. Without a `prefix_layout` keywor
 included, so generation and padded forwards are what they were. With one, the layer goes to a backend.
 """
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +140,20 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise UnsupportedAttention(f"{type(model).__name__} keeps attn_implementation={base!r}")
+
+
+@contextlib.contextmanager
+def set_aside(model: PreTrainedModel) -> Iterator[None]:
+    """The implementation underneath [`install`]'s inside, for code that asks for it by name (continuous batching)."""
+    name = model.config._attn_implementation
+    if not name.startswith(PREFIX):
+        yield
+        return
+    model.set_attn_implementation(name.removeprefix(PREFIX))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
 
 
 def no_mask(device: torch.device) -> torch.Tensor:

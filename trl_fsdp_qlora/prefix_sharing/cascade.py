@@ -11,10 +11,12 @@ prompt add up over its own rows and its completions.
 
 It wins wherever it applies (full attention, no softcap, no sinks, one head size): keys and values are never copied or
 repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and there is no mask. On CUDA each
-part is one variable-length call for all groups. On CPU equal lengths are batched as views of the row; completions of
+part is one variable-length call for all groups (written without a CUDA device at hand; its test is marked `gpu`). On
+CPU equal lengths are batched as views of the row; completions of
 unequal length are padded to their longest inside the kernel's batch only.
 """
 
+import numpy as np
 import torch
 
 from .layout import PackedLayout
@@ -33,8 +35,10 @@ def refuses(call) -> str | None:
         return "attention sinks"
     if call.query.shape[-1] != call.value.shape[-1]:
         return f"keys of size {call.query.shape[-1]} with values of size {call.value.shape[-1]}"
-    if call.query.device.type == "cuda" and _compute_dtype(call.query) == torch.float32:
-        return "CUDA flash attention needs bfloat16 or float16"
+    if call.query.device.type == "cuda":
+        size = call.query.shape[-1]
+        if _compute_dtype(call.query) not in (torch.bfloat16, torch.float16) or size % 8 or size > 256:
+            return f"CUDA flash attention takes half precision and heads of 8 to 256, got {call.query.dtype}, {size}"
     if call.query.device.type not in ("cpu", "cuda"):
         return f"no flash kernel for {call.query.device.type}"
     return None
@@ -94,7 +98,7 @@ def _runs(layout: PackedLayout) -> tuple[list, list, torch.Tensor | None]:
             own.append([start, 1, length])
     pad = None
     if ragged:
-        within = np_arange_rows(children)
+        within = np.broadcast_to(np.arange(children.max()), (len(children), children.max()))
         index = torch.from_numpy(starts[roots:, None] + within).clamp_(max=layout.tokens - 1)
         real = torch.from_numpy((within < children[:, None]).ravel().nonzero()[0])
         pad = (index, real)
@@ -113,12 +117,6 @@ def _runs(layout: PackedLayout) -> tuple[list, list, torch.Tensor | None]:
         child += size
     layout.cache["cpu_runs"] = own, cross, pad
     return layout.cache["cpu_runs"]
-
-
-def np_arange_rows(lengths):
-    import numpy as np
-
-    return np.broadcast_to(np.arange(lengths.max()), (len(lengths), lengths.max()))
 
 
 def _fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """`flex`: FlexAttention over the whole packed row, with a block mask. CUDA only (there is no backward on CPU).
 
-It wins where a sliding window or a softcap rules `cascade` out and completions are too ragged for `two_part`'s
+It should win where a sliding window or a softcap rules `cascade` out and completions are too ragged for `two_part`'s
 batches: one kernel for all segments, blocks without any allowed pair skipped, nothing copied. It compiles on first
-use, once a shape family (dynamic shapes; the row is filled up to a multiple of the block).
+use (dynamic shapes; the row is filled up to a multiple of the block). No CUDA device was at hand when it was written:
+its mask is tested against a dense one, the kernel call is not, and `"auto"` does not choose it.
 """
 
 import functools
@@ -90,5 +91,8 @@ def _block_mask(layout: PackedLayout, window: int | None, device: torch.device) 
         fill = -layout.tokens % BLOCK
         length = layout.tokens + fill
         mask = mask_function(layout, window, device, fill)
-        layout.cache[key] = create_block_mask(mask, None, None, length, length, device=device, BLOCK_SIZE=BLOCK)
+        # Compiled, so that only the mask of blocks is ever built, not the one of pairs.
+        layout.cache[key] = create_block_mask(
+            mask, None, None, length, length, device=device, BLOCK_SIZE=BLOCK, _compile=True
+        )
     return layout.cache[key]

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..logprobs import add_scoring_head
-from .attention import BACKENDS, UnsupportedAttention, install, no_mask
+from .attention import BACKENDS, UnsupportedAttention, install, no_mask, set_aside
 from .layout import BatchFacts, PackedLayout, UnpackableBatch, pack, read_batch
 from .self_check import difference, without_dropout
-from .support import attention_layers, unsupported_reason
+from .support import attention_layers, position_limit, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,9 @@ class PrefixSharingError(ValueError):
 class _ModelState:
     """What is known about one model (policy or reference)."""
 
+    base: PreTrainedModel | None = None  # the causal language model inside all wrappers, once it is prepared
     layers: int = 0
+    position_limit: float = float("inf")
     dtype: torch.dtype = torch.float32
     reason: str | None = None  # why it runs padded
     checked: bool = False  # its first packed pass was compared with the padded one
@@ -110,7 +112,9 @@ class PrefixSharing:
         except (UnsupportedAttention, ValueError, ImportError) as error:
             return self._give_up(role, str(error))
         add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32, self.entropy_gradient)
+        state.base = base
         state.layers = attention_layers(base)
+        state.position_limit = position_limit(base)
         state.dtype = base.get_input_embeddings().weight.dtype
 
     def describe(self, role: str = "policy") -> str:
@@ -136,6 +140,15 @@ class PrefixSharing:
             yield
         finally:
             self.score_mask_BC = before
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The models' own attention implementations inside, as generation expects them."""
+        with contextlib.ExitStack() as stack:
+            for state in self._states.values():
+                if state.base is not None:
+                    stack.enter_context(set_aside(state.base))
+            yield
 
     def log_probs(
         self,
@@ -218,6 +231,8 @@ class PrefixSharing:
         device = input_ids.device
         problem = None
         try:
+            if width > state.position_limit:
+                raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {state.position_limit}")
             facts = read_batch(input_ids, attention_mask, logits_to_keep, self.score_mask_BC)
         except UnpackableBatch as error:
             problem = str(error)

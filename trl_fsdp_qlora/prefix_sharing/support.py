@@ -53,3 +53,15 @@ def _takes_keywords(module) -> bool:
 def attention_layers(model: PreTrainedModel) -> int:
     """How many attention layers one forward runs."""
     return model.config.num_hidden_layers
+
+
+def position_limit(model: PreTrainedModel) -> float:
+    """Widest padded row for which rotary tables do not depend on the longest position of a forward.
+
+    "dynamic" and "longrope" tables switch by it, and a packed row, having no padding, may be shorter than stock's.
+    """
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("dynamic", "longrope"):
+        return float("inf")
+    return rope.get("original_max_position_embeddings") or config.max_position_embeddings

@@ -5,8 +5,8 @@ Whatever the model's function does (softcap, sinks, a sliding window through its
 it does here, so this backend serves every layer that takes a mask. The price is one copy of the prompt's keys and
 values a completion, kept for backward, and a mask of (longest completion) x (prompt + longest completion).
 
-It wins against padding wherever `cascade` does not apply, and on CPU against `cascade` where completions are long
-compared with their prompt.
+It wins against padding wherever `cascade` does not apply: sliding windows, softcap, sinks, unequal head sizes. Where
+both apply `cascade` was never slower on CPU and keeps fewer bytes (docs/prefix_sharing.md has the figures).
 """
 
 import torch

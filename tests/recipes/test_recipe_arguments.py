@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import ModelConfig
+
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.datasets import DatasetError
+from trl_fsdp_qlora.recipe import ConfigError, ScriptArguments, load_data, parse_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+TYPES = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
+
+
+def parse(tmp_path, text, *argv):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return parse_recipe(TYPES, ["--config", str(path), "--use_cpu", "true", "--bf16", "false", *argv])
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    script, config, model = parse(
+        tmp_path,
+        "dataset: addition\noutput_dir: x\nlearning_rate: 1.0e-4\nmodel_name_or_path: m\nlora_r: 4\n",
+        "--learning_rate",
+        "2e-4",
+    )
+    assert (script.dataset, config.learning_rate, model.lora_r) == ("addition", 2e-4, 4)
+
+
+def test_an_unknown_key_names_the_nearest_known_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"config.yaml: unknown key 'learning_rat'; did you mean 'learning_rate'"):
+        parse(tmp_path, "dataset: addition\nlearning_rat: 1\n")
+    with pytest.raises(
+        ConfigError, match=r"command line: unknown key '--learning_rat'; did you mean '--learning_rate'"
+    ):
+        parse(tmp_path, "dataset: addition\n", "--learning_rat", "8")
+    with pytest.raises(ConfigError, match="must hold"):
+        parse(tmp_path, "just text")
+    with pytest.raises(ConfigError, match="No such file"):
+        parse_recipe(TYPES, ["--config", str(tmp_path / "missing.yaml")])
+
+
+def test_the_same_split_twice_is_refused():
+    with pytest.raises(DatasetError, match="set held_out"):
+        load_data(ScriptArguments(dataset="addition", eval_split="train"))
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/grpo/*.yaml")), ids=lambda path: path.parent.parent.name)
+def test_every_recipe_parses_and_says_what_it_is(path):
+    script, config, model = parse_recipe(TYPES, ["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+    assert config.generation_batch_size % config.num_generations == 0 or config.world_size == 1
+    header = path.read_text().split("\n\n")[0]
+    for word in ("hardware", "launch", "expect"):
+        assert word in header, f"{path}: the header does not say: {word}"
+    assert str(path.relative_to(RECIPES.parent)) in header
+    assert set(yaml.safe_load(path.read_text())) >= {"model_name_or_path", "dataset", "output_dir"}
+    assert model.model_name_or_path and script.dataset

@@ -1,0 +1,116 @@
+"""`recipes/grpo.py` and `recipes/evaluate.py` as commands, in one process and in two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import save_tiny_model
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = [
+    "--dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear",
+    "--num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true",
+    "--max_steps 5 --learning_rate 1e-2 --accuracy_steps 2 --save_steps 2 --logging_steps 1 --report_to none",
+    "--disable_tqdm true --optim sgd --loss_type grpo",
+]
+
+
+def launch(config: str, script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / config,
+    ]
+    if config == "ddp_cpu.yaml":
+        command += ["--main_process_port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [*map(str, command), str(ROOT / "recipes" / script), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    save_tiny_model(folder / "base")
+    # An untrained model answers with one digit now and then, so that some rewards differ.
+    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def train(folder: Path, config: str, output: str, per_device: int) -> dict:
+    arguments = " ".join(SETTINGS).split()
+    sizes = ["--per_device_train_batch_size", str(per_device), "--output_dir", output]
+    run = launch(config, "grpo.py", "--model_name_or_path", "base", *arguments, *sizes, cwd=folder)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("trl-fsdp-qlora\n") == 1  # one rank prints
+    assert "->" in run.stdout
+    return json.loads((folder / output / "metrics.json").read_text())
+
+
+@pytest.mark.slow
+def test_one_process_leaves_everything_and_is_not_overwritten(folder):
+    record = train(folder, "cpu.yaml", "one", per_device=32)
+    assert record["before"]["n"] == record["after"]["n"] == 6
+    assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
+    left = {path.name for path in (folder / "one").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "metrics.json", "training.png"} <= left
+    again = launch(
+        "cpu.yaml",
+        "grpo.py",
+        "--model_name_or_path",
+        "base",
+        *" ".join(SETTINGS).split(),
+        "--output_dir",
+        "one",
+        cwd=folder,
+    )
+    assert again.returncode != 0
+    assert "error: output_dir=one holds another run (checkpoint-5)" in again.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_evaluate(folder):
+    record = train(folder, "ddp_cpu.yaml", "two", per_device=16)
+    assert record["processes"] == 2
+    assert record["before"]["n"] == 6
+    steps = [entry for entry in record["history"] if "loss" in entry]
+    assert len(steps) == 5
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "two")
+    assert any(p.abs().max() > 0 for n, p in model.named_parameters() if "lora_B" in n)
+    ids = torch.randint(5, 15, (2, 9))
+    with torch.no_grad():
+        adapted = model(input_ids=ids).logits
+        with model.disable_adapter():
+            assert not torch.allclose(adapted, model(input_ids=ids).logits)
+    results = []
+    for config in ("cpu.yaml", "ddp_cpu.yaml"):
+        arguments = "--model base --adapter two --dataset data.jsonl --held_out 20 --eval_problems 7 --max_new_tokens 5 --samples 3"
+        output = f"eval-{config}.json"
+        run = launch(config, "evaluate.py", *arguments.split(), "--batch_size", "6", "--output", output, cwd=folder)
+        assert run.returncode == 0, run.stderr
+        result = json.loads((folder / output).read_text())
+        results.append({key: value for key, value in result.items() if key != "seconds"})
+    assert results[0] == results[1]  # each problem once, whatever the number of ranks
+
+
+@pytest.mark.slow
+def test_an_unknown_option_is_one_line(folder):
+    run = launch("cpu.yaml", "grpo.py", "--learning_rat", "1", cwd=folder)
+    assert "error: command line: unknown key '--learning_rat'; did you mean '--learning_rate'?" in run.stderr
+    assert "parse_recipe" not in run.stderr  # no traceback of ours

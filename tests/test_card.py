@@ -1,0 +1,72 @@
+import contextlib
+import io
+import re
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model("base")
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, "adapter", model="base", peft_config=lora(), seed=7)
+    made.card_info.dataset = "someone/sums"
+    made.card_info.quickstart_prompt = prompts(1)[0]["prompt"]
+    made.card_info.results = {"held-out accuracy": "50.0% (n=10, ...)"}
+    made.train()
+    made.save_model()
+    made.create_model_card("sums-adapter")
+    return made
+
+
+def test_metadata_and_recipe(trained):
+    card = ModelCard.load("adapter/README.md")
+    assert card.data.library_name == "peft"
+    assert card.data.base_model == "base"
+    assert card.data.datasets == ["someone/sums"]
+    assert card.data.pipeline_tag == "text-generation"
+    assert card.data.license == "other"
+    assert {"trl", "grpo", "lora", "trl-fsdp-qlora", "base_model:adapter:base"} <= set(card.data.tags)
+    recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", card.text, re.DOTALL)[1])
+    assert recipe["learning_rate"] == 1e-2
+    assert recipe["lora"]["r"] == 4
+    assert "n=10" in card.text
+    assert "seed: 7" in card.text
+    assert str(trained.args.output_dir) not in ("", None)
+
+
+def test_the_quick_start_runs_as_printed(trained):
+    code = re.search(r"```python\n(.*?)```", ModelCard.load("adapter/README.md").text, re.DOTALL)[1]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "quickstart", "exec"), {})
+    ids = character_tokenizer().apply_chat_template(
+        prompts(1)[0]["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model = trained.model.eval()
+    expected = model.generate(**ids, max_new_tokens=64, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert out.getvalue().strip("\n") == character_tokenizer().decode(expected, skip_special_tokens=True)
+
+
+def test_plain_peft_gives_the_trainers_logits(trained):
+    ids = torch.randint(5, 15, (2, 9))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapter").eval()
+    trained.model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids).logits, trained.model(input_ids=ids).logits)
+
+
+def test_no_machine_paths_in_a_card(tmp_path):
+    base = save_tiny_model(tmp_path / "base")
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", model=base, peft_config=lora())
+    made.card_info.dataset = str(tmp_path / "data.json")
+    made.create_model_card()
+    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
