@@ -10,15 +10,27 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AStarPOConfig": "a_star_po.config",
+    "AStarPOTrainer": "a_star_po.trainer",
     "EfficientGRPOConfig": "grpo.config",
     "EfficientGRPOTrainer": "grpo.trainer",
     "TSPMOConfig": "t_spmo.config",
     "TSPMOTrainer": "t_spmo.trainer",
 }
 
-__all__ = ["EfficientGRPOConfig", "EfficientGRPOTrainer", "TSPMOConfig", "TSPMOTrainer", "__version__"]
+__all__ = [
+    "AStarPOConfig",
+    "AStarPOTrainer",
+    "EfficientGRPOConfig",
+    "EfficientGRPOTrainer",
+    "TSPMOConfig",
+    "TSPMOTrainer",
+    "__version__",
+]
 
 if TYPE_CHECKING:
+    from .a_star_po.config import AStarPOConfig
+    from .a_star_po.trainer import AStarPOTrainer
     from .grpo.config import EfficientGRPOConfig
     from .grpo.trainer import EfficientGRPOTrainer
     from .t_spmo.config import TSPMOConfig

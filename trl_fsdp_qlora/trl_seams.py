@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import trl
 from packaging.version import Version
+from trl.chat_template_utils import parse_response
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+from trl.models import unwrap_model_for_generation
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
@@ -22,6 +24,7 @@ from trl.trainer.utils import (
     split_pixel_values_by_grid,
     split_tensor_dict,
     unsplit_pixel_values_by_grid,
+    use_adapter,
 )
 
 __all__ = [
@@ -33,10 +36,13 @@ __all__ = [
     "get_callable_name",
     "is_async_callable",
     "maybe_gather_lm_head_ctx",
+    "parse_response",
     "shuffle_sequence_dict",
     "split_pixel_values_by_grid",
     "split_tensor_dict",
     "unsplit_pixel_values_by_grid",
+    "unwrap_model_for_generation",
+    "use_adapter",
 ]
 
 TESTED_TRL = "1.16"
@@ -65,6 +71,7 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
         "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss " + _VISION,
     ),
     "GRPOTrainer._compute_loss": (GRPOTrainer._compute_loss, "self model inputs"),
+    "GRPOTrainer._tokenize_prompts": (GRPOTrainer._tokenize_prompts, "self prompts"),
     "GRPOTrainer._get_train_sampler": (GRPOTrainer._get_train_sampler, "self dataset"),
     "GRPOTrainer._save_checkpoint": (GRPOTrainer._save_checkpoint, "self model trial"),
     "GRPOTrainer._load_optimizer_and_scheduler": (GRPOTrainer._load_optimizer_and_scheduler, "self checkpoint"),
@@ -83,6 +90,12 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
     "split_pixel_values_by_grid": (split_pixel_values_by_grid, "batch"),
     "unsplit_pixel_values_by_grid": (unsplit_pixel_values_by_grid, "batch"),
     "maybe_gather_lm_head_ctx": (maybe_gather_lm_head_ctx, "params"),
+    "parse_response": (parse_response, "tokenizer ids prefix tools"),
+    "unwrap_model_for_generation": (
+        unwrap_model_for_generation,
+        "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs",
+    ),
+    "use_adapter": (use_adapter, "model adapter_name"),
 }
 
 

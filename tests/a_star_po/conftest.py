@@ -1,0 +1,49 @@
+"""Trainers on the tiny model."""
+
+import pytest
+from peft import LoraConfig
+
+from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
+
+from .tiny import has_digit, problems, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    """The tiny model on disk, where full fine-tuning takes its reference from."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def make_trainer(tmp_path, model_dir):
+    """`make_trainer(full=False, rewards=has_digit, rows=24, model=None, **config)`."""
+
+    def make(full=False, rewards=has_digit, rows=24, model=None, evaluate_on=None, **config):
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "per_device_train_batch_size": 8,
+            "max_completion_length": 8,
+            "value_cache": str(tmp_path / "values.sqlite"),
+            "max_steps": 2,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "bf16": False,
+            "use_cpu": True,
+            **config,
+        }
+        return AStarPOTrainer(
+            model or model_dir,
+            rewards,
+            AStarPOConfig(**settings),
+            train_dataset=problems(rows),
+            eval_dataset=evaluate_on,
+            processing_class=tiny_tokenizer(),
+            peft_config=None if full else LoraConfig(r=4, target_modules="all-linear"),
+        )
+
+    return make

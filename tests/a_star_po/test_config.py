@@ -1,0 +1,87 @@
+"""One completion a prompt, without giving up any other check of TRL's."""
+
+import dataclasses
+
+import pytest
+from trl import GRPOConfig
+
+from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig
+
+BASE = {"output_dir": "unused", "bf16": False, "use_cpu": True, "report_to": "none"}
+
+
+def test_one_completion_is_the_default_and_any_batch_size_fits():
+    config = AStarPOConfig(**BASE, per_device_train_batch_size=7, gradient_accumulation_steps=3)
+    assert config.num_generations == 1
+    assert (config.generation_batch_size, config.steps_per_generation) == (21, 3)
+    assert isinstance(config, EfficientGRPOConfig)
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        GRPOConfig(**BASE, num_generations=1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 4},
+        {"steps_per_generation": 8, "gradient_accumulation_steps": 4},
+        {"generation_batch_size": 32},
+        {"pad_to_multiple_of": "64"},
+        {"pad_to_multiple_of": "none"},
+        {"scale_rewards": False},
+        {"scale_rewards": "batch"},
+    ],
+)
+def test_with_two_completions_it_derives_what_trl_derives(settings):
+    """`_AnyGroupSize` writes TRL's `__post_init__` again; where TRL accepts the group size, the results must agree."""
+    settings = {**BASE, "num_generations": 2, **settings}
+    ours, stock = AStarPOConfig(**settings), GRPOConfig(**settings)
+    different = {"beta", "entropy_coef", "vllm_importance_sampling_correction"}  # A*-PO's own defaults
+    for field in dataclasses.fields(GRPOConfig):
+        if field.name not in different and field.name != "logging_dir":
+            assert getattr(ours, field.name) == getattr(stock, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"generation_batch_size": 12},
+        {"generation_batch_size": 16, "steps_per_generation": 2},
+        {"auto_find_batch_size": True},
+        {"log_completions_hub_repo": "a/b"},
+        {"vllm_importance_sampling_clip_min": 3.0, "vllm_importance_sampling_clip_max": 2.0},
+        {"num_generations": 3},
+    ],
+)
+def test_what_trl_refuses_is_refused(settings):
+    settings = {**BASE, "num_generations": 2, "per_device_train_batch_size": 8, **settings}
+    for config in (AStarPOConfig, GRPOConfig):
+        with pytest.raises(ValueError):
+            config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "dpo"}, "objective='dpo'"),
+        ({"value_estimator": "median"}, "value_estimator='median'"),
+        ({"unseen_prompts": "skip"}, "unseen_prompts='skip'"),
+        ({"beta": 0.0}, "reference policy"),
+        ({"beta1": -1.0}, "temperature"),
+        ({"value_samples": 0}, "value_samples=0"),
+        ({"value_samples_min": 9}, r"outside \[1"),
+        ({"value_reward_range": [1.0, 0.0]}, "low < high"),
+        ({"value_reward_range": None, "value_samples_min": 2}, "needs value_reward_range"),
+        ({"use_adaptive_entropy": True}, "remove them"),
+        ({"num_generations": 0}, "num_generations=0"),
+    ],
+)
+def test_bad_settings_say_what_to_change(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AStarPOConfig(**BASE, **settings)
+
+
+def test_cache_path_defaults_to_the_users_cache(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert AStarPOConfig(**BASE).value_cache == "/somewhere/trl_fsdp_qlora/values.sqlite"
+    assert AStarPOConfig(**BASE, value_cache="here").value_cache == "here"

@@ -1,0 +1,205 @@
+"""`AStarPOConfig`: `EfficientGRPOConfig` with one completion a prompt, and the fields of A*-PO."""
+
+import os
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from ..grpo.config import EfficientGRPOConfig
+from .estimators import ESTIMATORS, SamplePlan
+from .objectives import OBJECTIVES
+
+UNSEEN_PROMPTS = ("estimate", "refuse")
+
+
+def default_value_cache() -> str:
+    """`$XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite`, with the usual fallback to `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return os.path.expanduser(os.path.join(base, "trl_fsdp_qlora", "values.sqlite"))
+
+
+@dataclass
+class _AnyGroupSize(GRPOConfig):
+    """`GRPOConfig.__post_init__` without its rule that a group has two completions or more.
+
+    GRPO needs the rule for its advantages; A*-PO has V* in their place. TRL checks everything in one method, so that
+    method is written again here, less what only concerns GRPO. It sits between `EfficientGRPOConfig` and
+    `GRPOConfig` in the method resolution order, so every class above keeps its own checks;
+    `tests/a_star_po/test_config.py` holds its results against TRL's.
+    """
+
+    def __post_init__(self):
+        super(GRPOConfig, self).__post_init__()
+        if isinstance(self.pad_to_multiple_of, str):  # the command line passes text
+            text = self.pad_to_multiple_of.lower()
+            self.pad_to_multiple_of = None if text in ("none", "null", "auto") else int(text)
+        parallelism = self.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError("sequence-dim parallelism (cp_size or sp_size > 1) is not supported; set both to 1")
+        if self.log_completions_hub_repo is not None and not self.log_completions:
+            raise ValueError("log_completions_hub_repo is set, but log_completions is False; set it to True")
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size is not supported, because the generation batch is derived from the batch size; "
+                "set it to False and lower per_device_train_batch_size instead"
+            )
+        if self.num_generations < 1:
+            raise ValueError(f"num_generations={self.num_generations} is not a number of completions; A*-PO uses 1")
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        self._derive_generation_batch()
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min ({low}) must be less than vllm_importance_sampling_clip_max ({high})"
+            )
+
+    def _derive_generation_batch(self) -> None:
+        step = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise ValueError("'generation_batch_size' and 'steps_per_generation' can not be both configured")
+        if self.generation_batch_size is not None:
+            if self.generation_batch_size % step:
+                raise ValueError(
+                    f"generation_batch_size ({self.generation_batch_size}) must be divisible by the global batch size "
+                    f"({step})"
+                )
+            self.steps_per_generation = self.generation_batch_size // step
+        else:
+            self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+            self.generation_batch_size = step * self.steps_per_generation
+        if self.generation_batch_size % self.num_generations:
+            raise ValueError(
+                f"generation_batch_size ({self.generation_batch_size}) must be divisible by num_generations "
+                f"({self.num_generations})"
+            )
+
+
+@dataclass
+class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
+    """Configuration of [`AStarPOTrainer`]: every field of `EfficientGRPOConfig`, and those of A*-PO.
+
+    Fields of GRPO that A*-PO has no use for (`loss_type`, `epsilon`, `delta`, `scale_rewards`, ...) are ignored with
+    one line that names those that were set. Sources: arXiv 2505.20686 and its authors' code; "the report" is the
+    "Parallel Single/Multi-Turn RL" report.
+
+    Parameters:
+        num_generations (`int`, defaults to `1`): completions a prompt in stage 2.
+        objective (`str`, defaults to `"regression"`): `"regression"`, the paper's squared error of summed
+            log-ratios; or `"advantage_weighted"`, the report's `−A·log π + beta·KL` with normalised `A = r − V*`.
+        value_estimator (`str`, defaults to `"log_mean_exp"`): `"log_mean_exp"` (paper), `"mean"` or `"max"` (report).
+        beta1 (`float`, defaults to `0.5`): temperature of `log_mean_exp`, in units of reward; 0 means the mean.
+        beta2 (`float`, defaults to `1e-3`): KL strength of `regression`, reward per nat.
+        beta (`float`, defaults to `0.03`): KL coefficient of `advantage_weighted`. `regression` does not use it. It
+            cannot be 0, because TRL then keeps no reference policy.
+        entropy_coef (`float`, defaults to `1e-3`): entropy bonus.
+        value_samples (`int`, defaults to `8`): reference samples a prompt, at most.
+        value_samples_min (`int`, *optional*): with a number below `value_samples`, draw that many first and double
+            until the value is sure (see `value_tolerance`). `None`: always `value_samples`.
+        value_tolerance (`float`, defaults to `0.2`): width of the interval of V* (one standard error, Wilson) from
+            which it counts as sure, in units of reward. Only with `value_samples_min`.
+        value_reward_range (`list[float]`, *optional*, defaults to `[0, 1]`): smallest and largest weighted sum of
+            rewards. Rewards outside it are an error where the estimator assumes a range; `None` switches that off.
+        value_batch_size (`int`, defaults to `8`): prompts sampled together in stage 1, by one rank. With the seed it
+            decides which samples are drawn; the number of ranks does not.
+        value_cache (`str`, *optional*): the cache's SQLite file; default
+            `$XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite`. On a local disk.
+        value_reward_version (`str`, *optional*): identifies the reward functions instead of their sources.
+        value_reference_version (`str`, *optional*): identifies the reference policy instead of its weights' hash.
+        unseen_prompts (`str`, defaults to `"estimate"`): what stage 2 does with a prompt that stage 1 never saw:
+            `"estimate"` its value then, with one line that says so, or `"refuse"`.
+        filter_all_failed (`bool`, defaults to `False`): leave prompts out of stage 2 whose reference samples all got
+            the lowest reward (0).
+    """
+
+    num_generations: int = field(default=1, metadata={"help": "Completions a prompt in stage 2."})
+    beta: float = field(
+        default=0.03, metadata={"help": "KL coefficient of objective=advantage_weighted; regression has beta2."}
+    )
+    entropy_coef: float = field(default=1e-3, metadata={"help": "Coefficient of the entropy bonus."})
+    # The regression needs no importance ratio, and TRL would compute the old log-probabilities for it.
+    vllm_importance_sampling_correction: bool = field(
+        default=False, metadata={"help": "Not used by A*-PO, whose losses have no importance ratio."}
+    )
+    objective: str = field(default="regression", metadata={"help": "Loss of stage 2.", "choices": list(OBJECTIVES)})
+    value_estimator: str = field(
+        default="log_mean_exp", metadata={"help": "Estimator of V*.", "choices": list(ESTIMATORS)}
+    )
+    beta1: float = field(default=0.5, metadata={"help": "Temperature of log_mean_exp; 0 means the mean."})
+    beta2: float = field(default=1e-3, metadata={"help": "KL strength of objective=regression."})
+    value_samples: int = field(default=8, metadata={"help": "Reference samples a prompt, at most."})
+    value_samples_min: int | None = field(
+        default=None, metadata={"help": "Draw this many first and double until V* is sure."}
+    )
+    value_tolerance: float = field(default=0.2, metadata={"help": "Interval width from which V* counts as sure."})
+    value_reward_range: list[float] | None = field(
+        default_factory=lambda: [0.0, 1.0], metadata={"help": "Range of the weighted sum of rewards."}
+    )
+    value_batch_size: int = field(default=8, metadata={"help": "Prompts a rank samples together in stage 1."})
+    value_cache: str | None = field(default=None, metadata={"help": "SQLite file of the V* cache."})
+    value_reward_version: str | None = field(
+        default=None, metadata={"help": "Identifies the reward functions instead of their sources."}
+    )
+    value_reference_version: str | None = field(
+        default=None, metadata={"help": "Identifies the reference policy instead of its weights' hash."}
+    )
+    unseen_prompts: str = field(
+        default="estimate",
+        metadata={"help": "What to do with a prompt that has no value yet.", "choices": list(UNSEEN_PROMPTS)},
+    )
+    filter_all_failed: bool = field(
+        default=False, metadata={"help": "Leave out prompts whose reference samples all failed."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, allowed in (
+            ("objective", OBJECTIVES),
+            ("value_estimator", ESTIMATORS),
+            ("unseen_prompts", UNSEEN_PROMPTS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}")
+        if self.beta <= 0:
+            raise ValueError(
+                f"beta={self.beta} must be positive: without it TRL keeps no reference policy, from which A*-PO takes "
+                f"its values; for a weak regularisation use a small one, e.g. beta=1e-6"
+            )
+        if self.beta1 < 0:
+            raise ValueError(f"beta1={self.beta1} is negative: it is a temperature; use 0.5, or 0 for the mean")
+        if self.value_samples < 1 or self.value_batch_size < 1:
+            raise ValueError(
+                f"value_samples={self.value_samples} and value_batch_size={self.value_batch_size} must be at least 1"
+            )
+        if self.value_samples_min is not None and not 1 <= self.value_samples_min <= self.value_samples:
+            raise ValueError(
+                f"value_samples_min={self.value_samples_min} is outside [1, value_samples={self.value_samples}]"
+            )
+        if self.value_reward_range is not None:
+            low, high = self.value_reward_range
+            if not low < high:
+                raise ValueError(f"value_reward_range={self.value_reward_range} must be [low, high] with low < high")
+        elif self.sample_plan.adaptive:
+            raise ValueError("value_samples_min needs value_reward_range, from which the interval of V* is computed")
+        if self.use_adaptive_entropy or self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                "use_adaptive_entropy and multi_objective_aggregation='normalize_then_sum' belong to GRPO's group "
+                "statistics; A*-PO has none, remove them"
+            )
+        if self.vllm_importance_sampling_correction:
+            raise ValueError(
+                "vllm_importance_sampling_correction corrects a ratio that A*-PO does not have; set it to False"
+            )
+        if self.value_cache is None:
+            self.value_cache = default_value_cache()
+
+    @property
+    def sample_plan(self) -> SamplePlan:
+        """How many reference samples a prompt gets and how its value follows from them."""
+        return SamplePlan(
+            maximum=self.value_samples,
+            minimum=self.value_samples_min,
+            tolerance=self.value_tolerance,
+            estimator=self.value_estimator,
+            beta1=self.beta1,
+            reward_range=None if self.value_reward_range is None else tuple(self.value_reward_range),
+        )

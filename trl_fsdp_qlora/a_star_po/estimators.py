@@ -1,0 +1,174 @@
+"""From the rewards of a prompt's reference samples to its optimal value V*, and how sure that value is.
+
+Everything here is float64 in plain Python: ten thousand prompts of eight rewards are many small sums, not one large.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..stats import wilson_interval
+
+ESTIMATORS = ("log_mean_exp", "mean", "max")
+
+
+def optimal_value(rewards_N: Sequence[float] | torch.Tensor, estimator: str = "log_mean_exp", beta1: float = 0.5):
+    """V* of one prompt from its N scalar rewards.
+
+    `log_mean_exp` is the paper's `β1·log(mean_i exp(r_i/β1))` (arXiv 2505.20686), computed with the maximum shifted
+    out; `beta1=0` means the mean, as in the authors' code. `max` is the best sample, the "Parallel Single/Multi-Turn
+    RL" report's variant.
+
+    Args:
+        rewards_N: N rewards. NaN (a sample that no reward function could score) is left out.
+        estimator: one of `ESTIMATORS`.
+        beta1: temperature of `log_mean_exp`, in units of reward.
+
+    Returns:
+        `float`; NaN where no sample could be scored.
+
+    Raises:
+        ValueError: unknown estimator, negative `beta1`, no rewards at all, or an infinite one.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator={estimator!r} is unknown; use one of {', '.join(ESTIMATORS)}")
+    if beta1 < 0:
+        raise ValueError(f"beta1={beta1} is negative: it is a temperature; use 0.5, or 0 for the mean")
+    rewards_N = _floats(rewards_N)
+    if not rewards_N:
+        raise ValueError("no rewards: V* needs at least one reference sample")
+    if any(map(math.isinf, rewards_N)):
+        raise ValueError(f"rewards {rewards_N} are not finite, so V* is not defined; fix the reward function")
+    rewards_N = [reward for reward in rewards_N if not math.isnan(reward)]
+    if not rewards_N:
+        return math.nan
+    if estimator == "max":
+        return max(rewards_N)
+    if estimator == "mean" or beta1 == 0:
+        return math.fsum(rewards_N) / len(rewards_N)
+    top = max(rewards_N)
+    return top + beta1 * math.log(math.fsum(math.exp((reward - top) / beta1) for reward in rewards_N) / len(rewards_N))
+
+
+def _floats(rewards_N) -> list[float]:
+    return rewards_N.flatten().tolist() if isinstance(rewards_N, torch.Tensor) else list(map(float, rewards_N))
+
+
+def value_interval(
+    rewards_N: Sequence[float],
+    estimator: str = "log_mean_exp",
+    beta1: float = 0.5,
+    reward_range: tuple[float, float] = (0.0, 1.0),
+    z: float = 1.0,
+) -> tuple[float, float]:
+    """An interval for V* after N samples, that stays wide while all samples agree by chance.
+
+    `mean` and `log_mean_exp` are monotone functions of a mean of bounded numbers; that mean gets a Wilson interval,
+    which is exact in spirit for binary rewards and too wide, never too narrow, for other bounded ones (a Bernoulli
+    variable has the largest variance of all those with its mean and range). `max` is sure once the best possible
+    reward was seen, and otherwise could still be anything above.
+
+    Args:
+        rewards_N: scalar rewards inside `reward_range`; NaN is left out.
+        reward_range: smallest and largest reward that can occur.
+        z: half width in standard errors; 1.0 is about 68%.
+
+    Returns:
+        `(low, high)` in units of reward.
+    """
+    low, high = reward_range
+    rewards_N = [reward for reward in _floats(rewards_N) if not math.isnan(reward)]
+    n = len(rewards_N)
+    if n == 0:
+        return low, high
+    if estimator == "max":
+        return max(rewards_N), high
+    soft = estimator == "log_mean_exp" and beta1 > 0
+    unit_N = [(reward - low) / (high - low) for reward in rewards_N]
+    if soft:
+        scale = (high - low) / beta1
+        # expm1 over expm1, written so that exp(scale) cannot overflow.
+        unit_N = [(math.exp((unit - 1) * scale) - math.exp(-scale)) / -math.expm1(-scale) for unit in unit_N]
+    bounds = wilson_interval(min(max(math.fsum(unit_N), 0.0), n), n, z)
+    if not soft:
+        return tuple(low + bound * (high - low) for bound in bounds)
+    # Inverse of the map above: V = high + β1·log(u·(1 − e^−s) + e^−s).
+    return tuple(high + beta1 * math.log(-bound * math.expm1(-scale) + math.exp(-scale)) for bound in bounds)
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """How many reference samples a prompt gets, and which of them its value is computed from.
+
+    With `minimum < maximum` the count doubles from `minimum` until the interval of V* ([`value_interval`]) is no
+    wider than `tolerance`, or `maximum` is reached. The decision reads the stored samples in the order they were
+    drawn, so a later run with the same plan uses the same samples, however many the cache holds.
+    """
+
+    maximum: int = 8
+    minimum: int | None = None
+    tolerance: float = 0.2
+    estimator: str = "log_mean_exp"
+    beta1: float = 0.5
+    reward_range: tuple[float, float] | None = (0.0, 1.0)
+
+    @property
+    def counts(self) -> list[int]:
+        """The sample counts at which the plan looks, e.g. `[2, 4, 8]`."""
+        counts = [self.minimum or self.maximum]
+        while counts[-1] < self.maximum:
+            counts.append(min(2 * counts[-1], self.maximum))
+        return counts
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the count depends on the rewards."""
+        return self.minimum is not None and self.minimum < self.maximum
+
+    def use(self, rewards_N: Sequence[float]) -> int | None:
+        """How many of the first samples to use, or `None` if more have to be drawn."""
+        for count in self.counts:
+            if len(rewards_N) < count:
+                return None
+            if count == self.maximum:
+                return count
+            low, high = value_interval(rewards_N[:count], self.estimator, self.beta1, self.reward_range)
+            if high - low <= self.tolerance:
+                return count
+        return None
+
+    def target(self, rewards_N: Sequence[float]) -> int:
+        """The count to draw up to next; call it where [`SamplePlan.use`] says `None`."""
+        return next(count for count in self.counts if count > len(rewards_N))
+
+    def value(self, rewards_N: Sequence[float]) -> float:
+        """V* from the samples the plan uses."""
+        return optimal_value(rewards_N[: self.use(rewards_N)], self.estimator, self.beta1)
+
+
+def check_reward_range(rewards: torch.Tensor, plan: SamplePlan) -> None:
+    """Refuse rewards that the estimator's assumptions do not cover.
+
+    `log_mean_exp` is the optimal value for rewards on the scale of `beta1`, and an adaptive plan needs the range for
+    its interval; `mean` and `max` with a fixed count assume nothing.
+
+    Raises:
+        ValueError: names the reward, the range and the fields to change.
+    """
+    rewards = rewards[~rewards.isnan()]
+    if rewards.isinf().any():
+        raise ValueError("a reward is infinite, so V* is not defined; fix the reward function")
+    if plan.reward_range is None or rewards.numel() == 0 or not (plan.adaptive or plan.estimator == "log_mean_exp"):
+        return
+    low, high = plan.reward_range
+    slack = 1e-6 * (high - low)  # a weighted sum of float32 rewards
+    outside = rewards[(rewards < low - slack) | (rewards > high + slack)]
+    if outside.numel():
+        raise ValueError(
+            f"reward {outside[0].item():g} is outside value_reward_range=[{low:g}, {high:g}], which "
+            f"{'the adaptive sample count' if plan.adaptive else 'value_estimator=log_mean_exp'} assumes: set "
+            f"value_reward_range to the range of the weighted sum of your rewards (and beta1 to about half its "
+            f"width), or use value_estimator='mean'"
+        )

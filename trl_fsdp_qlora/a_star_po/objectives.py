@@ -1,0 +1,65 @@
+"""The two losses of stage 2, per micro-batch of B completions of at most C tokens."""
+
+import torch
+
+OBJECTIVES = ("regression", "advantage_weighted")
+
+
+def regression_loss(
+    logps_BC: torch.Tensor,
+    ref_logps_BC: torch.Tensor,
+    mask_BC: torch.Tensor,
+    target_B: torch.Tensor,
+    beta2: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mean_x (β2·(Σ_t log π_θ − Σ_t log π_ref) − (r − V*))²` (arXiv 2505.20686): no ratio, no clip, no length norm.
+
+    Args:
+        logps_BC: log π_θ of the completion tokens, with gradient.
+        ref_logps_BC: log π_ref of the same tokens.
+        mask_BC: 1 for tokens that count.
+        target_B: `r − V*`; NaN where the reward or the value is not defined, which takes the row out of the loss.
+        beta2: strength of the KL regularisation, in units of reward per nat.
+
+    Returns:
+        the scalar loss and the implicit reward `β2·log(π_θ/π_ref)` of shape `(B,)`, detached.
+    """
+    log_ratio_B = ((logps_BC - ref_logps_BC) * mask_BC).sum(1)
+    implicit_B = beta2 * log_ratio_B
+    defined_B = ~target_B.isnan()
+    error_B = torch.where(defined_B, implicit_B - target_B.nan_to_num(), 0.0)
+    return (error_B**2).mean(), implicit_B.detach()
+
+
+def advantage_weighted_loss(
+    logps_BC: torch.Tensor,
+    ref_logps_BC: torch.Tensor,
+    mask_BC: torch.Tensor,
+    advantage_B: torch.Tensor,
+    beta: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`−mean_x [A·log π_θ(y|x)] + β·KL(π_θ‖π_ref)`, the report's variant; the KL is the k3 estimator, summed over tokens.
+
+    Args:
+        logps_BC, ref_logps_BC, mask_BC: as in [`regression_loss`].
+        advantage_B: normalised `R − V*`; 0 takes a row out of the first term.
+        beta: KL coefficient.
+
+    Returns:
+        the scalar loss and the k3 estimate per token, shape `(B, C)`, detached.
+    """
+    delta_BC = ref_logps_BC - logps_BC
+    kl_BC = (delta_BC.exp() - delta_BC - 1) * mask_BC
+    policy_B = -advantage_B * (logps_BC * mask_BC).sum(1)
+    return (policy_B + beta * kl_BC.sum(1)).mean(), kl_BC.detach()
+
+
+def normalised_advantage(target: torch.Tensor, epsilon: float = 1e-4) -> torch.Tensor:
+    """`r − V*` of the whole (global) generation batch, centred and scaled by its standard deviation.
+
+    NaN entries are left out of the statistics and become 0. A batch that is constant becomes 0 throughout.
+    """
+    defined = target[~target.isnan()]
+    if defined.numel() < 2:
+        return torch.zeros_like(target)
+    return ((target - defined.mean()) / (defined.std() + epsilon)).nan_to_num(0.0)

@@ -1,0 +1,131 @@
+"""Completions and rewards of a few prompts, on one rank alone: nothing here communicates.
+
+Stage 1 and evaluation hand prompts out to ranks unevenly, so they cannot use TRL's own generation and scoring, which
+end in collective operations.
+"""
+
+import asyncio
+import math
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from trl.data_utils import apply_chat_template, is_conversational
+
+from ..trl_seams import is_async_callable, parse_response
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None = None, **kwargs
+) -> list[list[int]]:
+    """One completion for every prompt given, each cut behind its first end-of-sequence token.
+
+    The result depends on the prompts, the weights and `seed` only: the global random state is neither used nor moved.
+
+    Args:
+        model: causal language model, unwrapped; its training mode is restored.
+        prompt_ids: token ids of R prompts, padded on the left here.
+        config: with `pad_token_id` and a list `eos_token_id`.
+        seed: of the sampling; `None` for greedy decoding.
+
+    Returns:
+        R lists of completion token ids.
+    """
+    width = max(map(len, prompt_ids))
+    device = next(model.parameters()).device
+    input_ids = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if seed is not None:
+                torch.manual_seed(seed)
+            out = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **kwargs)
+    finally:
+        model.train(was_training)
+    completions = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in config.eos_token_id), len(row))
+        completions.append(row[:end])
+    return completions
+
+
+def decode(processing_class, prompts: list, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list:
+    """Completions as `GRPOTrainer._generate` hands them to reward functions: text, or messages for conversations."""
+    if not is_conversational({"prompt": prompts[0]}):
+        return processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    if getattr(processing_class, "response_template", None) or getattr(processing_class, "response_schema", None):
+        return [
+            [parse_response(processing_class, ids, prefix=prefix)]
+            for prefix, ids in zip(prompt_ids, completion_ids, strict=True)
+        ]
+    texts = processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+class LocalScorer:
+    """Calls a GRPO trainer's reward functions as `GRPOTrainer._calculate_rewards` does, without gathering.
+
+    Args:
+        trainer: whose `reward_funcs`, names, processing classes, state and event loop are used.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def __call__(self, rows: list[dict], completions: list, completion_ids: list[list[int]]) -> torch.Tensor:
+        """Rewards of R completions by K functions: float32 of shape `(R, K)` on the CPU, NaN where one says `None`.
+
+        Raises:
+            trl_fsdp_qlora.checks.RewardError: a function that returned something that is no list of rewards.
+        """
+        trainer = self.trainer
+        prompts = [row["prompt"] for row in rows]
+        columns = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
+        kwargs = {name: [row[name] for row in rows] for name in columns}
+        # Values of stage 1 belong to no training step, so what a reward function logs here goes nowhere.
+        kwargs |= {"trainer_state": trainer.state, "log_extra": _ignore, "log_metric": _ignore}
+        kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        rewards_RK = torch.zeros(len(rows), len(trainer.reward_funcs))
+        functions = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+        for k, (function, processing_class) in enumerate(functions):
+            if isinstance(function, nn.Module):
+                rewards_RK[:, k] = self._reward_model(function, processing_class, prompts, completions)
+                continue
+            if is_async_callable(function):
+                values = asyncio.run_coroutine_threadsafe(_await(function, kwargs), trainer.async_loop).result()
+            else:
+                values = function(**kwargs)
+            values = [math.nan if value is None else value for value in values]
+            rewards_RK[:, k] = torch.tensor(values, dtype=torch.float32)
+        return rewards_RK
+
+    def _reward_model(self, model, processing_class, prompts, completions) -> torch.Tensor:
+        if is_conversational({"prompt": prompts[0]}):
+            texts = [
+                apply_chat_template({"messages": p + c}, processing_class, **self.trainer.chat_template_kwargs)["text"]
+                for p, c in zip(prompts, completions, strict=True)
+            ]
+        else:
+            texts = [p + c for p, c in zip(prompts, completions, strict=True)]
+        inputs = processing_class(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        ).to(self.trainer.accelerator.device)
+        with torch.inference_mode():
+            return model(**inputs).logits[:, 0].float().cpu()
+
+
+def combine(rewards_RK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
+    """The scalar reward: weighted sum over the functions that gave one; NaN where none did (as in TRL)."""
+    total_R = (rewards_RK * weights_K.to(rewards_RK)).nansum(1)
+    return total_R.masked_fill(rewards_RK.isnan().all(1), math.nan)
+
+
+def _ignore(*_args) -> None:
+    """Stands in for the trainer's log hooks."""
+
+
+async def _await(function, kwargs):
+    return await function(**kwargs)

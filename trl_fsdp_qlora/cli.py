@@ -1,0 +1,24 @@
+"""`trl-fsdp-qlora`: small helpers for the shell.
+
+accelerate launch --config_file $(trl-fsdp-qlora config ddp_cpu) my_script.py
+"""
+
+import argparse
+import sys
+
+from .accelerate_configs import accelerate_config, names
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="trl-fsdp-qlora", description="Helpers of trl-fsdp-qlora.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    config = commands.add_parser("config", help="print the path of an accelerate config, or the names of all")
+    config.add_argument("name", nargs="?", help=f"one of: {', '.join(names())}")
+    arguments = parser.parse_args(argv)
+    if arguments.name is None:
+        print("\n".join(names()))
+        return
+    try:
+        print(accelerate_config(arguments.name))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
