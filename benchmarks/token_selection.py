@@ -4,13 +4,13 @@
 
 Qwen3-like, hidden 256 × 4 layers, vocabulary 32k, LoRA on all linear layers (so the LM head is frozen), prompts of 64,
 completions of 512, groups of 8. Every variant is the same `EfficientGRPOTrainer` with packed rows; runs alternate,
-each with the draw of another step, and the figure is the ratio of the sums, which for random cuts estimates the ratio
-of the expected times. LM-head time is that of the calls that score positions; with a frozen head these do the
+each with the draw of another step. Seconds are medians over the runs, bytes and shares are means. LM-head time is that of the calls that score positions; with a frozen head these do the
 backward's projection too. Saved bytes are the distinct storages that autograd keeps, parameters excluded.
 """
 
 import argparse
 import json
+import statistics
 import time
 
 import peft
@@ -80,7 +80,7 @@ def main() -> None:
         for key, value in {"token_selection": "all", "skip_zero_advantage": True, **options}.items():
             setattr(trainer.args, key, value)
         budgets[name] = TokenBudget(trainer)
-    totals = {name: {"seconds": 0.0, "head_seconds": 0.0, "bytes": 0, "scored_share": 0.0} for name in VARIANTS}
+    measured = {name: {key: [] for key in ("seconds", "head_seconds", "bytes", "scored_share")} for name in VARIANTS}
     for run in range(-1, args.runs):
         for name, options in VARIANTS.items():
             # The draw's own parameters are read from the arguments at each step.
@@ -91,12 +91,19 @@ def main() -> None:
             seconds, _ = step(trainer, batch, args.device)
             if run < 0:  # warm up: self-check, allocator, thread pool
                 continue
-            total = totals[name]
-            total["seconds"] += seconds / args.runs
-            total["head_seconds"] += clock.seconds / args.runs
-            total["bytes"] += saved_bytes(trainer, batch) / args.runs
-            total["scored_share"] += trainer._metrics["train"].get("tokens/scored_share", [1.0])[-1] / args.runs
-    totals["two groups"]["scored_share"] = 1.0
+            found = measured[name]
+            found["seconds"].append(seconds)
+            found["head_seconds"].append(clock.seconds)
+            found["bytes"].append(saved_bytes(trainer, batch))
+            skipping = trainer.token_budget.kept_by is None
+            found["scored_share"].append(trainer._metrics["train"]["tokens/scored_share"][-1] if skipping else 1.0)
+    totals = {
+        name: {
+            key: (statistics.median if key.endswith("seconds") else statistics.mean)(values)
+            for key, values in found.items()
+        }
+        for name, found in measured.items()
+    }
     rows = []
     print("| variant | tokens in the loss | seconds | LM head s | saved MB | time | LM head | bytes | target |")
     print("|---|---|---|---|---|---|---|---|---|")
