@@ -2,16 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
+BASE ?= runs/small-base
 RUN ?= runs/quickstart
 BIN := $(VENV)/bin
 
 .PHONY: quickstart test lint clean
 
 quickstart: $(VENV)/.quickstart
-	$(BIN)/python recipes/small_base.py runs/small-base
+	$(BIN)/python recipes/small_base.py $(BASE) --seed $(SEED)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
-		--config recipes/small-base/grpo/config_quickstart.yaml --seed $(SEED) --output_dir $(RUN) \
-		--resume_from_checkpoint auto
+		--config recipes/small-base/grpo/config_quickstart.yaml --model_name_or_path $(BASE) \
+		--seed $(SEED) --output_dir $(RUN) --resume_from_checkpoint auto
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest

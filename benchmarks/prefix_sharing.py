@@ -16,6 +16,7 @@ import importlib.util
 import json
 import platform
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def make_trainer(cls, model, prefix_sharing: str, args, group: int):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     config = EfficientGRPOConfig(
-        output_dir=str(RESULTS / "unused"),
+        output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=group,
         num_generations=group,
         use_cpu=args.device == "cpu",

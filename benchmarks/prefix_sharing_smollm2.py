@@ -34,8 +34,8 @@ def last_number_reward(completions, answer, **kwargs) -> list[float]:
     return rewards
 
 
-def make_trainer(cls, args, folder: Path, **config):
-    """LoRA on every linear layer, fp32, four completions a prompt, two prompts a step."""
+def make_trainer(cls, args, dtype=torch.float32):
+    """LoRA on every linear layer, four completions a prompt, two prompts a step."""
     torch.manual_seed(0)
     problems = json.loads(Path(args.data).read_text())[: args.problems]
     prompts = [
@@ -43,10 +43,10 @@ def make_trainer(cls, args, folder: Path, **config):
         for p in problems
     ]
     return cls(
-        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype),
         reward_funcs=last_number_reward,
         args=EfficientGRPOConfig(
-            output_dir=str(folder),
+            output_dir=str(args.folder),
             per_device_train_batch_size=8,
             num_generations=4,
             max_completion_length=args.completion,
@@ -60,7 +60,6 @@ def make_trainer(cls, args, folder: Path, **config):
             save_strategy="no",
             seed=7,
             disable_tqdm=True,
-            **config,
         ),
         train_dataset=Dataset.from_dict({"prompt": prompts, "answer": [p["Answer"] for p in problems]}),
         processing_class=AutoTokenizer.from_pretrained(args.model),
@@ -68,43 +67,56 @@ def make_trainer(cls, args, folder: Path, **config):
     )
 
 
-def compare_batch(stock, ours) -> dict:
-    """Differences on one batch of sampled completions."""
+def compare_batch(args) -> dict:
+    """Differences on one batch of sampled completions, and how far both are from stock TRL in float64."""
+    trainers = {
+        "stock": make_trainer(GRPOTrainer, args),
+        "packed": make_trainer(EfficientGRPOTrainer, args),
+        "float64": make_trainer(GRPOTrainer, args, torch.float64),
+    }
+    stock = trainers["stock"]
     stock.model.train()
-    ours.model.train()
-    for trainer in (stock, ours):
-        trainer.current_gradient_accumulation_steps = 1
-    batch = next(iter(stock.get_train_dataloader()))
-    inputs = stock._generate_and_score_completions(batch)
-    results = []
-    for trainer in (stock, ours):
-        start = time.perf_counter()
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        seconds = time.perf_counter() - start
-        results.append((loss.item(), [p.grad.clone() for p in trainer.model.parameters() if p.requires_grad], seconds))
-        trainer.model.zero_grad(set_to_none=True)
+    inputs = stock._generate_and_score_completions(next(iter(stock.get_train_dataloader())))
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    with torch.no_grad():
-        logps = [
-            trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, inputs["completion_ids"].size(1))[0]
-            for trainer in (stock, ours)
-        ]
-    largest = max(g.abs().max() for g in results[0][1])
-    difference = max((a - b).abs().max() for a, b in zip(results[0][1], results[1][1], strict=True))
+    logps, loss, gradient = {}, {}, {}
+    for name, trainer in trainers.items():
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        if name == "float64":  # PEFT makes adapters float32
+            trainer.model.double()
+        with torch.no_grad():
+            logps[name] = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, mask, inputs["completion_ids"].size(1)
+            )[0]
+        if name == "stock":
+            # Away from the policy that sampled, so that the loss depends on every log-probability.
+            inputs["old_per_token_logps"] = logps[name] + 0.1 * torch.randn_like(logps[name])
+        value = trainer._compute_loss(trainer.model, inputs)
+        value.backward()
+        loss[name] = value.item()
+        gradient[name] = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+    def distance(a, b):
+        return {
+            "log_prob": (logps[a] - logps[b]).abs().max().item(),
+            "loss_relative": abs(loss[a] / loss[b] - 1),
+            "gradient_over_largest": ((gradient[a] - gradient[b]).abs().max() / gradient[b].abs().max()).item(),
+        }
+
     return {
         "rows": list(ids.shape),
-        "token_ratio": 1 / ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1],
-        "largest_log_prob_difference": (logps[0] - logps[1]).abs().max().item(),
-        "relative_loss_difference": abs(results[1][0] / results[0][0] - 1),
-        "gradient_difference_over_largest": (difference / largest).item(),
-        "packed": ours.prefix_sharing.active(),
+        "token_ratio": 1 / trainers["packed"]._metrics["train"]["prefix_sharing/policy/tokens_share"][-1],
+        "loss": loss,
+        "packed_from_stock": distance("packed", "stock"),
+        "packed_from_float64": distance("packed", "float64"),
+        "stock_from_float64": distance("stock", "float64"),
     }
 
 
-def train(cls, args, folder: Path, **config) -> dict:
-    trainer = make_trainer(cls, args, folder, **config)
+def train(cls, args) -> dict:
+    """Loss, reward and gradient norm of every step."""
+    trainer = make_trainer(cls, args)
     start = time.perf_counter()
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
@@ -138,22 +150,28 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=40)
     parser.add_argument("--completion", type=int, default=24, help="new tokens a completion")
     parser.add_argument("--folder", type=Path, default=Path("outputs/prefix_sharing_smollm2"))
+    parser.add_argument("--parts", nargs="+", default=["batch", "runs"], choices=["batch", "runs"])
     args = parser.parse_args()
-    report = {"setting": {"steps": args.steps, "completion": args.completion, "threads": torch.get_num_threads()}}
-    report["batch"] = compare_batch(
-        make_trainer(GRPOTrainer, args, args.folder), make_trainer(EfficientGRPOTrainer, args, args.folder)
-    )
-    print(json.dumps(report["batch"], indent=1))
-    runs = {"stock": train(GRPOTrainer, args, args.folder), "packed": train(EfficientGRPOTrainer, args, args.folder)}
-    report["runs"] = runs
-    for name in ("loss", "reward", "grad_norm"):
-        pairs = zip(runs["stock"][name], runs["packed"][name], strict=True)
-        report[f"largest_{name}_difference"] = max(abs(a - b) for a, b in pairs)
+    path = RESULTS / "prefix_sharing_smollm2.json"
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "prefix_sharing_smollm2.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot(runs, RESULTS / "prefix_sharing_smollm2.png")
-    print({key: value for key, value in report.items() if key.startswith("largest")})
-    print({key: round(run["seconds"], 1) for key, run in runs.items()})
+    report = json.loads(path.read_text()) if path.exists() else {}
+    if "batch" in args.parts:
+        report["batch"] = compare_batch(args)
+        print(json.dumps(report["batch"], indent=1))
+    if "runs" in args.parts:
+        runs = {"stock": train(GRPOTrainer, args), "packed": train(EfficientGRPOTrainer, args)}
+        report["runs"] = {
+            "steps": args.steps,
+            "completion": args.completion,
+            "threads": torch.get_num_threads(),
+            **runs,
+        }
+        for name in ("loss", "reward", "grad_norm"):
+            pairs = zip(runs["stock"][name], runs["packed"][name], strict=True)
+            report["runs"][f"largest_{name}_difference"] = max(abs(a - b) for a, b in pairs)
+        plot(runs, path.with_suffix(".png"))
+        print({key: value for key, value in report["runs"].items() if key.startswith("largest")})
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,17 +27,9 @@ def test_configs_come_with_the_wheel(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, timeout=240)
     wheel = next(tmp_path.glob("*.whl"))
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--prefix",
-        str(tmp_path / "prefix"),
-        str(wheel),
-    ]
+    # --ignore-installed, or pip removes the package that is being tested from its own environment
+    prefix = ["--ignore-installed", "--prefix", str(tmp_path / "prefix")]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *prefix, str(wheel)]
     subprocess.run(install, check=True, capture_output=True, timeout=240)
     site = next((tmp_path / "prefix").rglob("site-packages"))
     code = "from trl_fsdp_qlora import cli; cli.main(['config', 'ddp_cpu'])"
