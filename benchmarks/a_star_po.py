@@ -122,6 +122,8 @@ def worker(out: str, argv: list[str]) -> None:
                 "accuracy": metrics["eval_accuracy"],
                 "n": metrics["eval_n"],
                 "hardware": hardware(),
+                # Over the machine's last minute; above the number of processes, something else was running too.
+                "load": os.getloadavg()[0],
                 "software": software(),
             }
             Path(out).write_text(json.dumps(result))
@@ -181,6 +183,7 @@ def table(results: list[dict], price: float | None) -> list[str]:
     def row(name, values):
         lines.append(f"| {name} | {' | '.join(values)} |")
 
+    row("load of the machine", [f"{r['load']:.1f}" for r in results])
     row("effective batch × steps", [f"{r['batch']} × {r['steps']}" for r in results])
     for phase in PHASES:
         row(f"{phase}, s", [f"{r['seconds'][phase]:.2f}" for r in results])

@@ -1,6 +1,6 @@
 """One rank of a real gloo run: stage 1, evaluation and a few steps on the tiny model; rank 0 writes the results.
 
-`rank_worker.py MODEL CACHE OUT [--lockstep] [--shared-batch N]`
+`rank_worker.py MODEL CACHE OUT [--batch N] [--fsdp] [--full]`
 """
 
 import argparse
@@ -9,15 +9,11 @@ import tempfile
 
 import torch
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 
 from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
+from tests.distributed.fsdp_on_gloo import force_fsdp
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-
-
-class Lockstep(AStarPOTrainer):
-    """Every rank draws whenever one does, as a model that is sharded over the ranks needs it."""
-
-    _sharded = property(lambda self: True)
 
 
 def main():
@@ -25,9 +21,11 @@ def main():
     parser.add_argument("model")
     parser.add_argument("cache")
     parser.add_argument("out")
-    parser.add_argument("--lockstep", action="store_true")
+    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--full", action="store_true")
     parser.add_argument("--batch", type=int, default=8)
     arguments = parser.parse_args()
+    force_fsdp()  # where the environment asks for it
     args = AStarPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=arguments.batch,
@@ -45,28 +43,37 @@ def main():
         per_device_eval_batch_size=4,
         seed=3,
     )
-    trainer = (Lockstep if arguments.lockstep else AStarPOTrainer)(
+    trainer = AStarPOTrainer(
         arguments.model,
         has_digit,
         args,
         train_dataset=problems(48),
         processing_class=tiny_tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        peft_config=None if arguments.full else LoraConfig(r=4, target_modules="all-linear"),
     )
-    report = trainer.estimate_values()
-    samples = trainer.accelerator.gather(torch.tensor([report.samples])).tolist()
-    table = {key.hex(): rewards.tolist() for key, rewards in trainer.stage_one.cache.get(trainer._values).items()}
-    evaluation = trainer.evaluate(problems(13))
+    result = {}
+    if arguments.fsdp:
+        try:
+            trainer.estimate_values()
+        except RuntimeError as error:
+            result["refused"] = str(error)
+    else:
+        report = trainer.estimate_values()
+        result["samples"] = trainer.accelerator.gather(torch.tensor([report.samples])).tolist()
+        result["evaluation"] = trainer.evaluate(problems(13))
     trainer.train()
+    result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    result["evaluation_after"] = trainer.evaluate(problems(13))
+    table = trainer.stage_one.cache.get(trainer._values)
+    result["table"] = {key.hex(): rewards.tolist() for key, rewards in table.items()}
+    result["steps"] = [
+        {name: log[name] for name in ("loss", "v_star", "reward", "advantage")}
+        for log in trainer.state.log_history
+        if "loss" in log
+    ]
     if trainer.accelerator.is_main_process:
-        del evaluation["eval_runtime"]
-        steps = [
-            {name: log[name] for name in ("loss", "v_star", "reward", "advantage")}
-            for log in trainer.state.log_history
-            if "loss" in log
-        ]
         with open(arguments.out, "w") as file:
-            json.dump({"samples": samples, "table": table, "evaluation": evaluation, "steps": steps}, file)
+            json.dump(result, file)
 
 
 if __name__ == "__main__":

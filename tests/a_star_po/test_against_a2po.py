@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.experimental.a2po import A2POConfig, A2POTrainer
 
-from trl_fsdp_qlora.a_star_po import trainer as trainer_module
+from trl_fsdp_qlora.a_star_po import values as values_module
 
 from .tiny import has_digit, problems, tiny_tokenizer
 
@@ -66,7 +66,7 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
         value_batch_size=5,
     )
     drawn = {}
-    original = trainer_module.generate
+    original = values_module.generate
 
     def recording(model, prompt_ids, *args, **kwargs):
         out = original(model, prompt_ids, *args, **kwargs)
@@ -74,7 +74,7 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
             drawn.setdefault(tuple(prompt), []).append(completion)
         return out
 
-    monkeypatch.setattr(trainer_module, "generate", recording)
+    monkeypatch.setattr(values_module, "generate", recording)
     ours.estimate_values()
 
     base = AutoModelForCausalLM.from_pretrained(model_dir)

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-from trl_fsdp_qlora.a_star_po import trainer as trainer_module
+from trl_fsdp_qlora.a_star_po import values as values_module
 from trl_fsdp_qlora.a_star_po.sampling import LocalScorer
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCache, ValueCacheError
 from trl_fsdp_qlora.stats import wilson_interval
@@ -341,13 +341,13 @@ def test_reference_is_the_adapters_initial_copy_where_training_continues_one(mak
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     trainer = make_trainer(model=model, full=True)  # no further peft_config
     used = []
-    original = trainer_module.generate
+    original = values_module.generate
 
     def spy(model, *args, **kwargs):
         used.append(model.active_adapter)
         return original(model, *args, **kwargs)
 
-    monkeypatch.setattr(trainer_module, "generate", spy)
+    monkeypatch.setattr(values_module, "generate", spy)
     trainer.estimate_values()
     assert set(used) == {"ref"} and trainer.model.active_adapter == "default"
     assert "adapter" in trainer._describe_context()["reference"]

@@ -23,7 +23,7 @@ _TEMPLATE = """---
 
 # {name}
 
-{kind} `{base}`, trained with GRPO by trl-fsdp-qlora, an extension of TRL.
+{kind} `{base}`, trained with {method} by trl-fsdp-qlora, an extension of TRL.
 
 ## Quick start
 
@@ -57,6 +57,7 @@ class CardInfo:
         command: the launch line.
         quickstart_prompt: a prompt (text, or messages) for the quick start.
         max_new_tokens: of the quick start.
+        method: the algorithm, as a reader knows it.
     """
 
     dataset: str | None = None
@@ -66,6 +67,7 @@ class CardInfo:
     command: str | None = None
     quickstart_prompt: Any = None
     max_new_tokens: int = 64
+    method: str = "GRPO"
 
 
 def hardware() -> str:
@@ -188,6 +190,7 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
             name=name,
             kind="A LoRA adapter for" if is_adapter else "A model fine-tuned from",
             base=base,
+            method=info.method,
             quick_start=quick_start(base, adapter, info.quickstart_prompt, info.max_new_tokens),
             results=f"| measured | result |\n|---|---|\n{rows}" if rows else "No accuracy was measured in this run.",
             made="\n".join(f"- {key}: {value}" for key, value in made.items() if value is not None),

@@ -1,0 +1,103 @@
+"""`recipes/a_star_po.py` as a command, its YAML files, and the table of the speed-up study."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl import ModelConfig
+
+from tests.tiny import save_tiny_model
+from trl_fsdp_qlora import AStarPOConfig
+from trl_fsdp_qlora.recipe import ScriptArguments, parse_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*/a_star_po/*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.parent.name}/{path.name}")
+def test_every_recipe_parses_and_says_what_it_is(path):
+    types = (ScriptArguments, AStarPOConfig, ModelConfig)
+    # The tests' machine has no GPU and no bitsandbytes optimizer, and neither changes what is read.
+    argv = ["--config", str(path), "--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]
+    _, config, _ = parse_recipe(types, argv)
+    assert config.num_generations == 1
+    header = path.read_text().split("\n\n")[0]
+    for word in ("hardware", "launch", "expect", str(path.relative_to(ROOT))):
+        assert word in header, word
+
+
+def test_the_papers_and_the_reports_settings():
+    def read(name):
+        path = next(path for path in RECIPES if path.name == name)
+        argv = ["--config", str(path), "--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]
+        return parse_recipe((ScriptArguments, AStarPOConfig, ModelConfig), argv)[1]
+
+    paper = read("config_gsm8k.yaml")
+    assert (paper.value_samples, paper.beta1, paper.beta2, paper.entropy_coef) == (8, 0.5, 1e-3, 1e-3)
+    assert paper.generation_batch_size == 256
+    assert paper.per_device_train_batch_size * paper.gradient_accumulation_steps == 128
+    one, two = read("config_report_1gpu.yaml"), read("config_report_2gpu.yaml")
+    for config, gpus in ((one, 1), (two, 2)):
+        assert (config.value_estimator, config.objective, config.beta) == ("max", "advantage_weighted", 0.03)
+        assert config.per_device_train_batch_size * config.gradient_accumulation_steps * gpus == 16
+        assert (config.learning_rate, config.max_steps, config.eval_steps) == (3e-7, 200, 50)
+
+
+@pytest.mark.slow
+def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
+    save_tiny_model(tmp_path / "base")
+    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = (
+        "--model_name_or_path base --dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 "
+        "--lora_target_modules all-linear --max_completion_length 3 --bf16 false --use_cpu true --max_steps 2 "
+        "--eval_strategy steps --eval_steps 1 --logging_steps 1 --report_to none --disable_tqdm true "
+        "--per_device_train_batch_size 5 --output_dir out --value_cache values.sqlite"
+    )
+    arguments = text.split()
+
+    def run(*more):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, str(ROOT / "recipes" / "a_star_po.py"), *arguments, *more]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    first = run("--stage", "estimate")
+    assert first.returncode == 0, first.stderr
+    assert "V* of 35 prompts is in values.sqlite: 0 were there, 35 are new" in first.stdout
+    second = run()
+    assert second.returncode == 0, second.stderr
+    record = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert [log["eval_n"] for log in record["history"] if "eval_n" in log] == [6, 6]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "trained with A*-PO" in card and "a-star-po" in card
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    (tmp_path / "values.sqlite").write_text("no database at all, but as long as one would have to be" * 20)
+    third = run("--stage", "estimate")
+    assert third.returncode == 1
+    assert third.stderr.strip().splitlines()[-1].startswith("error: the V* cache")
+
+
+def test_table_of_the_speed_up_study():
+    spec = importlib.util.spec_from_file_location("speedup", ROOT / "benchmarks" / "a_star_po.py")
+    speedup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(speedup)
+    one = {"processes": 1, "batch": 16, "steps": 10, "training_seconds": 30.0, "load": 1.0}
+    one["seconds"] = dict.fromkeys(speedup.PHASES, 0.0) | {"V* sampling": 60.0, "evaluation": 10.0}
+    two = {"processes": 2, "batch": 16, "steps": 10, "training_seconds": 20.0, "load": 2.0}
+    two["seconds"] = dict.fromkeys(speedup.PHASES, 0.0) | {"V* sampling": 30.0, "evaluation": 12.5}
+    text = "\n".join(speedup.table([one, two], price=3.6))
+    assert "| speed-up (efficiency), V* sampling | 1.00 (100%) | 2.00 (100%) |" in text
+    assert "| speed-up (efficiency), training | 1.00 (100%) | 1.50 (75%) |" in text
+    assert "| speed-up (efficiency), evaluation | 1.00 (100%) | 0.80 (40%) |" in text
+    assert "| whole run, s | 100.00 | 62.50 |" in text
+    assert "| cost at 3.60 a device-hour | 0.10 | 0.12 |" in text
+    path = next(str(path) for path in RECIPES if path.name == "config_report_1gpu.yaml")
+    argv = ["--config", path, "--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]
+    for processes, expected in ((1, ["4", "4"]), (2, ["4", "2"]), (4, ["4", "1"]), (8, ["2", "1"])):
+        assert speedup.divided(processes, argv)[1::2] == expected
+    with pytest.raises(SystemExit, match="cannot be divided"):
+        speedup.divided(64, argv)
