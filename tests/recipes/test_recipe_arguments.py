@@ -4,7 +4,7 @@ import pytest
 import yaml
 from trl import ModelConfig
 
-from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig
 from trl_fsdp_qlora.datasets import DatasetError
 from trl_fsdp_qlora.recipe import ConfigError, ScriptArguments, load_data, parse_recipe
 
@@ -46,9 +46,15 @@ def test_the_same_split_twice_is_refused():
         load_data(ScriptArguments(dataset="addition", eval_split="train"))
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/grpo/*.yaml")), ids=lambda path: path.parent.parent.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted([*RECIPES.glob("*/grpo/*.yaml"), *RECIPES.glob("*/t_spmo/*.yaml")]),
+    ids=lambda path: f"{path.parents[1].name}/{path.stem}",
+)
 def test_every_recipe_parses_and_says_what_it_is(path):
-    script, config, model = parse_recipe(TYPES, ["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
+    config_type = TSPMOConfig if path.parent.name == "t_spmo" else EfficientGRPOConfig
+    types = (ScriptArguments, config_type, ModelConfig)
+    script, config, model = parse_recipe(types, ["--config", str(path), "--use_cpu", "true", "--bf16", "false"])
     assert config.generation_batch_size % config.num_generations == 0 or config.world_size == 1
     header = path.read_text().split("\n\n")[0]
     for word in ("hardware", "launch", "expect"):
