@@ -14,15 +14,27 @@ _EXPORTS = {
     "AStarPOTrainer": "a_star_po.trainer",
     "EfficientGRPOConfig": "grpo.config",
     "EfficientGRPOTrainer": "grpo.trainer",
+    "TSPMOConfig": "t_spmo.config",
+    "TSPMOTrainer": "t_spmo.trainer",
 }
 
-__all__ = ["AStarPOConfig", "AStarPOTrainer", "EfficientGRPOConfig", "EfficientGRPOTrainer", "__version__"]
+__all__ = [
+    "AStarPOConfig",
+    "AStarPOTrainer",
+    "EfficientGRPOConfig",
+    "EfficientGRPOTrainer",
+    "TSPMOConfig",
+    "TSPMOTrainer",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from .a_star_po.config import AStarPOConfig
     from .a_star_po.trainer import AStarPOTrainer
     from .grpo.config import EfficientGRPOConfig
     from .grpo.trainer import EfficientGRPOTrainer
+    from .t_spmo.config import TSPMOConfig
+    from .t_spmo.trainer import TSPMOTrainer
 
 
 def __getattr__(name: str):

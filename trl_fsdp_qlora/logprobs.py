@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from .frozen_head import FrozenHeadLogProbFunction
 from .trl_seams import ChunkedLogProbFunction, FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 VOCABULARY_TILE = 8192
@@ -38,7 +39,41 @@ def logit_transform(config) -> tuple[float, float | None]:
     return 1.0, softcap
 
 
-def add_scoring_head(model: PreTrainedModel, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False) -> None:
+def score_positions(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each target and entropy of its distribution, both float32 `(N,)`, in nats.
+
+    A frozen head goes through [`FrozenHeadLogProbFunction`], in passes with and without gradient alike, so that old
+    and new log-probabilities are rounded the same way. TRL's chunked kernel serves where the head is trained or the
+    entropy needs a gradient.
+    """
+    trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
+    if trained or entropy_gradient:
+        outputs = ("log_probs", "entropy")
+        log_probs_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
+            hidden_NH, weight_VH, bias_V, targets_N, temperature, VOCABULARY_TILE, softcap, logit_scale, outputs
+        )
+        return log_probs_N, entropy_N
+    keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
+    return FrozenHeadLogProbFunction.apply(
+        hidden_NH, weight_VH, bias_V, targets_N, temperature, softcap, logit_scale, keep_jacobian
+    )
+
+
+def add_scoring_head(
+    model: PreTrainedModel,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    entropy_gradient: bool = False,
+) -> None:
     """Let `model(..., score_index_N=..., score_targets_N=...)` score N positions instead of returning logits.
 
     The call takes the backbone's own arguments plus
@@ -57,6 +92,8 @@ def add_scoring_head(model: PreTrainedModel, temperature: float = 1.0, cast_lm_h
         model: causal language model, before PEFT, DDP or FSDP wrap it.
         temperature: the logits are divided by it.
         cast_lm_head_to_fp32: project in float32, outside autocast.
+        entropy_gradient: the loss has a term in the entropy. Without it the entropy of a frozen head is a value only,
+            and a backward through it raises.
     """
     original_forward = model.forward
     logit_scale, softcap = logit_transform(model.config)
@@ -70,29 +107,28 @@ def add_scoring_head(model: PreTrainedModel, temperature: float = 1.0, cast_lm_h
         # How often each token counts in the router loss; a packed row has tokens that stand for several.
         router_weights = kwargs.pop("router_weights", kwargs.get("attention_mask"))
         outputs = self.base_model(*args, **kwargs)
-        hidden_ND = outputs.last_hidden_state.flatten(0, 1)[score_index_N]
+        hidden_NH = outputs.last_hidden_state.flatten(0, 1)[score_index_N]
         head = self.get_output_embeddings()
         weight, bias = head.weight, getattr(head, "bias", None)
         # FSDP2 keeps parameters as DTensors; the backbone's output is an ordinary tensor.
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
             bias = None if bias is None else bias.full_tensor()
-        hidden_ND = hidden_ND.to(weight.device)
+        hidden_NH = hidden_NH.to(weight.device)
         autocast = nullcontext()
         if cast_lm_head_to_fp32:
-            hidden_ND = hidden_ND.float()
-            autocast = torch.autocast(hidden_ND.device.type, enabled=False)
+            hidden_NH = hidden_NH.float()
+            autocast = torch.autocast(hidden_NH.device.type, enabled=False)
         with autocast, maybe_gather_lm_head_ctx(weight, bias):
-            log_probs_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
-                hidden_ND,
+            log_probs_N, entropy_N = score_positions(
+                hidden_NH,
                 weight,
                 bias,
                 score_targets_N.to(weight.device),
                 temperature,
-                VOCABULARY_TILE,
                 softcap,
                 logit_scale,
-                ("log_probs", "entropy"),
+                entropy_gradient,
             )
         aux_loss = None
         if kwargs.get("output_router_logits"):

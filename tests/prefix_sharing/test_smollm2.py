@@ -1,8 +1,6 @@
 """A real model on real problems; skipped where the two are not at hand."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +12,11 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 
 from .helpers import assert_equal_gradients, gradients, loss_inputs, make_trainer
 
-MODEL = os.environ.get("TRL_FSDP_QLORA_SMOLLM2", "")
-SHARED = Path(os.environ.get("TRL_FSDP_QLORA_SHARED", Path(__file__).parents[3] / "shared"))
-SVAMP = SHARED / "data" / "svamp" / "SVAMP.json"
-
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path(MODEL, "config.json").exists(), reason="TRL_FSDP_QLORA_SMOLLM2 names no model folder")
-@pytest.mark.skipif(not SVAMP.exists(), reason=f"{SVAMP} is not there")
-def test_smollm2_on_svamp_equals_stock(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    problems = json.loads(SVAMP.read_text())[:2]
+def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    problems = json.loads(svamp.read_text())[:2]
     # Wrong and right answers of several lengths stand in for sampled ones.
     answers = [
         "The answer is {}.",
@@ -50,7 +42,7 @@ def test_smollm2_on_svamp_equals_stock(tmp_path):
     results = []
     for cls in (GRPOTrainer, EfficientGRPOTrainer):
         torch.manual_seed(0)
-        trainer = make_trainer(cls, AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), tmp_path, lora)
+        trainer = make_trainer(cls, AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32), tmp_path, lora)
         if not results:
             with torch.no_grad():
                 logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, completion)[0]

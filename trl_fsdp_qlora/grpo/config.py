@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from ..checks import batch_size_advice
+from .token_budget import check_config
 
 
 @dataclass
@@ -17,6 +18,21 @@ class EfficientGRPOConfig(GRPOConfig):
             How the forward and backward passes treat the prompt that the completions of a group share. `"auto"`
             computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why;
             `"cascade"`, `"two_part"`, `"flex"` insist on one attention backend; `"off"` is stock TRL.
+        skip_zero_advantage (`bool`, *optional*, defaults to `True`):
+            Leave completions with zero advantage out of the forward and backward where no other term of the loss needs
+            them (`beta`, an entropy bonus, a router loss). Loss and gradients are stock TRL's.
+        token_selection (`str`, *optional*, defaults to `"all"`):
+            Which tokens of a completion enter the loss: `"all"`, `"s_grpo"`, `"uniform"`, `"prefix_cut"`, see
+            [`~trl_fsdp_qlora.token_selection.select_tokens`]. The others are not computed.
+        token_selection_rate (`float`, *optional*, defaults to `0.5`):
+            Chance of a token to be kept; for `"prefix_cut"` the expected share, 0.5 or more.
+        token_selection_always_first (`int`, *optional*, defaults to `0`):
+            α, the number of tokens at the start of a completion that are always kept.
+        token_selection_max_tokens (`int`, *optional*):
+            k, the most tokens of one completion that are kept.
+        token_selection_weighting (`str`, *optional*, defaults to `"auto"`):
+            `"self_normalized"` (S-GRPO's own, the default for `"s_grpo"`) or `"horvitz_thompson"` (unbiased, the
+            default for the others).
     """
 
     prefix_sharing: str = field(
@@ -25,6 +41,28 @@ class EfficientGRPOConfig(GRPOConfig):
             "help": "Compute each prompt once and no padding: 'auto' (where exact), 'off' (stock TRL), or an attention "
             "backend by name: 'cascade', 'two_part', 'flex'."
         },
+    )
+
+    skip_zero_advantage: bool = field(
+        default=True,
+        metadata={"help": "Leave completions that cannot move the policy out of the forward and backward."},
+    )
+    token_selection: str = field(
+        default="all",
+        metadata={"help": "Tokens that enter the loss: 'all', 's_grpo', 'uniform' or 'prefix_cut'."},
+    )
+    token_selection_rate: float = field(
+        default=0.5, metadata={"help": "Share of the tokens that is kept, in (0, 1]; for 'prefix_cut' 0.5 or more."}
+    )
+    token_selection_always_first: int = field(
+        default=0, metadata={"help": "Tokens at the start of a completion that are always kept."}
+    )
+    token_selection_max_tokens: int | None = field(
+        default=None, metadata={"help": "The most tokens of one completion that are kept."}
+    )
+    token_selection_weighting: str = field(
+        default="auto",
+        metadata={"help": "'self_normalized', 'horvitz_thompson', or 'auto': the former for 's_grpo' only."},
     )
 
     def __post_init__(self):
@@ -40,6 +78,7 @@ class EfficientGRPOConfig(GRPOConfig):
                 self.per_device_train_batch_size, self.world_size, accumulation, self.num_generations
             )
             raise ValueError(f"{error} {advice}") from None
+        check_config(self)
 
     @classmethod
     def complete(cls, args: GRPOConfig | None) -> "GRPOConfig | None":

@@ -19,6 +19,7 @@ from .config import EfficientGRPOConfig
 from .groups import EpochRepeatSampler, shuffle_groups
 from .resumable import WholeCheckpoints
 from .timed import TimedPhases
+from .token_budget import TokenBudget
 
 
 class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
@@ -94,10 +95,12 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
             temperature=self.temperature,
             cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
             autocast=self.accelerator.autocast,
+            entropy_gradient=self._entropy_bonus_enabled,
         )
         self.prefix_sharing.prepare("policy", self.accelerator.unwrap_model(self.model))
         if self.ref_model is not None:
             self.prefix_sharing.prepare("reference", self.accelerator.unwrap_model(self.ref_model))
+        self.token_budget = TokenBudget(self)
 
     # --- groups stay whole -------------------------------------------------------------------------------------------
 
@@ -132,12 +135,18 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
         alone = self.model.training and not torch.is_grad_enabled()
         with self.clock.phase(f"{self._pass_name(model)}_pass") if alone else nullcontext():
             if any(call.pop(name, None) is not None for name in VISION_ARGUMENTS):
-                return stock()
-            result = self.prefix_sharing.log_probs(role, model, **call, stock=stock)
+                logps, entropies, aux_loss = stock()
+            else:
+                logps, entropies, aux_loss = self.prefix_sharing.log_probs(role, model, **call, stock=stock)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.prefix_sharing.metrics.items():
             metrics[f"prefix_sharing/{'policy' if torch.is_grad_enabled() else 'no_grad'}/{name}"].append(value)
-        return result
+        return *self.token_budget.narrow(logps, entropies), aux_loss
+
+    # --- tokens that teach nothing are not computed -----------------------------------------------------------------
+
+    def _compute_loss(self, model, inputs):
+        return self.token_budget.compute_loss(super()._compute_loss, model, inputs)
 
     def _generate(self, prompts):
         with self.prefix_sharing.set_aside():
@@ -150,6 +159,7 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
         cost = checks.split_group_cost(self.args.per_device_train_batch_size, self.num_generations)
         return [
             self.prefix_sharing.describe(),
+            *self.token_budget.describe(),
             "whole groups in every micro-batch" if cost is None else cost,
         ]
 

@@ -55,6 +55,7 @@ class PrefixSharing:
             attention backend, which then is used or is an error.
         temperature, cast_lm_head_to_fp32: as the trainer's.
         autocast: context manager factory that the trainer wraps forwards in.
+        entropy_gradient: the loss has a term in the policy's entropy.
 
     Raises:
         PrefixSharingError: `choice` is none of the known ones.
@@ -71,6 +72,7 @@ class PrefixSharing:
         temperature: float = 1.0,
         cast_lm_head_to_fp32: bool = False,
         autocast: Callable = contextlib.nullcontext,
+        entropy_gradient: bool = False,
     ):
         if choice not in CHOICES:
             raise PrefixSharingError(f"prefix_sharing={choice!r} is not known; use one of {', '.join(CHOICES)}")
@@ -78,6 +80,7 @@ class PrefixSharing:
         self.temperature = temperature
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.autocast = autocast
+        self.entropy_gradient = entropy_gradient
         self.score_mask_BC: torch.Tensor | None = None
         self.metrics: dict[str, float] = {}
         self._states: dict[str, _ModelState] = {}
@@ -108,7 +111,7 @@ class PrefixSharing:
             install(base)
         except (UnsupportedAttention, ValueError, ImportError) as error:
             return self._give_up(role, str(error))
-        add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32)
+        add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32, self.entropy_gradient)
         state.base = base
         state.layers = attention_layers(base)
         state.position_limit = position_limit(base)

@@ -1,0 +1,212 @@
+"""How far each token budget gets: full GRPO, S-GRPO, a random prefix cut and T-SPMO, at equal steps and equal seconds.
+
+    python benchmarks/token_budget_study.py --base runs/small-base [--seeds 0 1 2] [--steps 40] [--threads 1]
+
+Two-digit addition on the small base model (built into `--base` where it is not there yet), LoRA, 16 prompts × 8
+completions a step; the settings of recipes/small-base/grpo/config_quickstart.yaml. The learning rate is constant, so
+one run a method and seed serves both comparisons: held-out accuracy is measured at `--steps` optimizer steps, and when
+the run has trained as many seconds as full GRPO of the same seed took for them (measuring not counted). Seconds are
+the process's CPU seconds, on one thread by default, so that other work on the machine does not decide. Results are
+added to benchmarks/results/token_budget_study.json as they come; seeds that are there already are not run again.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from prefix_sharing import RESULTS, cpu_name, saved_bytes
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.evaluation import evaluate
+from trl_fsdp_qlora.recipe import ScriptArguments, load_data, reward_functions
+from trl_fsdp_qlora.small_base import build_small_base
+from trl_fsdp_qlora.stats import wilson_interval
+
+BASELINE = "GRPO, all tokens"
+METHODS = {
+    BASELINE: (EfficientGRPOTrainer, EfficientGRPOConfig, {}),
+    "S-GRPO 50%": (
+        EfficientGRPOTrainer,
+        EfficientGRPOConfig,
+        {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
+    ),
+    "S-GRPO 30%": (
+        EfficientGRPOTrainer,
+        EfficientGRPOConfig,
+        {"token_selection": "s_grpo", "token_selection_rate": 0.3, "loss_type": "grpo"},
+    ),
+    "prefix cut 50%": (
+        EfficientGRPOTrainer,
+        EfficientGRPOConfig,
+        {"token_selection": "prefix_cut", "token_selection_rate": 0.5},
+    ),
+    "T-SPMO": (TSPMOTrainer, TSPMOConfig, {}),
+}
+
+
+class Milestones(TrainerCallback):
+    """Measures after `steps` steps and after `seconds` of training, whichever comes when, and stops after both."""
+
+    def __init__(self, measure, steps: int, seconds: float | None):
+        self.measure, self.steps, self.seconds = measure, steps, seconds
+        self.trained, self.found = 0.0, {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # From step end to step end: generation belongs to the step, and happens before its micro-batches begin.
+        now = time.process_time()
+        self.trained += now - self.resumed
+        if state.global_step == self.steps:
+            self.record("steps", state.global_step)
+        if self.seconds is not None and self.trained >= self.seconds and "seconds" not in self.found:
+            self.record("seconds", state.global_step)
+        if "steps" in self.found and (self.seconds is None or "seconds" in self.found):
+            control.should_training_stop = True
+        self.resumed = time.process_time()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.resumed = time.process_time()
+
+    def record(self, name: str, step: int) -> None:
+        result = self.measure()
+        self.found[name] = {"step": step, "seconds": self.trained, "correct": result.correct, "n": result.n}
+
+
+def run(name: str, base: Path, seed: int, steps: int, seconds: float | None, learning_rate: float) -> dict:
+    """Train one method from one seed; accuracy at both milestones, tokens in the loss, saved bytes of a step."""
+    trainer_cls, config_cls, options = METHODS[name]
+    script = ScriptArguments(dataset="addition")
+    train, test = load_data(script)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    config = config_cls(
+        output_dir=str(RESULTS / "unused"),
+        per_device_train_batch_size=128,
+        num_generations=8,
+        max_completion_length=6,
+        max_steps=10 * steps,
+        learning_rate=learning_rate,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        seed=seed,
+        save_strategy="no",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = trainer_cls(
+        AutoModelForCausalLM.from_pretrained(base),
+        reward_functions(script),
+        config,
+        train,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+    )
+
+    def measure():
+        training = trainer.model.training
+        result = evaluate(trainer.model, tokenizer, test, max_new_tokens=6, batch_size=250, progress=False)
+        trainer.model.train(training)
+        return result
+
+    before = measure() if name == BASELINE else None
+    milestones = Milestones(measure, steps, seconds)
+    trainer.add_callback(milestones)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row][:steps]
+    trainer.model.train()
+    found = milestones.found
+    return {
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "before": None if before is None else {"correct": before.correct, "n": before.n},
+        "at_steps": found["steps"],
+        "at_seconds": found.get("seconds", found["steps"]),
+        "tokens_in_loss": statistics.mean(row["tokens/scored_share"] for row in rows),
+        "saved_bytes": statistics.mean(saved_bytes(trainer, batch) for batch in trainer._buffered_inputs),
+    }
+
+
+def summary(results: dict) -> str:
+    """Markdown: accuracy over all seeds pooled, with its Wilson interval, and the range over seeds."""
+    lines = [
+        "| method | tokens in the loss | CPU seconds | saved MB | accuracy at equal steps | seeds | accuracy at equal seconds "
+        "| seeds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in results.items():
+        cells = [name, f"{statistics.mean(r['tokens_in_loss'] for r in runs):.0%}"]
+        cells.append(f"{statistics.mean(r['at_steps']['seconds'] for r in runs):.1f}")
+        cells.append(f"{statistics.mean(r['saved_bytes'] for r in runs) / 1e6:.1f}")
+        for at in ("at_steps", "at_seconds"):
+            correct, n = (sum(r[at][key] for r in runs) for key in ("correct", "n"))
+            low, high = wilson_interval(correct, n)
+            cells.append(f"{correct / n:.1%} ({low:.1%} to {high:.1%}, n={n})")
+            cells.append(", ".join(f"{r[at]['correct'] / r[at]['n']:.1%}" for r in runs))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def picture(results: dict, path: Path) -> None:
+    """Held-out accuracy of every seed over seconds of training, with Wilson intervals."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axes, at, title in zip(panels, ("at_steps", "at_seconds"), ("equal steps", "equal seconds"), strict=True):
+        for x, runs in enumerate(results.values()):
+            for i, entry in enumerate(runs):
+                correct, n = entry[at]["correct"], entry[at]["n"]
+                low, high = wilson_interval(correct, n)
+                middle = correct / n
+                place = x + 0.15 * (i - (len(runs) - 1) / 2)
+                axes.errorbar(place, middle, [[middle - low], [high - middle]], fmt="o", color=f"C{x}", capsize=2)
+        axes.set_xticks(range(len(results)), results, rotation=20, ha="right", fontsize=8)
+        axes.set_title(title)
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].set_ylabel("held-out accuracy, one point a seed")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if not args.base.exists():
+        build_small_base(args.base)
+    path = RESULTS / "token_budget_study.json"
+    setting = {"machine": cpu_name(), "torch": torch.__version__, "threads": args.threads, "steps": args.steps}
+    content = {"setting": setting, "results": {}}
+    if path.exists():
+        content = json.loads(path.read_text())
+        if content["setting"] != setting:
+            parser.error(f"{path} holds results of another setting ({content['setting']}); move it away first")
+    results = content["results"]
+    for seed in args.seeds:
+        for name in [BASELINE, *(method for method in args.methods if method != BASELINE)]:
+            runs = results.setdefault(name, [])
+            if any(entry["seed"] == seed for entry in runs):
+                continue
+            baseline = next((r["at_steps"]["seconds"] for r in results[BASELINE] if r["seed"] == seed), None)
+            runs.append(run(name, args.base, seed, args.steps, baseline, args.learning_rate))
+            path.write_text(json.dumps(content, indent=1) + "\n")
+            print(name, seed, json.dumps(runs[-1]), flush=True)
+    print(summary(results))
+    path.with_suffix(".md").write_text(summary(results) + "\n")
+    picture(results, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What token selection and skipping save: `compute_loss` + backward of one trainer, with and without.
+
+    python benchmarks/token_selection.py [--threads 2] [--runs 7] [--output token_selection_cpu]
+
+Qwen3-like, hidden 256 × 4 layers, vocabulary 32k, LoRA on all linear layers (so the LM head is frozen), prompts of 64,
+completions of 512, groups of 8. Every variant is the same `EfficientGRPOTrainer` with packed rows; runs alternate,
+each with the draw of another step. Seconds are medians over the runs, bytes and shares are means. LM-head time is that of the calls that score positions; with a frozen head these do the
+backward's projection too. Saved bytes are the distinct storages that autograd keeps, parameters excluded.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import peft
+import torch
+import trl
+from prefix_sharing import RESULTS, cpu_name, make_batch, make_model, make_trainer, saved_bytes, step
+
+from trl_fsdp_qlora import EfficientGRPOTrainer, logprobs
+from trl_fsdp_qlora.grpo.token_budget import TokenBudget
+
+PROMPT, COMPLETION, GROUP = 64, 512, 8
+# name, options, what is divided by which baseline's, target
+VARIANTS = {
+    "all tokens": {},
+    "prefix_cut 50%": {"token_selection": "prefix_cut", "token_selection_rate": 0.5},
+    "s_grpo 30%": {"token_selection": "s_grpo", "token_selection_rate": 0.3},
+    "two groups": {"skip_zero_advantage": False},
+    "two groups, one with zero advantage skipped": {},
+}
+TARGETS = {
+    "prefix_cut 50%": {"seconds": 0.70, "bytes": 0.70},
+    "s_grpo 30%": {"head_seconds": 0.55},
+    "two groups, one with zero advantage skipped": {"seconds": 0.60},
+}
+
+
+class HeadClock:
+    """Seconds spent in `logprobs.score_positions`."""
+
+    def __init__(self):
+        self.seconds, self.inner = 0.0, logprobs.score_positions
+        logprobs.score_positions = self
+
+    def __call__(self, *args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def two_groups(batch: dict) -> dict:
+    """The batch's group and a second one with another prompt; the second has zero advantage."""
+    doubled = {key: torch.cat([value, value]) for key, value in batch.items() if value.dim() > 0}
+    doubled["prompt_ids"][GROUP:] = doubled["prompt_ids"][GROUP:].flip(1)
+    doubled["advantages"][GROUP:] = 0.0
+    return {**batch, **doubled, "num_items_in_batch": batch["num_items_in_batch"] * 2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--output", help="file stem under benchmarks/results")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    base = make_model(args).to(args.device)
+    lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer(EfficientGRPOTrainer, peft.get_peft_model(base, lora), "auto", args, GROUP)
+    one = make_batch(args.vocabulary, PROMPT, COMPLETION, GROUP, "equal", args.device, seed=1)
+    two = two_groups(one)
+    clock = HeadClock()
+    budgets = {}
+    for name, options in VARIANTS.items():
+        for key, value in {"token_selection": "all", "skip_zero_advantage": True, **options}.items():
+            setattr(trainer.args, key, value)
+        budgets[name] = TokenBudget(trainer)
+    measured = {name: {key: [] for key in ("seconds", "head_seconds", "bytes", "scored_share")} for name in VARIANTS}
+    for run in range(-1, args.runs):
+        for name, options in VARIANTS.items():
+            # The draw's own parameters are read from the arguments at each step.
+            trainer.args.token_selection_rate = options.get("token_selection_rate", 0.5)
+            trainer.token_budget, trainer.state.global_step = budgets[name], run + 1
+            batch = two if name.startswith("two") else one
+            clock.seconds = 0.0
+            seconds, _ = step(trainer, batch, args.device)
+            if run < 0:  # warm up: self-check, allocator, thread pool
+                continue
+            found = measured[name]
+            found["seconds"].append(seconds)
+            found["head_seconds"].append(clock.seconds)
+            found["bytes"].append(saved_bytes(trainer, batch))
+            skipping = trainer.token_budget.kept_by is None
+            found["scored_share"].append(trainer._metrics["train"]["tokens/scored_share"][-1] if skipping else 1.0)
+    totals = {
+        name: {
+            key: (statistics.median if key.endswith("seconds") else statistics.mean)(values)
+            for key, values in found.items()
+        }
+        for name, found in measured.items()
+    }
+    rows = []
+    print("| variant | tokens in the loss | seconds | LM head s | saved MB | time | LM head | bytes | target |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, total in totals.items():
+        baseline = totals["two groups" if name.startswith("two") else "all tokens"]
+        ratios = {key: total[key] / baseline[key] for key in ("seconds", "head_seconds", "bytes")}
+        rows.append({"variant": name, **total, "ratios": ratios, "targets": TARGETS.get(name, {})})
+        wanted = ", ".join(f"{key} ≤ {value:.2f}" for key, value in TARGETS.get(name, {}).items())
+        print(
+            f"| {name} | {total['scored_share']:.1%} | {total['seconds']:.3f} | {total['head_seconds']:.3f} | "
+            f"{total['bytes'] / 1e6:.0f} | {ratios['seconds']:.2f} | {ratios['head_seconds']:.2f} | "
+            f"{ratios['bytes']:.2f} | {wanted} |"
+        )
+    if args.output:
+        machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
+        setting = {"machine": machine, "torch": torch.__version__, "trl": trl.__version__, **vars(args)}
+        content = {"setting": setting, "rows": rows}
+        (RESULTS / f"{args.output}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

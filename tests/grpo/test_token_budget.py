@@ -1,0 +1,225 @@
+"""Skipped completions and selected tokens inside the trainer, against stock TRL and against the definition."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from tests.tiny import LOSS_TYPES, lora, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.token_selection import TokenSelection
+
+
+def made(tmp_path, **changes):
+    result = trainer(
+        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **{"num_iterations": 2, **changes}
+    )
+    result.model.train()
+    result.current_gradient_accumulation_steps = 1
+    return result
+
+
+def batch_of(ours):
+    batch = ours._prepare_inputs([ours.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
+    if "old_per_token_logps" in batch:
+        torch.manual_seed(1)
+        batch["old_per_token_logps"] = batch["old_per_token_logps"] - 0.3 * torch.rand_like(
+            batch["old_per_token_logps"]
+        )
+    return batch
+
+
+def loss_and_gradients(ours, batch, stock=False):
+    """Of one micro-batch, with the trainer's own `_compute_loss` or with TRL's on the padded forward."""
+    if stock:
+        ours = copy.copy(ours)
+        ours._get_per_token_logps_and_entropies = GRPOTrainer._get_per_token_logps_and_entropies.__get__(ours)
+    ours.model.zero_grad()
+    compute = GRPOTrainer._compute_loss if stock else EfficientGRPOTrainer._compute_loss
+    loss = compute(ours, ours.model, dict(batch))
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in ours.model.named_parameters() if p.grad is not None}
+
+
+def assert_close(got, want, tolerance=1e-4):
+    assert got[0] == pytest.approx(want[0], rel=1e-5, abs=1e-7)
+    largest = max(grad.abs().max() for grad in want[1].values())
+    assert got[1].keys() == want[1].keys()
+    for name, grad in got[1].items():
+        assert (grad - want[1][name]).abs().max() <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("sharing", ["auto", "off"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_skipping_equals_stock(tmp_path, loss_type, sharing):
+    ours = made(tmp_path, loss_type=loss_type, prefix_sharing=sharing)
+    batch = batch_of(ours)
+    # One whole group, and two completions of the other.
+    batch["advantages"][[0, 1, 2, 3, 5, 7]] = 0.0
+    got = loss_and_gradients(ours, batch)
+    scored = ours._metrics["train"]["tokens/scored_share"][-1]
+    want_share = (batch["completion_mask"].sum(1)[[4, 6]].sum() / batch["completion_mask"].sum()).item()
+    assert scored == pytest.approx(want_share)
+    want = loss_and_gradients(ours, batch, stock=True)
+    assert max(grad.abs().max() for grad in want[1].values()) > 0
+    assert_close(got, want)
+    for key in ("clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio"):
+        if key in ours._metrics["train"]:
+            mine, theirs = ours._metrics["train"][key][-2:]
+            assert mine >= 0 and theirs <= mine + 1e-6
+
+
+def test_skipped_completions_leave_the_packed_row(tmp_path):
+    ours = made(tmp_path)
+    batch = batch_of(ours)
+    loss_and_gradients(ours, batch)
+    whole = ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1]
+    batch["advantages"][:4] = 0.0
+    loss_and_gradients(ours, batch)
+    assert ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1] < 0.7 * whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"beta": 0.1}, "KL"),
+        ({"entropy_coef": 0.01}, "entropy bonus"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
+        ({"skip_zero_advantage": False}, "switched off"),
+    ],
+)
+def test_a_term_that_needs_every_completion_keeps_every_completion(tmp_path, changes, reason):
+    ours = made(tmp_path, **changes)
+    assert reason in ours.token_budget.describe()[0]
+    batch = batch_of(ours)
+    batch["advantages"][:4] = 0.0
+    assert_close(loss_and_gradients(ours, batch), loss_and_gradients(ours, batch, stock=True))
+
+
+@pytest.mark.parametrize("sharing", ["auto", "off"])
+def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, caplog):
+    ours = made(tmp_path, prefix_sharing=sharing)
+    batch = batch_of(ours)
+    batch["advantages"].zero_()
+    loss, grads = loss_and_gradients(ours, batch)
+    assert loss == 0 and grads and not any(grad.any() for grad in grads.values())
+    assert ours._metrics["train"]["tokens/nothing_to_learn"] == [1.0]
+    assert "no token to learn from" in caplog.text
+    logs = {}
+    ours.log(logs)
+    assert logs["entropy"] is None  # no entropy of no token
+
+
+def expected_by_hand(ours, batch, keep, weight):
+    """Stock logps of all tokens, TRL's own loss on them, and the gradient of each token scaled before the chain rule."""
+
+    def logps_of(self, *args, **kwargs):
+        logps, entropies, aux = GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+        logps.register_hook(lambda grad: grad * weight)
+        return logps, entropies, aux
+
+    ours = copy.copy(ours)
+    ours._get_per_token_logps_and_entropies = logps_of.__get__(ours)
+    ours.model.zero_grad()
+    GRPOTrainer._compute_loss(ours, ours.model, dict(batch)).backward()
+    return {n: p.grad.clone() for n, p in ours.model.named_parameters() if p.grad is not None}
+
+
+TOKEN_LOSSES = [loss_type for loss_type in LOSS_TYPES if loss_type != "vespo"]
+
+
+@pytest.mark.parametrize("sharing", ["auto", "off"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", TOKEN_LOSSES)
+def test_selected_tokens_carry_their_weight_in_every_term(tmp_path, monkeypatch, loss_type, beta, sharing):
+    ours = made(tmp_path, loss_type=loss_type, beta=beta, token_selection="s_grpo", prefix_sharing=sharing)
+    batch = batch_of(ours)
+    mask = batch["completion_mask"].bool()
+    torch.manual_seed(2)
+    keep = mask & (torch.rand(mask.shape) < 0.5)
+    keep[3] = False
+    weight = torch.where(keep, 1 + torch.rand(mask.shape), 0.0)
+    monkeypatch.setattr(
+        "trl_fsdp_qlora.grpo.token_budget.select_tokens", lambda *args, **kwargs: TokenSelection(keep, weight)
+    )
+    loss, got = loss_and_gradients(ours, batch)
+    want = expected_by_hand(ours, batch, keep, weight)
+    assert_close((0.0, got), (0.0, want))
+    assert torch.isfinite(torch.tensor(loss))
+    if loss_type == "grpo" and beta:
+        entropy, kl = (ours._metrics["train"][key][-2] for key in ("entropy", "kl"))
+        stock_logps, stock_entropies, _ = GRPOTrainer._get_per_token_logps_and_entropies(
+            ours,
+            ours.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
+            mask.shape[1],
+            compute_entropy=True,
+        )
+        delta = batch["ref_per_token_logps"] - stock_logps
+        # TRL multiplies the KL by the ratio (use_bias_correction_kl).
+        want_kl = (delta.exp() - delta - 1) * (stock_logps - batch["old_per_token_logps"]).exp()
+        assert kl == pytest.approx(want_kl[keep].mean().item(), rel=1e-3, abs=1e-6)
+        assert entropy == pytest.approx(stock_entropies[keep].mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["s_grpo", "uniform", "prefix_cut"])
+def test_rate_one_is_the_full_loss(tmp_path, strategy):
+    ours = made(tmp_path, token_selection=strategy, token_selection_rate=1.0, beta=0.05)
+    batch = batch_of(ours)
+    assert_close(loss_and_gradients(ours, batch), loss_and_gradients(ours, batch, stock=True))
+
+
+def test_a_run_selects_reports_and_is_reproducible(tmp_path):
+    runs = []
+    for _ in range(2):
+        ours = trainer(
+            EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), token_selection="uniform"
+        )
+        ours.train()
+        runs.append([p.detach().clone() for p in ours.model.parameters() if p.requires_grad])
+        rows = [row for row in ours.state.log_history if "loss" in row]
+        assert len(rows) == 3 and all(0.2 < row["tokens/scored_share"] < 0.8 for row in rows)
+        assert len({row["tokens/scored_share"] for row in rows}) > 1
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_selection": "half"}, "s_grpo, uniform, prefix_cut"),
+        ({"token_selection_rate": 1.5}, r"outside \(0, 1\]"),
+        ({"token_selection": "s_grpo", "token_selection_always_first": 99}, "beyond the longest completion"),
+        ({"token_selection": "uniform", "importance_sampling_level": "sequence"}, "no sum over tokens"),
+        ({"token_selection": "s_grpo", "loss_type": "vespo"}, "no sum over tokens"),
+        ({"token_selection": "s_grpo", "off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
+        ({"token_selection": "s_grpo", "top_entropy_quantile": 0.2}, "top_entropy_quantile"),
+        ({"token_selection": "s_grpo", "entropy_coef": 0.1}, "entropy bonus"),
+    ],
+)
+def test_config_refuses_what_cannot_be_right(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        EfficientGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{"max_completion_length": 6, **changes})
+
+
+@pytest.mark.slow
+def test_two_ranks_one_of_them_empty(tmp_path):
+    """DDP: rank 1 has only zero advantages; the reduced gradient equals stock's on the same batches."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    worker = Path(__file__).with_name("empty_rank_worker.py")
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
+         "--rdzv_endpoint=localhost:0", str(worker), str(tmp_path)],
+        check=True, env=environment, timeout=240, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["scored_share"] < 0.8
+    assert results["largest"] > 0
+    assert results["difference"] <= 1e-4 * results["largest"]
+    assert results["both_empty"] == 0

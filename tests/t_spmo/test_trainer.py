@@ -1,0 +1,136 @@
+"""T-SPMO's trainer against the objective written out over prefixes, on the padded stock forward."""
+
+import copy
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from tests.tiny import lora, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.t_spmo.credit import group_credit
+
+
+def made(tmp_path, **changes):
+    result = trainer(TSPMOTrainer, TSPMOConfig, tmp_path, peft_config=lora(), **changes)
+    result.model.train()
+    result.current_gradient_accumulation_steps = 1
+    return result
+
+
+def branching_batch(ours):
+    """Two groups of four completions that share stems, and their rewards."""
+    batch = ours._prepare_inputs([ours.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
+    ids = torch.tensor(
+        [
+            [7, 8, 9, 6, 3], [7, 8, 9, 7, 3], [7, 8, 6, 3, 0], [7, 8, 9, 6, 3],
+            [9, 3, 0, 0, 0], [8, 6, 6, 6, 3], [8, 7, 6, 6, 3], [6, 6, 6, 6, 6],
+        ]
+    )  # fmt: skip
+    mask = (ids != 0).long()
+    mask[7] = 0  # truncated and masked out
+    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0, 1.0, 9.0])
+    credit = group_credit(ids, mask, rewards, 4)
+    return {**batch, "completion_ids": ids, "completion_mask": mask, "advantages": credit.credit_BC}, rewards, credit
+
+
+def objective_by_hand(ours, batch, rewards, objective):
+    """The definition, over Python tuples, on TRL's own padded log-probabilities."""
+    ids, mask = batch["completion_ids"], batch["completion_mask"]
+    logps, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(
+        ours,
+        ours.model,
+        torch.cat([batch["prompt_ids"], ids], 1),
+        torch.cat([batch["prompt_mask"], mask], 1),
+        ids.shape[1],
+    )
+    total = 0.0
+    for first in (0, 4):
+        rows = [i for i in range(first, first + 4) if mask[i].any()]
+        texts = {i: tuple(ids[i][mask[i].bool()].tolist()) for i in rows}
+        places = {text[: t + 1]: (i, t) for i, text in texts.items() for t in range(len(text))}
+
+        def mean(prefix, texts=texts):
+            return sum(rewards[i] for i, text in texts.items() if text[: len(prefix)] == prefix) / sum(
+                text[: len(prefix)] == prefix for text in texts.values()
+            )
+
+        group = 0.0
+        for pair, (i, t) in places.items():
+            value = logps[i, t].exp() if objective == "probability" else logps[i, t]
+            group = group + (mean(pair) - mean(pair[:-1])) * value
+        total = total + group / len(places)
+    return -total / 2
+
+
+@pytest.mark.parametrize("sharing", ["auto", "off"])
+@pytest.mark.parametrize("objective", ["probability", "log_probability"])
+def test_loss_and_gradients_equal_the_definition(tmp_path, objective, sharing):
+    ours = made(tmp_path, t_spmo_objective=objective, prefix_sharing=sharing)
+    batch, rewards, _ = branching_batch(ours)
+    parameters = [p for p in ours.model.parameters() if p.requires_grad]
+    loss = ours._compute_loss(ours.model, copy.copy(batch))
+    got = torch.autograd.grad(loss, parameters)
+    want_loss = objective_by_hand(ours, batch, rewards, objective)
+    want = torch.autograd.grad(want_loss, parameters)
+    assert loss.item() == pytest.approx(want_loss.item(), rel=1e-4, abs=1e-7)
+    largest = max(grad.abs().max() for grad in want)
+    assert largest > 0
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-4 * largest
+
+
+def test_completions_are_cut_behind_their_last_branching_token(tmp_path):
+    ours = made(tmp_path)
+    batch, _, credit = branching_batch(ours)
+    # 7 8 parts into 6 and 9, and 7 8 9 into 6 and 7; the other group parts at once into 9 and 8, and 8 into 6 and 7.
+    places = [row.nonzero().flatten().tolist() for row in credit.credit_BC]
+    assert places == [[2, 3], [3], [2], [], [0], [0, 1], [1], []]
+    assert credit.forward == int(sum((row.nonzero().max().item() if row.any() else 0) for row in credit.credit_BC))
+    ours._compute_loss(ours.model, batch)
+    prompts = batch["prompt_mask"].sum(1)
+    last = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in credit.credit_BC]
+    want = sum(last) + int(prompts[0] - 1 + prompts[4] - 1)
+    whole = batch["prompt_mask"].numel() + batch["completion_mask"].numel()
+    assert ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1] == pytest.approx(want / whole)
+
+
+def test_a_run_trains_and_reports(tmp_path):
+    ours = made(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=8)
+    before = [p.detach().clone() for p in ours.model.parameters() if p.requires_grad]
+    ours.train()
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(before, (p for p in ours.model.parameters() if p.requires_grad), strict=True)
+    )
+    rows = [row for row in ours.state.log_history if "loss" in row]
+    assert len(rows) == 3
+    for row in rows:
+        assert 0 < row["t_spmo/credited_transitions"] <= row["t_spmo/transitions"]
+        assert 0 <= row["t_spmo/repeated_share"] < 1 and 0 < row["tokens/scored_share"] <= 1
+
+
+def test_equal_rewards_leave_nothing_to_learn(tmp_path):
+    ours = made(tmp_path, reward=lambda completions, **columns: [1.0] * len(completions))
+    ours.train()
+    rows = [row for row in ours.state.log_history if "loss" in row]
+    assert all(row["tokens/nothing_to_learn"] == 1 and row["grad_norm"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"t_spmo_objective": "logits"}, "probability"),
+        ({"beta": 0.04}, "no KL term"),
+        ({"num_iterations": 2}, "no ratio"),
+        ({"token_selection": "uniform"}, "selects its tokens itself"),
+    ],
+)
+def test_config_refuses_what_the_objective_does_not_have(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        TSPMOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
+
+
+def test_another_config_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="TSPMOConfig"):
+        trainer(TSPMOTrainer, EfficientGRPOConfig, tmp_path)

@@ -1,0 +1,180 @@
+"""Scoring of selected positions, against float64 logits and against TRL's kernel."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trl_fsdp_qlora import frozen_head
+from trl_fsdp_qlora.frozen_head import FrozenHeadLogProbFunction
+from trl_fsdp_qlora.logprobs import add_scoring_head, score_positions
+from trl_fsdp_qlora.trl_seams import ChunkedLogProbFunction
+
+N, H, V = 37, 24, 150
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch):
+    """Sizes at which one call crosses tiles and chunks and ends in partial ones."""
+    monkeypatch.setattr(frozen_head, "TOKEN_TILE", 16)
+    monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK", 64)
+
+
+def problem(bias: bool, dtype=torch.float32, spread: float = 1.0):
+    torch.manual_seed(0)
+    hidden_NH = torch.randn(N, H, dtype=dtype)
+    weight_VH = (torch.randn(V, H) * spread).to(dtype)
+    bias_V = torch.randn(V).to(dtype) if bias else None
+    return hidden_NH.requires_grad_(), weight_VH, bias_V, torch.randint(0, V, (N,)), torch.randn(N)
+
+
+def reference(hidden_NH, weight_VH, bias_V, targets_N, temperature=1.0, softcap=None, logit_scale=1.0):
+    """The definition, in float64, with the logits."""
+    z = hidden_NH.double() @ weight_VH.double().T
+    if bias_V is not None:
+        z = z + bias_V.double()
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = (z / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def gradient(log_probs_N, hidden_NH, upstream_N):
+    return torch.autograd.grad((log_probs_N * upstream_N.to(log_probs_N.dtype)).sum(), hidden_NH)[0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("temperature", "logit_scale"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.25)])
+def test_frozen_head_equals_float64_logits(bias, softcap, temperature, logit_scale):
+    hidden, weight, bias_V, targets, upstream = problem(bias)
+    log_probs, entropy = score_positions(hidden, weight, bias_V, targets, temperature, softcap, logit_scale)
+    want, want_entropy = reference(hidden, weight, bias_V, targets, temperature, softcap, logit_scale)
+    # float32 sums over 150 logits of size up to 20.
+    torch.testing.assert_close(log_probs.double(), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-5, rtol=0)
+    got, expected = gradient(log_probs, hidden, upstream), gradient(want, hidden, upstream)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_logits_that_grow_along_the_vocabulary_move_the_reference():
+    """exp() without a moving reference overflows here: the last chunk's logits are hundreds of nats above the first's."""
+    hidden, weight, _, targets, upstream = problem(False)
+    ramp_V = torch.linspace(-300, 300, V)
+    log_probs, entropy = score_positions(hidden, weight, ramp_V, targets)
+    want, want_entropy = reference(hidden, weight, ramp_V, targets)
+    torch.testing.assert_close(log_probs.double(), want, atol=1e-3, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-4, rtol=0)
+    assert gradient(log_probs, hidden, upstream).isfinite().all()
+
+
+def test_pass_without_gradient_gives_the_same_bits():
+    """Old and new log-probabilities of one policy must agree exactly, or rounding shows up as a ratio."""
+    hidden, weight, bias, targets, _ = problem(True)
+    with torch.no_grad():
+        old = score_positions(hidden, weight, bias, targets)
+    new = score_positions(hidden, weight, bias, targets)
+    assert torch.equal(old[0], new[0]) and torch.equal(old[1], new[1])
+
+
+def test_bfloat16_gradient_is_no_further_from_float64_than_trls():
+    hidden, weight, _, targets, upstream = problem(False, torch.bfloat16)
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact = gradient(reference(exact_hidden, weight, None, targets)[0], exact_hidden, upstream)
+    ours = gradient(score_positions(hidden, weight, None, targets)[0], hidden, upstream)
+    stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 64, None, 1.0, ("log_probs",))[0]
+    stocks = gradient(stock, hidden, upstream)
+    error = lambda grad: (grad.double() - exact).pow(2).mean().sqrt()  # noqa: E731
+    assert error(ours) <= error(stocks)
+
+
+def test_autocast_projects_bfloat16_operands_and_sums_in_float32():
+    hidden, weight, _, targets, upstream = problem(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        log_probs, entropy = score_positions(hidden, weight, None, targets)
+        stock, _, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 64, None, 1.0, ("log_probs",))
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    rounded = [tensor.detach().bfloat16() for tensor in (hidden, weight)]
+    want, want_entropy = reference(*rounded, None, targets)
+    # bf16 operands, float32 sums: no rounding beyond that of the operands.
+    torch.testing.assert_close(log_probs.double(), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-5, rtol=0)
+    ours, stocks = gradient(log_probs, hidden, upstream), gradient(stock, hidden, upstream)
+    assert ours.dtype == torch.float32
+    # TRL rounds logits of size up to 20 to 8 bits.
+    assert (ours - stocks).abs().max() < 0.05 * stocks.abs().max()
+
+
+def test_keeps_one_vector_a_token_for_the_backward():
+    hidden, weight, bias, targets, _ = problem(True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda t: t):
+        score_positions(hidden, weight, bias, targets)
+    assert kept == [(N, H)]
+
+
+def test_entropy_gradient_of_the_frozen_kernel_is_refused_and_served_by_trls():
+    hidden, weight, _, targets, _ = problem(False)
+    _, entropy = score_positions(hidden, weight, None, targets)
+    with pytest.raises(RuntimeError, match="entropy_gradient=True"):
+        entropy.sum().backward()
+    _, entropy = score_positions(hidden, weight, None, targets, entropy_gradient=True)
+    got = torch.autograd.grad(entropy.sum(), hidden)[0]
+    want = torch.autograd.grad(reference(hidden, weight, None, targets)[1].sum(), hidden)[0]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_trained_head_gets_its_gradient():
+    hidden, weight, _, targets, upstream = problem(False)
+    weight.requires_grad_()
+    log_probs, _ = score_positions(hidden, weight, None, targets)
+    got = torch.autograd.grad((log_probs * upstream).sum(), weight)[0]
+    want = torch.autograd.grad((reference(hidden, weight, None, targets)[0] * upstream.double()).sum(), weight)[0]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_gradcheck():
+    hidden, weight, _, targets, _ = problem(False, torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h: FrozenHeadLogProbFunction.apply(h, weight, None, targets, 0.9, 7.0, 1.1)[0], hidden
+    )
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_scoring_head_equals_the_models_own_logits(model, trained_head):
+    model.lm_head.weight.requires_grad_(trained_head)
+    ids_BT = torch.randint(0, 97, (2, 11))
+    stock_BTV = (model(input_ids=ids_BT).logits / 0.8).log_softmax(-1)
+    index = torch.tensor([0, 5, 9, 12, 20])
+    targets = ids_BT.flatten()[index + 1]
+    want = stock_BTV.flatten(0, 1)[index, targets]
+    add_scoring_head(model, temperature=0.8)
+    output = model(input_ids=ids_BT, score_index_N=index, score_targets_N=targets)
+    torch.testing.assert_close(output.log_probs, want, atol=1e-5, rtol=1e-5)
+    parameter = model.model.layers[0].mlp.up_proj.weight
+    got = torch.autograd.grad(output.log_probs.sum(), parameter)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(want.sum(), parameter)[0], atol=1e-5, rtol=1e-4)
+    assert model(input_ids=ids_BT).logits.shape == (2, 11, 97)
+
+
+@pytest.mark.parametrize("trained_head", [False, True])
+def test_no_position_still_reaches_every_trained_parameter(model, trained_head):
+    """An empty micro-batch must run its backward: DDP and FSDP wait for every rank."""
+    model.lm_head.weight.requires_grad_(trained_head)
+    add_scoring_head(model)
+    empty = torch.zeros(0, dtype=torch.long)
+    output = model(input_ids=torch.randint(0, 97, (1, 4)), score_index_N=empty, score_targets_N=empty)
+    output.log_probs.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and not parameter.grad.any(), name

@@ -1,0 +1,104 @@
+"""`TSPMOTrainer`: GRPO's loop with credit for single token transitions (arXiv 2504.20834)."""
+
+import torch
+from accelerate.utils import gather_object
+
+from ..grpo.token_budget import Scope
+from ..grpo.trainer import EfficientGRPOTrainer
+from .config import TSPMOConfig
+from .credit import group_credit
+
+
+class TSPMOTrainer(EfficientGRPOTrainer):
+    """Token-Specific Prefix Matching Optimization, with the arguments of [`EfficientGRPOTrainer`].
+
+    Over the distinct pairs U of a prefix p and a next token v among the completions of one prompt, it maximises
+
+        1/|U| · Σ_U A(v|p) · π(v|p),    A(v|p) = mean{R : starts with p∘v} − mean{R : starts with p}.
+
+    A is zero where completions do not part, so only branching tokens are scored, each distinct one once, and every
+    completion is cut behind its last credited token. The prompt is computed once; a prefix that completions share
+    beyond it is computed by each of them (`t_spmo/repeated_share` tells how much that is).
+
+    A completion's reward is the weighted sum of the reward functions, unscaled. Groups may span ranks: the trie is
+    built over the whole group. The definition follows the paper's abstract and is otherwise this project's reading.
+    """
+
+    _tag_names = ["trl", "t-spmo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
+
+    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = TSPMOConfig(f"{name.split('/')[-1]}-T-SPMO")
+        if not isinstance(args, TSPMOConfig):
+            raise TypeError(f"TSPMOTrainer takes a TSPMOConfig; got {type(args).__name__}")
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+    def features(self) -> list[str]:
+        # GRPO's lines on skipping and selection do not apply here.
+        lines = [line for line in super().features() if line not in self.token_budget.describe()]
+        return [*lines, f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"]
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        weighted = rewards_per_func * self.reward_weights.to(rewards_per_func.device)
+        self._rewards = weighted.nansum(1).masked_fill(rewards_per_func.isnan().all(1), torch.nan)
+        return rewards_per_func
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        ids, mask = output["completion_ids"], output["completion_mask"]
+        all_ids, all_mask, first = self._whole_groups(ids, mask)
+        mode = "train" if self.model.training else "eval"
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        credit = group_credit(all_ids, all_mask, self._rewards.to(all_ids.device), group_size)
+        credit_BC = credit.credit_BC[first : first + len(ids), : ids.shape[1]].to(ids.device)
+        if "tool_mask" in output:
+            credit_BC = credit_BC * output["tool_mask"]
+        output["advantages"] = credit_BC
+        metrics = self._metrics[mode]
+        metrics["t_spmo/transitions"].append(credit.transitions)
+        metrics["t_spmo/credited_transitions"].append(credit.credited)
+        metrics["t_spmo/repeated_share"].append((credit.forward - credit.distinct) / max(credit.forward, 1))
+        return output
+
+    def _whole_groups(self, ids_BC, mask_BC):
+        """Completions of all ranks, in the order of the gathered rewards, and the index of this rank's first."""
+        if self.accelerator.num_processes == 1:
+            return ids_BC, mask_BC, 0
+        mine = [row[kept].tolist() for row, kept in zip(ids_BC.cpu(), mask_BC.cpu().bool(), strict=True)]
+        rows = gather_object(mine)
+        # As wide as this rank's own padding too, so that its slice fits.
+        ids = torch.zeros(len(rows), max(ids_BC.shape[1], *map(len, rows)), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+            mask[i, : len(row)] = 1
+        return ids, mask, self.accelerator.process_index * len(mine)
+
+    def _compute_loss(self, model, inputs):
+        training = self.model.training
+        mode, group_size = ("train", self.num_generations) if training else ("eval", self.num_generations_eval)
+        credit_BC = inputs["advantages"]
+        scored_BC = credit_BC != 0
+        with self.token_budget.within(Scope(scored_BC, None)):
+            logps_BC, entropies_BC, aux_loss = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                credit_BC.shape[1],
+                compute_entropy=True,
+                compute_aux_loss=self.aux_loss_enabled,
+            )
+        value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
+        # Mean over the groups of the optimizer step: rows of one group carry 1/|U| each and sum up to its objective.
+        loss = -(credit_BC * value_BC).sum() * group_size / len(credit_BC)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss
+        counts = torch.stack([inputs["completion_mask"].sum(), scored_BC.sum(), entropies_BC.sum()]).float()
+        valid, scored, entropy = self.accelerator.reduce(counts.detach(), reduction="sum").tolist()
+        metrics = self._metrics[mode]
+        metrics["tokens/scored_share"].append(scored / max(valid, 1.0))
+        metrics["tokens/nothing_to_learn"].append(float(scored == 0))
+        metrics["entropy"].append(entropy / scored if scored else float("nan"))
+        return loss / (self.current_gradient_accumulation_steps if training else 1)

@@ -1,0 +1,205 @@
+"""Which tokens of a completion enter the loss, and with which weight.
+
+Every weight here makes a sum over the kept tokens an estimate of the sum over all tokens of a completion, so a loss
+keeps the normaliser it has:
+
+- `horvitz_thompson`: 1/p_t, with p_t the exact probability that token t is kept. Unbiased for every loss that is a sum
+  over tokens: E[Σ_kept g_t / p_t] = Σ_t g_t. The variance grows with the largest 1/p_t.
+- `self_normalized`: L/|T|, the mean over the kept tokens T times the number of tokens L. With `loss_type="grpo"` this
+  is S-GRPO's own 1/|T_i|. Bounded, but with unequal p_t (α > 0, or a prefix cut) it over-weights the early tokens.
+
+Neither is right for a ratio taken over the sequence (GSPO, VESPO): the gradient there is a nonlinear function of all
+tokens' log-probabilities, which no weight on single tokens reproduces.
+
+A weight acts on the gradient alone, see [`weight_gradient`]; so the KL term, which is read off the same
+log-probabilities, is over the same tokens with the same weights.
+
+Sources: S-GRPO and its cap, arXiv 2504.20834; uniform sampling and the random prefix cut, arXiv 2603.06619; the
+probabilities are derived in `docs/token_selection.md`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+STRATEGIES = ("all", "s_grpo", "uniform", "prefix_cut")
+WEIGHTINGS = ("auto", "self_normalized", "horvitz_thompson")
+
+
+class TokenSelection(NamedTuple):
+    """Kept tokens (`bool`) and their weights (`float32`, zero where not kept), both `(B, C)`."""
+
+    keep: torch.Tensor
+    weight: torch.Tensor
+
+
+def check_selection(
+    strategy: str, rate: float, always_first: int, max_tokens: int | None, weighting: str = "auto"
+) -> str:
+    """Check the options of [`select_tokens`] against each other and return the weighting with `"auto"` resolved.
+
+    Raises:
+        ValueError: names the value, the reason and what to write instead.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"token_selection={strategy!r} is unknown; the strategies are {', '.join(STRATEGIES)}")
+    if weighting not in WEIGHTINGS:
+        raise ValueError(f"token_selection_weighting={weighting!r} is unknown; it is one of {', '.join(WEIGHTINGS)}")
+    if not 0 < rate <= 1:
+        raise ValueError(
+            f"token_selection_rate={rate} is outside (0, 1]: it is the share of tokens kept; use 0.5 for half"
+        )
+    if always_first < 0:
+        raise ValueError(f"token_selection_always_first={always_first} is negative: it counts tokens; use 0 for none")
+    if max_tokens is not None and max_tokens < max(always_first, 1):
+        raise ValueError(
+            f"token_selection_max_tokens={max_tokens} is below the {max(always_first, 1)} token(s) that are always "
+            "kept: raise it, or lower token_selection_always_first"
+        )
+    if weighting == "auto":
+        weighting = "self_normalized" if strategy == "s_grpo" else "horvitz_thompson"
+    if strategy == "uniform" and always_first:
+        raise ValueError(
+            f"token_selection_always_first={always_first} does not go with token_selection='uniform', which treats "
+            "all tokens alike: use 's_grpo'"
+        )
+    if strategy == "prefix_cut":
+        if rate < 0.5:
+            raise ValueError(
+                f"token_selection_rate={rate} is out of reach for token_selection='prefix_cut': a cut drawn uniformly "
+                "from 1..L keeps half of the tokens on average, and every token must stay possible; use 0.5 or more"
+            )
+        if max_tokens is not None:
+            raise ValueError(
+                f"token_selection_max_tokens={max_tokens} does not go with token_selection='prefix_cut': tokens "
+                "behind the cap would never be seen; lower token_selection_rate instead"
+            )
+    if weighting == "horvitz_thompson" and max_tokens is not None and max_tokens <= always_first:
+        raise ValueError(
+            f"token_selection_max_tokens={max_tokens} leaves no room behind the first {always_first} tokens, which "
+            "are always kept: the others would have probability 0 and no weight; raise it"
+        )
+    return weighting
+
+
+def select_tokens(
+    completion_mask: torch.Tensor,
+    strategy: str,
+    *,
+    rate: float = 0.5,
+    always_first: int = 0,
+    max_tokens: int | None = None,
+    weighting: str = "auto",
+    generator: torch.Generator | None = None,
+) -> TokenSelection:
+    """Draw the tokens that enter the loss.
+
+    Tokens are numbered t = 0.. over the valid tokens of their completion, whatever lies between them.
+
+    - `all`: every valid token, weight 1; draws nothing.
+    - `s_grpo`: t < α always, the others with probability `rate`; where more than `max_tokens` come together, that many
+      stay, the first α among them and the rest at random.
+    - `uniform`: the same with α = 0.
+    - `prefix_cut`: tokens 0..K−1 with K uniform on {m..L}, where m = (2·rate − 1)·L, and at least α and 1. The
+      expected share is `rate`. What lies behind the cut need not be computed at all; the largest Horvitz–Thompson
+      weight is L − m + 1.
+
+    With several optimisation passes over a batch (`num_iterations > 1`), draw anew for each pass: the policy of the
+    second pass depends on the subset of the first, so weights drawn once would be correlated with the gradient that
+    they multiply, and the second estimate would be biased.
+
+    Args:
+        completion_mask: `(B, C)`, nonzero where a token counts. A row without any gives no token and zero weight.
+        strategy: one of `STRATEGIES`.
+        rate: P; for `prefix_cut` the expected share of the tokens, 0.5 or more.
+        always_first: α. Completions no longer than α are kept whole.
+        max_tokens: cap on the kept tokens of one completion.
+        weighting: `"self_normalized"`, `"horvitz_thompson"`, or `"auto"`, which is the former for `s_grpo`.
+        generator: a CPU generator; see [`step_generator`].
+
+    Returns:
+        [`TokenSelection`] on the mask's device.
+
+    Raises:
+        ValueError: as [`check_selection`].
+    """
+    weighting = check_selection(strategy, rate, always_first, max_tokens, weighting)
+    valid_BC = completion_mask.bool()
+    if strategy == "all":
+        return TokenSelection(valid_BC, valid_BC.float())
+    length_B1 = valid_BC.sum(-1, keepdim=True)
+    number_BC = valid_BC.cumsum(-1) - 1
+    if strategy == "prefix_cut":
+        keep_BC, probability_BC = _prefix_cut(number_BC, length_B1, rate, always_first, generator)
+    else:
+        keep_BC, probability_BC = _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, generator)
+    keep_BC &= valid_BC
+    if weighting == "horvitz_thompson":
+        weight_BC = probability_BC.clamp(min=torch.finfo(torch.float64).tiny).reciprocal()
+    else:
+        weight_BC = (length_B1 / keep_BC.sum(-1, keepdim=True).clamp(min=1)).expand(keep_BC.shape)
+    return TokenSelection(keep_BC, torch.where(keep_BC, weight_BC, 0.0).float())
+
+
+def _draw(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+    # On the CPU, so that every device draws the same numbers.
+    return torch.rand(shape, generator=generator, dtype=torch.float64).to(device)
+
+
+def _prefix_cut(number_BC, length_B1, rate, always_first, generator):
+    shortest_B1 = ((2 * rate - 1) * length_B1).round().long().clamp(min=max(always_first, 1)).minimum(length_B1)
+    choices_B1 = length_B1 - shortest_B1 + 1
+    draw_B1 = _draw(length_B1.shape, generator, length_B1.device)
+    cut_B1 = shortest_B1 + (draw_B1 * choices_B1).long()
+    return number_BC < cut_B1, ((length_B1 - number_BC) / choices_B1).clamp(max=1.0).double()
+
+
+def _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, generator):
+    first_BC = number_BC < always_first
+    draw_BC = _draw(number_BC.shape, generator, number_BC.device)
+    drawn_BC = valid_BC & ~first_BC & (draw_BC < rate)
+    probability_B1 = torch.full(length_B1.shape, rate, dtype=torch.float64, device=length_B1.device)
+    if max_tokens is not None:
+        # Given that a token was drawn its number is still uniform, so the smallest numbers are a random subset.
+        room = max_tokens - always_first
+        order_BC = draw_BC.masked_fill(~drawn_BC, torch.inf).argsort(-1).argsort(-1)
+        drawn_BC &= order_BC < room
+        probability_B1 = capped_probability(length_B1 - always_first, rate, room)
+    return first_BC | drawn_BC, torch.where(first_BC, 1.0, probability_B1)
+
+
+def capped_probability(n: torch.Tensor, rate: float, room: int) -> torch.Tensor:
+    """Chance of one of `n` tokens to stay when each is drawn with `rate` and at most `room` of the drawn are kept.
+
+    All n are alike, so it is their expected number over n: E[min(Bin(n, rate), room)] / n, in float64.
+    """
+    n = n.clamp(min=1).double()
+    if rate == 1.0:
+        return (room / n).clamp(max=1.0)
+    # E[min(X, room)] = Σ_{j=1..room} P(X ≥ j); the binomial's terms by logarithms, as n may be in the thousands.
+    j = torch.arange(int(n.max()) + 1, dtype=torch.float64, device=n.device)
+    remaining = (n - j).clamp(min=0)
+    log_term = torch.lgamma(n + 1) - torch.lgamma(j + 1) - torch.lgamma(remaining + 1)
+    log_term += j * np.log(rate) + remaining * np.log1p(-rate)
+    term = torch.where(j <= n, log_term.exp(), 0.0)
+    return (term * j.clamp(max=room)).sum(-1, keepdim=True) / n
+
+
+def step_generator(seed: int, step: int, micro_step: int, rank: int) -> torch.Generator:
+    """A generator that depends on nothing else, so a resumed run draws what the uninterrupted one would have drawn.
+
+    Ranks and micro-batches draw independently, and the global generators are left alone.
+    """
+    entropy = np.random.SeedSequence([seed, step, micro_step, rank]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(entropy[0]))
+
+
+def weight_gradient(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`values` unchanged, their gradient multiplied by `weight`, elementwise.
+
+    What a loss computes from these log-probabilities is then the token's own value, and its gradient the weighted one,
+    for any loss that is a sum of one term a token, KL included.
+    """
+    fixed = values.detach()
+    return fixed + weight * (values - fixed)
