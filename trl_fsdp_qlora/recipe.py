@@ -18,6 +18,7 @@ from trl import TrlParser
 from . import checkpoints
 from .datasets import DatasetError, hold_out, read_problems, to_prompts, without_overlap
 from .evaluation import Evaluation, evaluate
+from .fsdp2_qlora.launch_checks import is_fsdp2_launch
 from .publishing.card import hardware, software
 from .rewards import get_reward
 
@@ -203,6 +204,11 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         The record, as in `metrics.json`.
     """
     args = trainer.args
+    if is_fsdp2_launch() and not script.skip_accuracy:
+        raise ConfigError(
+            "skip_accuracy is false, and under FSDP2 the ranks share one model, so they cannot each generate for problems "
+            "of their own: set skip_accuracy: true and measure the adapter with recipes/evaluate.py"
+        )
     record = RunRecord(args.output_dir)
     tokenizer = trainer.processing_class
 

@@ -9,6 +9,7 @@ import os
 
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 
 def fsdp_environment(**overrides: str) -> dict[str, str]:
@@ -38,6 +39,8 @@ def force_fsdp() -> None:
             self.distributed_type = DistributedType.FSDP
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+                fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no device to pin for
             self.fsdp_plugin = fsdp_plugin
             PartialState._shared_state["distributed_type"] = self.distributed_type
 

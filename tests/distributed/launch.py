@@ -23,7 +23,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+def rank_environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
@@ -117,6 +117,6 @@ def launch(
         if processes == 1:
             variables = {}
         commands.append(
-            ([sys.executable, str(script), *arguments], _environment({**variables, **(environment or {})}))
+            ([sys.executable, str(script), *arguments], rank_environment({**variables, **(environment or {})}))
         )
     return run_group(commands, timeout, check)

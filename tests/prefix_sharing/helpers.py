@@ -8,6 +8,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing.attention import no_mask
+from trl_fsdp_qlora.prefix_sharing.layout import SealedLayout
 
 VOCABULARY = 67
 PROMPT, COMPLETION = 14, 9
@@ -122,7 +123,7 @@ def packed_log_probs(model, layout, backend="auto"):
         input_ids=layout.input_ids,
         attention_mask=no_mask(layout.input_ids.device),
         position_ids=layout.position_ids,
-        prefix_layout=layout,
+        prefix_layout=SealedLayout(layout),
         score_index_N=layout.score_index_N,
         score_targets_N=layout.score_targets_N,
     )

@@ -11,6 +11,9 @@ from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
 from .. import checks
+from ..fsdp2_qlora.launch_checks import check_launch
+from ..fsdp2_qlora.loading import load_for_launch
+from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..prefix_sharing import PrefixSharing
 from ..publishing.card import CardInfo, adapter_card
 from ..startup import StartupCallback
@@ -22,7 +25,7 @@ from .timed import TimedPhases
 from .token_budget import TokenBudget
 
 
-class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
+class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, ShardedQLoRAMixin, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     What differs is how: a prompt is computed once for all its completions and padding not at all
@@ -65,6 +68,8 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GRPOTrainer):
         if reward_funcs is not None:
             single = not isinstance(reward_funcs, list)
             reward_funcs = [checks.guard_reward(reward) for reward in ([reward_funcs] if single else reward_funcs)]
+        check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
+        model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
         try:
             super().__init__(
                 model=model,

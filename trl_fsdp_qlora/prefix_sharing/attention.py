@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import cascade, flex, two_part
-from .layout import PackedLayout
+from .layout import PackedLayout, SealedLayout
 
 PREFIX = "prefix_sharing_"
 BACKENDS = {"cascade": cascade, "two_part": two_part, "flex": flex}
@@ -79,14 +79,15 @@ def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
 
 
 def _prefix_shared_attention(
-    module, query, key, value, attention_mask, *, base: str, prefix_layout: PackedLayout | None = None, **kwargs
+    module, query, key, value, attention_mask, *, base: str, prefix_layout: SealedLayout | None = None, **kwargs
 ):
     own_function = own_attention_function(base, module)
     if prefix_layout is None:
         return own_function(module, query, key, value, attention_mask, **kwargs)
-    call = _describe(module, query, key, value, prefix_layout, base, own_function, kwargs)
+    layout = prefix_layout.layout
+    call = _describe(module, query, key, value, layout, base, own_function, kwargs)
     name, backend = _choose(call)
-    prefix_layout.layer_calls.append(name)
+    layout.layer_calls.append(name)
     return backend.attend(call), None
 
 

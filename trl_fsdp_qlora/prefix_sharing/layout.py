@@ -77,6 +77,17 @@ class PackedLayout:
         return flat.index_copy(0, self.scatter_index_N, values_N).view(self.completion_shape)
 
 
+class SealedLayout:
+    """A layout on its way through module calls.
+
+    FSDP2 rebuilds every dataclass among a module's arguments to cast the tensors in it, which would lose
+    `layer_calls`; of any other object it keeps its hands off.
+    """
+
+    def __init__(self, layout: PackedLayout):
+        self.layout = layout
+
+
 class UnpackableBatch(ValueError):
     """The masks do not describe left-padded prompts followed by right-padded completions."""
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..logprobs import add_scoring_head
 from .attention import BACKENDS, UnsupportedAttention, install, no_mask, set_aside
-from .layout import BatchFacts, PackedLayout, UnpackableBatch, pack, read_batch
+from .layout import BatchFacts, PackedLayout, SealedLayout, UnpackableBatch, pack, read_batch
 from .self_check import difference, without_dropout
 from .support import attention_layers, position_limit, unsupported_reason
 
@@ -295,7 +295,7 @@ class PrefixSharing:
                 input_ids=layout.input_ids,
                 attention_mask=no_mask(layout.input_ids.device),
                 position_ids=layout.position_ids,
-                prefix_layout=layout,
+                prefix_layout=SealedLayout(layout),
                 score_index_N=layout.score_index_N,
                 score_targets_N=layout.score_targets_N,
                 **extra,

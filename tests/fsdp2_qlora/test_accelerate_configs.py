@@ -1,0 +1,107 @@
+"""Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("bitsandbytes")
+
+from peft import PeftModel
+
+from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
+from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.test_sharded_training import WORKER, difference
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = REPOSITORY / "accelerate_configs"
+
+
+def accelerate(config, model, out, *scenarios, check=True, **variables):
+    """Results of both ranks, or with `check=False` the exit code and the output."""
+    out.mkdir()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
+    command += ["--main_process_port", str(free_port()), WORKER, model, str(out), *scenarios]
+    code, text = run_group([(command, rank_environment(variables))], timeout=180, check=check)[0]
+    if not check:
+        return code, text
+    return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The model, and what DDP makes of it: whole weights on both ranks."""
+    root = tmp_path_factory.mktemp("configs")
+    model = tiny.make_checkpoint(root / "model")
+    results = accelerate("ddp_cpu", model, root / "ddp", "sft=sft", "lora=sft:quantized=0")
+    return model, results[0]
+
+
+def test_ddp_shards_nothing(reference):
+    assert not reference[1]["sft"]["dtensors"]
+
+
+@pytest.mark.parametrize("config", ["fsdp2_qlora_cpu", "fsdp2_qlora_offload_cpu"])
+def test_fsdp2_qlora(reference, tmp_path, config):
+    model, ddp = reference
+    for rank in accelerate(config, model, tmp_path / "out", "sft=sft"):
+        assert rank["sft"]["dtensors"] and rank["sft"]["base"]["ratio"] <= 0.52
+        assert rank["sft"]["loss"] == pytest.approx(ddp["sft"]["loss"], abs=1e-5)
+        assert not rank["sft"]["adapter"] or difference(rank["sft"]["adapter"], ddp["sft"]["adapter"]) <= 1e-5
+
+
+def test_fsdp2_without_quantization(reference, tmp_path):
+    model, ddp = reference
+    for rank in accelerate("fsdp2_cpu", model, tmp_path / "out", "lora=sft:quantized=0"):
+        assert rank["lora"]["dtensors"] and rank["lora"]["base"] is None
+        assert rank["lora"]["loss"] == pytest.approx(ddp["lora"]["loss"], abs=1e-5)
+
+
+def _deepspeed_is_built() -> bool:
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache/torch_extensions"))
+    return any(root.rglob("deepspeed_shm_comm.so"))
+
+
+@pytest.mark.parametrize(
+    ("config", "scenarios"), [("zero2_cpu", ["sft", "lora"]), ("zero3_cpu", ["lora"])], ids=["zero2", "zero3"]
+)
+def test_deepspeed_trains_and_its_adapter_reloads(reference, tmp_path, config, scenarios):
+    pytest.importorskip("deepspeed")
+    if not _deepspeed_is_built():
+        pytest.skip(
+            "DeepSpeed's shared-memory operator is not built; launch accelerate_configs/zero2_cpu.yaml once (a minute)"
+        )
+    model, ddp = reference
+    options = {"sft": "sft:final={}/sft", "lora": "sft:quantized=0,final={}/lora"}
+    out = tmp_path / "out"
+    results = accelerate(config, model, out, *(f"{name}={options[name].format(out)}" for name in scenarios))
+    for name in scenarios:
+        assert results[0][name]["loss"] == pytest.approx(ddp[name]["loss"], abs=1e-4)
+        base = tiny.load(model) if name == "sft" else tiny.load_whole(model)
+        loaded = PeftModel.from_pretrained(base, out / name)
+        for parameter, value in loaded.named_parameters():
+            if "lora_" in parameter:
+                torch.testing.assert_close(value.float(), ddp[name]["adapter"][parameter], rtol=0, atol=1e-4)
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_traceback(reference, tmp_path):
+    start = time.monotonic()
+    code, text = accelerate("fsdp2_qlora_cpu", reference[0], tmp_path / "out", "sft=sft:fail_on=1", check=False)
+    assert code != 0 and time.monotonic() - start < 60
+    assert "this rank dies in the third step" in text and "Traceback" in text
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload", "zero2", "zero3", "ddp"])
+def test_twins_differ_in_the_machine_alone(config):
+    machine = {"use_cpu", "gpu_ids", "mixed_precision", "num_processes", "distributed_type"}
+    real, twin = (yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) for name in (config, f"{config}_cpu"))
+    for settings in (real, twin):
+        settings.get("deepspeed_config", {}).pop("zero3_init_flag", None)
+    assert {k: v for k, v in real.items() if k not in machine} == {k: v for k, v in twin.items() if k not in machine}
+    if config != "ddp":
+        assert real["distributed_type"] == twin["distributed_type"]

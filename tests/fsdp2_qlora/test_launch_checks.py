@@ -1,0 +1,80 @@
+"""Known wrong combinations are told before a model is loaded, with the line to change."""
+
+import pytest
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+
+from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.fsdp2_qlora import tiny
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.fsdp2_qlora.launch_checks import FLOORS, LaunchError, check_launch, check_versions
+
+FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
+EIGHT_BIT = BitsAndBytesConfig(load_in_8bit=True)
+
+
+@pytest.fixture
+def fsdp(monkeypatch):
+    def launch(**overrides):
+        for name, value in fsdp_environment(**overrides).items():
+            monkeypatch.setenv(name, value)
+
+    return launch
+
+
+def test_what_works_is_not_refused(fsdp):
+    check_launch(FOUR_BIT, LoraConfig(target_modules="all-linear"), zero_stage=2)
+    check_launch(None, LoraConfig(target_modules=["lm_head"]), zero_stage=3)
+    fsdp()
+    check_launch(FOUR_BIT, LoraConfig(target_modules="all-linear"))
+    check_launch(FOUR_BIT, None)  # the adapter may be on the model already
+    check_launch(None, None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "quantization", "peft", "message"),
+    [
+        ({"fsdp_version": "1"}, FOUR_BIT, None, r"set `fsdp_version: 2`"),
+        ({}, EIGHT_BIT, None, r"`load_in_4bit: true` instead of `load_in_8bit: true`"),
+        ({}, FOUR_BIT, LoraConfig(target_modules=["q_proj", "lm_head"]), r"lm_head in lora_target_modules"),
+        ({"fsdp_ignored_modules": ".*mlp"}, FOUR_BIT, None, r"Remove `fsdp_ignored_modules`"),
+    ],
+)
+def test_fsdp_combinations_that_do_not_work(fsdp, environment, quantization, peft, message):
+    fsdp(**environment)
+    with pytest.raises(LaunchError, match=message):
+        check_launch(quantization, peft)
+
+
+def test_a_missing_fsdp_version_is_one(fsdp, monkeypatch):
+    fsdp()
+    monkeypatch.delenv("FSDP_VERSION")
+    with pytest.raises(LaunchError, match="fsdp_version is 1"):
+        check_launch(FOUR_BIT)
+
+
+def test_zero_3_with_4_bit_names_the_config_that_works():
+    with pytest.raises(LaunchError, match=r"fsdp2_qlora\.yaml"):
+        check_launch(FOUR_BIT, zero_stage=3)
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_versions_below_the_floor(package):
+    check_versions({**FLOORS, "torch": "2.13.0+cpu"})
+    with pytest.raises(LaunchError, match=f"{package} 0.1.0 is older than {FLOORS[package]}"):
+        check_versions({**FLOORS, package: "0.1.0"})
+    with pytest.raises(LaunchError, match="not installed"):
+        check_versions({name: floor for name, floor in FLOORS.items() if name != package})
+
+
+def test_the_trainer_checks_before_it_loads(fsdp, tmp_path):
+    fsdp(fsdp_version="1")
+    with pytest.raises(LaunchError, match="fsdp_version: 2"):
+        EfficientGRPOTrainer(
+            model=str(tmp_path / "there-is-no-model-here"),
+            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+            args=EfficientGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+            train_dataset=tiny.prompt_data(),
+            quantization_config=FOUR_BIT,
+            peft_config=LoraConfig(target_modules="all-linear"),
+        )

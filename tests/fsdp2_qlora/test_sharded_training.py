@@ -1,0 +1,145 @@
+"""Two gloo ranks with a sharded 4-bit base against one process with the whole one."""
+
+import pytest
+import torch
+
+pytest.importorskip("bitsandbytes")
+
+from peft import PeftModel
+
+from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.distributed.launch import launch
+from tests.fsdp2_qlora import tiny
+
+pytestmark = pytest.mark.slow
+
+WORKER = "tests/fsdp2_qlora/worker.py"
+GRPO = {
+    "grpo": "",
+    "kl": "beta=0.1,evaluate=1",
+    "checkpointing": "gradient_checkpointing=1",
+    "accumulation": "gradient_accumulation_steps=2",
+    "no_sharing": "sharing=off",
+    "bf16": "bf16=1,dtype=bfloat16",
+}
+FLOAT32 = [name for name in GRPO if name != "bf16"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Results by number of processes (1, 2) and of two plain DDP processes ("ddp")."""
+    root = tmp_path_factory.mktemp("sharded")
+    model = tiny.make_checkpoint(root / "model")
+    grpo = [f"{name}=grpo:{options}" for name, options in GRPO.items()]
+    one, two, ddp, again = (root / name for name in ("one", "two", "ddp", "again"))
+    for folder in (one, two, ddp, again):
+        folder.mkdir()
+    sft = "sft=sft:steps=6,save=3,final={}/final"
+    launch(WORKER, model, str(one), sft.format(one), *grpo, processes=1)
+    launch(WORKER, model, str(ddp), f"bf16=grpo:{GRPO['bf16']}")
+    full = "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
+    launch(
+        WORKER,
+        model,
+        str(two),
+        sft.format(two),
+        *grpo,
+        f"resumed=sft:steps=6,resume={two}/sft/checkpoint-3",
+        f"from_one=sft:steps=6,resume={one}/sft/checkpoint-3",
+        "single_quantization=sft:steps=1,double=0",
+        f"full_state_dict=sft:steps=6,save=3,final={two}/final_full,{full}",
+        environment=fsdp_environment(),
+    )
+    launch(WORKER, model, str(again), f"from_two=sft:steps=6,resume={two}/sft/checkpoint-3", processes=1)
+    results = {folder.name: torch.load(folder / "rank0.pt", weights_only=False) for folder in (one, two, ddp, again)}
+    results["rank1"] = torch.load(two / "rank1.pt", weights_only=False)
+    return {**results, "root": root, "model": model}
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest absolute difference over all tensors."""
+    assert a.keys() == b.keys() and a
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def test_parameters_are_dtensors_and_half_of_the_base_is_here(runs):
+    for result in (runs["two"], runs["rank1"]):
+        for name, scenario in result.items():
+            assert scenario["dtensors"], name
+            assert scenario["adapter_dtypes"] == ["torch.float32"]
+        # A rank holds its half of the packed bytes and of the quantization state; the limits are those of issue 5.
+        assert result["sft"]["base"]["ratio"] <= 0.52
+        assert result["single_quantization"]["base"]["ratio"] <= 0.56
+    assert runs["one"]["sft"]["base"] is None
+
+
+@pytest.mark.parametrize("scenario", FLOAT32)
+def test_grpo_equals_one_process(runs, scenario):
+    one, two = runs["one"][scenario], runs["two"][scenario]
+    # Two ranks sum the same float32 terms in another order, and AdamW carries the rounding on.
+    assert torch.tensor(one["loss"]).sub(torch.tensor(two["loss"])).abs().max() <= 1e-5
+    assert len(one["gradients"]) == len(two["gradients"]) == 5
+    for step, (expected, found) in enumerate(zip(one["gradients"], two["gradients"], strict=True)):
+        assert difference(expected, found) <= 1e-5, f"step {step}"
+        assert len(expected) == 2 * 7 * 2  # A and B of seven projections in two layers
+    assert difference(one["adapter"], two["adapter"]) <= 1e-5
+    assert len(one["eval"]) == len(two["eval"]) == (3 if scenario == "kl" else 0)
+    assert one["eval"] == pytest.approx(two["eval"], abs=1e-5)
+
+
+def test_bf16_is_as_close_to_one_process_as_ddp_is(runs):
+    one, two, ddp = (runs[name]["bf16"] for name in ("one", "two", "ddp"))
+    assert not ddp["dtensors"] and ddp["base"] is None
+    scale = max(gradient.abs().max().item() for gradient in one["gradients"][0].values())
+    # A unit or two of bfloat16's 2^-8, before AdamW turns rounding into signs; and no further from DDP than rounding
+    # to another order of two terms.
+    assert difference(one["gradients"][0], two["gradients"][0]) <= 2 * 2**-8 * scale
+    assert difference(ddp["gradients"][0], two["gradients"][0]) <= 1e-6 * scale
+    assert difference(one["adapter"], two["adapter"]) <= 1.01 * difference(one["adapter"], ddp["adapter"])
+
+
+def test_sft_equals_one_process(runs):
+    assert runs["one"]["sft"]["loss"] == pytest.approx(runs["two"]["sft"]["loss"], abs=1e-5)
+    assert difference(runs["one"]["sft"]["adapter"], runs["two"]["sft"]["adapter"]) <= 1e-5
+
+
+@pytest.mark.parametrize("folder", ["two/final", "two/final_full", "two/sft/checkpoint-3"])
+def test_saved_adapter_is_plain_peft(runs, folder):
+    folder = runs["root"] / folder
+    files = {path.name for path in folder.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= files
+    # Nothing of the base was written: the tiny adapter and a tokenizer are all there is.
+    assert not [name for name in files if name.startswith(("model", "pytorch_model"))]
+    assert (folder / "adapter_model.safetensors").stat().st_size < 64 * 1024
+
+
+@pytest.mark.parametrize("folder", ["final", "final_full"])
+def test_saved_adapter_loads_in_one_ordinary_process_with_equal_logits(runs, folder):
+    ids = torch.arange(3, 35).view(2, 16)
+
+    def logits(adapter):
+        torch.manual_seed(0)
+        return PeftModel.from_pretrained(tiny.load(runs["model"]), adapter).train()(input_ids=ids).logits
+
+    with torch.no_grad():
+        expected, found = logits(runs["root"] / "one/final"), logits(runs["root"] / f"two/{folder}")
+        base = tiny.load(runs["model"]).train()(input_ids=ids).logits
+    assert (expected - found).abs().max() <= 1e-5
+    assert (base - found).abs().max() > 1e-2  # the adapter is not a no-op
+
+
+@pytest.mark.parametrize(
+    ("resumed", "uninterrupted"),
+    [
+        (("two", "resumed"), ("two", "sft")),
+        (("two", "from_one"), ("one", "sft")),
+        (("again", "from_two"), ("two", "sft")),
+    ],
+    ids=["two ranks to two", "one to two", "two to one"],
+)
+def test_resumed_run_equals_the_uninterrupted_one(runs, resumed, uninterrupted):
+    found, expected = runs[resumed[0]][resumed[1]], runs[uninterrupted[0]][uninterrupted[1]]
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    for step in range(3):
+        assert difference(expected["gradients"][3 + step], found["gradients"][step]) <= 1e-5
+    assert difference(expected["adapter"], found["adapter"]) <= 1e-5

@@ -1,0 +1,84 @@
+"""A tiny 4-bit model, a tokenizer and data, made from a seed."""
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz?.,:"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<eos>", "<unk>", *CHARACTERS]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def make_checkpoint(folder: str | Path, hidden: int = 64, layers: int = 2, intermediate: int = 128, **config) -> str:
+    """Write a Qwen3-architecture checkpoint with seeded weights; returns its path."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    values = {
+        "vocab_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**{**values, **config}))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def quantization(double: bool = True, storage: str = "uint8", compute: str = "float32") -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def load(path: str, dtype: torch.dtype = torch.float32, **quantization_options) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, quantization_config=quantization(**quantization_options)
+    )
+
+
+def load_whole(path: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def lora(**options) -> LoraConfig:
+    values = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return LoraConfig(**{**values, **options})
+
+
+def text_data(rows: int = 32) -> Dataset:
+    return Dataset.from_dict({"text": [f"{i}+{i * 3}={i * 4}" for i in range(rows)]})
+
+
+def prompt_data(rows: int = 16) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{i}+{i * 3}=" for i in range(rows)]})

@@ -1,0 +1,115 @@
+"""Adapters and optimizer states of a sharded model as the plain files that a single process writes.
+
+A checkpoint of a sharded run is `adapter_model.safetensors` plus `optimizer.pt`, whatever the accelerate config's
+`fsdp_state_dict_type` says: both are small beside the base, rank 0 can write them whole, and any number of processes,
+sharded or not, can go on from them.
+"""
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .generation import reshard
+
+
+def _is_adapter_weight(model: PeftModel, name: str, parameter: nn.Parameter) -> bool:
+    markers = (model.base_model.prefix, "modules_to_save.", "trainable_tokens_")
+    return parameter.requires_grad or any(marker in name for marker in markers)
+
+
+def _full(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu() if keep else None
+
+
+def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`whole`, which every rank has, cut and placed as `target` is."""
+    whole = whole.to(target.dtype)
+    if not isinstance(target, DTensor):
+        return whole.to(target.device)
+    mesh = target.device_mesh
+    sharded = distribute_tensor(whole.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
+    return sharded.to(target.device)  # another device than the mesh's under CPU offloading
+
+
+def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
+    """Gather the adapter weights and nothing of the base. Collective.
+
+    Returns:
+        On rank 0 the whole adapter weights on the CPU under the model's parameter names, ready for
+        `model.save_pretrained(..., state_dict=...)`; elsewhere an empty dictionary.
+    """
+    is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    reshard(model)
+    gathered = {
+        name.replace("._checkpoint_wrapped_module", ""): _full(parameter, is_writer)
+        for name, parameter in model.named_parameters()
+        if _is_adapter_weight(model, name, parameter)
+    }
+    return gathered if is_writer else {}
+
+
+@torch.no_grad()
+def load_adapter(model: PeftModel, folder: str | Path) -> None:
+    """Load what PEFT saved in `folder` (adapters other than `default` in folders of their names) into a sharded model.
+
+    Raises:
+        FileNotFoundError: an adapter's files are not there.
+        ValueError: the saved weights are not those of the model's adapter.
+    """
+    reshard(model)
+    parameters = {
+        name.replace("._checkpoint_wrapped_module", ""): parameter
+        for name, parameter in model.named_parameters()
+        if _is_adapter_weight(model, name, parameter)
+    }
+    for adapter_name in model.peft_config:
+        source = Path(folder) if adapter_name == "default" else Path(folder) / adapter_name
+        saved = load_peft_weights(str(source), device="cpu")
+        # PEFT's own renaming from parameter names to file names; the values pass through untouched.
+        targets = get_peft_model_state_dict(
+            model, state_dict=dict(parameters), adapter_name=adapter_name, save_embedding_layers=False
+        )
+        missing, unexpected = targets.keys() - saved.keys(), saved.keys() - targets.keys()
+        if missing or unexpected:
+            raise ValueError(
+                f"{source} does not hold this model's adapter {adapter_name!r}: {len(missing)} weights are missing "
+                f"{sorted(missing)[:2]} and {len(unexpected)} unknown {sorted(unexpected)[:2]}; use the peft config of "
+                "the run that wrote it"
+            )
+        for name, parameter in targets.items():
+            if parameter.shape != saved[name].shape:
+                raise ValueError(
+                    f"{source}: {name} has shape {tuple(saved[name].shape)}, the model wants {tuple(parameter.shape)}; "
+                    "use the LoRA rank of the run that wrote it"
+                )
+            parameter.copy_(_like(saved[name], parameter))
+
+
+def gather_optimizer(optimizer: torch.optim.Optimizer) -> dict:
+    """The optimizer's `state_dict` with every shard gathered. Collective; the tensors are there on rank 0 only."""
+    is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    state = optimizer.state_dict()
+    gathered = {
+        index: {key: _full(value, is_writer) if torch.is_tensor(value) else value for key, value in entry.items()}
+        for index, entry in state["state"].items()
+    }
+    return {"state": gathered, "param_groups": state["param_groups"]}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """Load a gathered `state_dict` (or one that a single process wrote) into a sharded optimizer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {}
+    for index, entry in saved["state"].items():
+        parameter = parameters[index]
+        state[index] = {
+            # Everything of the parameter's shape is sharded as it is; step counts are scalars.
+            key: _like(value, parameter) if torch.is_tensor(value) and value.shape == parameter.shape else value
+            for key, value in entry.items()
+        }
+    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})

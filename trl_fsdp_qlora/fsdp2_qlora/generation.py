@@ -1,0 +1,128 @@
+"""Gather the weights once for many forward passes without gradient, and give them back.
+
+FSDP2 gathers each layer for each forward pass. Decoding is one forward pass per token, so 512 tokens move the base 512
+times. Where a rank has room for the whole 4-bit base, [`gathered`] moves it once; the same holds for a reference or
+old-policy pass over several micro-batches.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+MODES = ("auto", "once", "per_layer")
+# Of the memory that is free, the share that gathered weights may take: the rest is for the cache and activations.
+FREE_SHARE = 0.5
+
+
+def _groups(model: nn.Module) -> list[tuple[FSDPModule, object]]:
+    """Every FSDP2 unit of the model with its private state (torch has no public reader of a unit's reshard flag)."""
+    return [(module, module._get_fsdp_state()) for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def bytes_to_gather(model: nn.Module) -> int:
+    """Bytes that [`gathered`] adds on this rank: what of each weight is not here yet, in the dtype it is gathered in."""
+    total = 0
+    for _, state in _groups(model):
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                dtype = parameter.sharded_param.dtype
+                if dtype.is_floating_point:  # integers, so the packed base, are never cast
+                    dtype = parameter.mp_policy.param_dtype or dtype
+                total += parameter.sharded_param.numel() * dtype.itemsize
+    return total
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory this rank could still allocate: of its accelerator (cached blocks included), or its share of the host's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return psutil.virtual_memory().available // ranks
+
+
+def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
+    """`"once"` or `"per_layer"`, the same on every rank. Collective under `"auto"`.
+
+    `"auto"` takes `"once"` where the weights fit into half of the free memory of every rank.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"fsdp_gather={mode!r} is unknown; use one of {', '.join(map(repr, MODES))}")
+    if mode != "auto":
+        return mode
+    fits = torch.tensor(float(bytes_to_gather(model) <= FREE_SHARE * free_bytes(device)), device=device)
+    torch.distributed.all_reduce(fits, op=torch.distributed.ReduceOp.MIN)
+    return "once" if fits.item() else "per_layer"
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Keep every weight of an FSDP2 model gathered inside the block, for forward passes without gradient.
+
+    Each unit's own reshard setting comes back and its weights are resharded at the end, also after an exception. Every
+    rank has to enter. A block inside another one does nothing.
+    """
+    groups = _groups(model)
+    if not groups or getattr(model, "_is_gathered", False):
+        yield
+        return
+    # As the root's first forward would: streams and the units' order are set up lazily.
+    groups[0][1]._lazy_init()
+    saved = [
+        (
+            state,
+            state._auto_reshard_after_forward,
+            [group.post_forward_mesh_info for group in state._fsdp_param_groups],
+        )
+        for _, state in groups
+    ]
+    model._is_gathered = True
+    try:
+        for module, _ in groups:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        yield
+    finally:
+        model._is_gathered = False
+        for state, automatic, mesh_infos in saved:
+            state._auto_reshard_after_forward = automatic
+            for group, mesh_info in zip(state._fsdp_param_groups, mesh_infos, strict=True):
+                group.post_forward_mesh_info = mesh_info
+        for module, _ in groups:
+            module.reshard()
+
+
+def reshard_flags(model: nn.Module) -> list[tuple[bool | None, list[bool]]]:
+    """Each unit's reshard settings, in the order of the modules; what [`gathered`] leaves as it was."""
+    return [
+        (
+            state._auto_reshard_after_forward,
+            [group.post_forward_mesh_info is not None for group in state._fsdp_param_groups],
+        )
+        for _, state in _groups(model)
+    ]
+
+
+def reshard(model: nn.Module) -> None:
+    """Put every weight into its sharded state: an evaluation leaves the last unit gathered, in the compute dtype."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
+    """Gather once for all micro-batches of an optimizer step instead of twice for each.
+
+    Call before each micro-batch. The weights are given back after the last one's backward pass. Costs the memory of
+    the whole 4-bit base on every rank.
+    """
+    for module, _ in _groups(model):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(last_micro_batch, recurse=False)

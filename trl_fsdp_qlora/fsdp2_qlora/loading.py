@@ -1,0 +1,94 @@
+"""Loading a 4-bit base once for a node: rank 0 reads and quantizes, the others get an empty model.
+
+The weights go from rank 0's host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so
+the peak of rank 0's host memory is the 4-bit model and the piece of checkpoint being read, that of every other rank is
+its shard, and no accelerator ever holds more than its shard.
+"""
+
+import torch
+from accelerate import PartialState
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
+from transformers.utils import logging
+
+from .launch_checks import is_fsdp2_launch
+
+logger = logging.get_logger(__name__)
+
+
+def load_quantized_base(model_id: str, quantization_config=None, **from_pretrained) -> PreTrainedModel:
+    """Load a causal language model in 4 bits for FSDP2. Call it on every rank with the same arguments.
+
+    Args:
+        model_id: folder or Hub id of a plain checkpoint, or of one that is already quantized to 4 bits.
+        quantization_config: `BitsAndBytesConfig(load_in_4bit=True, ...)`; not needed where the checkpoint has its own.
+        **from_pretrained: as for `AutoModelForCausalLM.from_pretrained`; `dtype` defaults to bfloat16, `device_map` is
+            decided here.
+
+    Returns:
+        On rank 0 the quantized model in host memory, on the others the same modules on the meta device. Give it to a
+        trainer with [`ShardedQLoRAMixin`], or to an accelerator after [`shard_quantized_base`].
+
+    Raises:
+        ValueError: the checkpoint is not quantized and no 4-bit configuration was given.
+    """
+    dtype = from_pretrained.pop("dtype", torch.bfloat16)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    from_pretrained.pop("device_map", None)
+    attention = from_pretrained.pop("attn_implementation", None)
+    config = AutoConfig.from_pretrained(
+        model_id, **{k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
+    )
+    stored = getattr(config, "quantization_config", None)
+    if stored is None and not getattr(quantization_config, "load_in_4bit", False):
+        raise ValueError(
+            f"{model_id} is not quantized and quantization_config is {quantization_config!r}; pass "
+            "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True)"
+        )
+    if PartialState().is_main_process:
+        if attention is not None:
+            from_pretrained["attn_implementation"] = attention
+        if quantization_config is not None:
+            from_pretrained["quantization_config"] = quantization_config
+        return AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, device_map={"": "cpu"}, **from_pretrained)
+    model = _skeleton(config, quantization_config, stored, dtype, attention)
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(model_id, revision=from_pretrained.get("revision"))
+    except OSError:
+        logger.info(f"{model_id} has no generation config; the model config's values are used, as on rank 0")
+    return model
+
+
+def load_for_launch(model, quantization_config, model_init_kwargs: dict | None):
+    """What a trainer should go on with: under an FSDP2 launch a 4-bit model given by name is loaded here, by rank 0.
+
+    Returns:
+        `(model, quantization_config)`; unchanged in every other case.
+    """
+    if not (isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False)):
+        return model, quantization_config
+    # TRL's own default dtype, so that the same script gives the same numbers.
+    return load_quantized_base(model, quantization_config, **{"dtype": "float32", **(model_init_kwargs or {})}), None
+
+
+def _skeleton(config, quantization_config, stored, dtype, attention) -> PreTrainedModel:
+    """The quantized model's modules without data. Shapes and dtypes that differ from rank 0's are replaced by its."""
+    pre_quantized = stored is not None
+    if pre_quantized:
+        quantization_config = (
+            AutoHfQuantizer.merge_quantization_configs(stored, quantization_config)
+            if quantization_config is not None
+            else stored
+        )
+    quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=pre_quantized)
+    if dtype == "auto":
+        dtype = config.dtype or torch.float32
+    options = {} if attention is None else {"attn_implementation": attention}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
+    model.tie_weights()
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+    model.eval()
+    return model

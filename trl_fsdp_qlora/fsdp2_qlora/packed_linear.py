@@ -1,0 +1,212 @@
+"""A 4-bit linear layer whose every byte sits in one flat uint8 parameter.
+
+bitsandbytes keeps the packed weight in a `Params4bit` and its quantization state (block maxima) beside it, as plain
+attributes. FSDP2 cannot shard the first when it is stored as uint8, casts it when it is stored as a float, and never
+sees the second. Here both live in one frozen parameter of bytes
+
+    [ packed 4-bit weight | absmax | nested absmax | nested offset ]
+
+which FSDP2 shards, gathers and frees like any other parameter and, being an integer type, never casts. The layer reads
+its quantization state out of the gathered bytes, so nothing of the base stays behind on a rank.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from bitsandbytes.autograd._functions import matmul_4bit
+from bitsandbytes.functional import QuantState, _convert_weight_packed_for_cpu_inverse
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+
+# Every section starts on a multiple of this many bytes, so that a float32 view of it is aligned.
+ALIGNMENT = 16
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@cache
+def _code(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    # One codebook per device for all layers: a copy per layer would be 1 KiB times several hundred layers.
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where what lies in the bytes of one layer, and the constants of its quantization. Plain data: it can be sent.
+
+    Attributes:
+        shape: `(out_features, in_features)` of the dense weight.
+        dtype: dtype that dequantization returns.
+        quant_type: `"nf4"` or `"fp4"`.
+        blocksize: weights per block maximum.
+        code: the 16 values of the 4-bit code.
+        weight_bytes: bytes of the packed weight.
+        absmax_count: number of block maxima; uint8 with double quantization, float32 without.
+        nested_code: the 256 values of the 8-bit code of the block maxima; `None` without double quantization.
+        nested_blocksize: block maxima per nested maximum; 0 without double quantization.
+        nested_count: number of nested maxima (float32); 0 without double quantization.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    quant_type: str
+    blocksize: int
+    code: tuple[float, ...]
+    weight_bytes: int
+    absmax_count: int
+    nested_code: tuple[float, ...] | None = None
+    nested_blocksize: int = 0
+    nested_count: int = 0
+
+    @property
+    def nested(self) -> bool:
+        return self.nested_code is not None
+
+    @property
+    def sections(self) -> list[tuple[int, int]]:
+        """`(first byte, bytes)` of weight, absmax and, with double quantization, nested absmax and offset."""
+        sizes = [self.weight_bytes, self.absmax_count * (1 if self.nested else 4)]
+        if self.nested:
+            sizes += [self.nested_count * 4, 4]
+        starts = [0]
+        for size in sizes[:-1]:
+            starts.append(_aligned(starts[-1] + size))
+        return list(zip(starts, sizes, strict=True))
+
+    @property
+    def total_bytes(self) -> int:
+        start, size = self.sections[-1]
+        return _aligned(start + size)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the quantization state, padding included."""
+        return self.total_bytes - self.weight_bytes
+
+
+def pack(layer: Linear4bit) -> tuple[torch.Tensor, PackedLayout]:
+    """Write a quantized layer's weight and quantization state into one uint8 vector.
+
+    Returns:
+        `(bytes, layout)`; `bytes` has shape `(layout.total_bytes,)` and lies on the weight's device.
+    """
+    weight, state = layer.weight, layer.weight.quant_state
+    data = weight.data
+    if getattr(state, "packing_format_for_cpu", False):  # repacked for inference on AVX512-BF16
+        data, state = _convert_weight_packed_for_cpu_inverse(data, state)
+    data = data.contiguous().view(torch.uint8).flatten()
+    nested = state.state2 if state.nested else None
+    layout = PackedLayout(
+        shape=tuple(state.shape),
+        dtype=state.dtype,
+        quant_type=state.quant_type,
+        blocksize=state.blocksize,
+        code=tuple(state.code.tolist()),
+        weight_bytes=data.numel(),
+        absmax_count=state.absmax.numel(),
+        nested_code=tuple(nested.code.tolist()) if nested else None,
+        nested_blocksize=nested.blocksize if nested else 0,
+        nested_count=nested.absmax.numel() if nested else 0,
+    )
+    parts = [data, state.absmax] + ([nested.absmax, state.offset] if nested else [])
+    flat = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=data.device)
+    for (start, size), part in zip(layout.sections, parts, strict=True):
+        flat[start : start + size] = part.contiguous().reshape(-1).view(torch.uint8)
+    return flat, layout
+
+
+def unpack(flat: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, QuantState]:
+    """Views of the packed weight `(weight_bytes, 1)` and its `QuantState` into the bytes; nothing is copied."""
+    parts = [flat[start : start + size] for start, size in layout.sections]
+    code, state2, offset = _code(layout.code, flat.device), None, None
+    absmax = parts[1]
+    if layout.nested:
+        state2 = QuantState(
+            absmax=parts[2].view(torch.float32),
+            blocksize=layout.nested_blocksize,
+            code=_code(layout.nested_code, flat.device),
+            dtype=torch.float32,
+        )
+        offset = parts[3].view(torch.float32)[0]
+    else:
+        absmax = absmax.view(torch.float32)
+    state = QuantState(
+        absmax=absmax,
+        shape=torch.Size(layout.shape),
+        code=code,
+        blocksize=layout.blocksize,
+        quant_type=layout.quant_type,
+        dtype=layout.dtype,
+        offset=offset,
+        state2=state2,
+    )
+    return parts[0].view(-1, 1), state
+
+
+class PackedLinear4bit(Linear4bit):
+    """A `Linear4bit` that computes from its packed bytes. Made from one in place by [`convert_layer`].
+
+    It stays an instance of `Linear4bit`, so PEFT's dispatch and type checks hold. `weight` is the uint8 vector of
+    [`pack`], whole or, between FSDP2's gathers, a shard of it.
+    """
+
+    layout: PackedLayout
+    _unpacked: tuple[int, torch.Tensor, QuantState] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.compute_type_is_set:
+            self.set_compute_type(x)
+            self.compute_type_is_set = True
+        input_dtype = x.dtype
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        weight, state = self._views()
+        return matmul_4bit(x, weight, bias=bias, quant_state=state).to(input_dtype)
+
+    def _views(self) -> tuple[torch.Tensor, QuantState]:
+        # Views into the gathered parameter. FSDP2 frees and refills that very storage around each use, so views of it
+        # stay good; while they are kept, no other storage can have its identity.
+        storage = self.weight.untyped_storage()._cdata
+        if self._unpacked is None or self._unpacked[0] != storage:
+            self._unpacked = (storage, *unpack(self.weight.data, self.layout))
+        return self._unpacked[1:]
+
+
+def convert_layer(layer: Linear4bit, flat: torch.Tensor, layout: PackedLayout) -> None:
+    """Turn a `Linear4bit` into a [`PackedLinear4bit`] that holds `flat` (which may be on the meta device)."""
+    layer.__class__ = PackedLinear4bit
+    layer.layout = layout
+    layer.weight = nn.Parameter(flat, requires_grad=False)
+    layer.quant_state = None  # the state is in the bytes; a second copy would be replicated
+
+
+def quantized_layers(model: nn.Module) -> dict[str, Linear4bit]:
+    """Name to module of every 4-bit linear layer, packed or not."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def pack_model(model: nn.Module) -> dict[str, PackedLayout]:
+    """Convert every quantized `Linear4bit` of `model` in place; layers already packed are left as they are.
+
+    Returns:
+        Layout of every 4-bit layer by name.
+
+    Raises:
+        ValueError: a layer has not been quantized yet.
+    """
+    layouts = {}
+    for name, layer in quantized_layers(model).items():
+        if not isinstance(layer, PackedLinear4bit):
+            if getattr(layer.weight, "quant_state", None) is None:
+                raise ValueError(
+                    f"{name} is a Linear4bit whose weight was never quantized; load the model with "
+                    "from_pretrained(..., quantization_config=...) or move it to its device first"
+                )
+            convert_layer(layer, *pack(layer))
+        layer._unpacked = None  # views from before would keep the whole weight alive beside the shard
+        layouts[name] = layer.layout
+    return layouts

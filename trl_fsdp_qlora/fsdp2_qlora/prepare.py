@@ -1,0 +1,118 @@
+"""Sharding a 4-bit base through `accelerate`, without touching its source.
+
+`shard_quantized_base(accelerator)` is the one line a training loop needs: from then on `accelerator.prepare` of a
+quantized model under FSDP2 packs the 4-bit layers before `fully_shard` sees them, and measures the result.
+"""
+
+import functools
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from transformers.utils import is_bitsandbytes_available
+
+if TYPE_CHECKING:
+    from .accounting import BaseBytes
+
+logger = get_logger(__name__)
+
+
+def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = torch.float32) -> None:
+    """Make `accelerator.prepare` shard 4-bit bases under FSDP2. Does nothing for other models or other strategies.
+
+    Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever
+    `bnb_4bit_quant_storage` and the mixed precision are. Rank 0's weights are the ones that are used: where the other
+    ranks' model is on the meta device (see [`load_quantized_base`]) they receive their shards, otherwise each cuts its
+    own copy. Afterwards the bytes that each rank holds are measured and logged.
+
+    Args:
+        accelerator: the accelerator, before `prepare` was called with the model.
+        adapter_dtype: dtype in which trainable weights and their optimizer states are kept. The compute dtype is that of
+            the mixed precision. Float32 by default: AdamW's updates are mostly smaller than bfloat16 resolves.
+
+    Raises:
+        BaseNotSharded: from `prepare`, where a rank holds more than its share of the base.
+    """
+    if getattr(accelerator.prepare, "shards_quantized_base", False):
+        return
+    stock_prepare = accelerator.prepare
+
+    @functools.wraps(stock_prepare)
+    def prepare(*args, **kwargs):
+        model = next((argument for argument in args if isinstance(argument, nn.Module)), None)
+        if not accelerator.is_fsdp2 or model is None or isinstance(model, FSDPModule) or not _has_4bit_layers(model):
+            return stock_prepare(*args, **kwargs)
+        return _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs)
+
+    prepare.shards_quantized_base = True
+    accelerator.prepare = prepare
+
+
+@contextmanager
+def _own_settings(plugin, reduce_dtype: torch.dtype):
+    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`."""
+    stock = plugin.cpu_ram_efficient_loading, plugin.mixed_precision_policy
+    # Accelerate's rank-0 loading broadcasts every weight whole; distribute.py sends shards.
+    plugin.cpu_ram_efficient_loading = False
+    policy = plugin.mixed_precision_policy
+    if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
+        # Accelerate's own policy also rounds the gradients that are summed over the ranks and every module's output,
+        # log-probabilities among them, to the compute dtype. DDP does neither.
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype, output_dtype=None)
+    try:
+        yield
+    finally:
+        plugin.cpu_ram_efficient_loading, plugin.mixed_precision_policy = stock
+
+
+def _has_4bit_layers(model: nn.Module) -> bool:
+    if not is_bitsandbytes_available():
+        return False
+    from .packed_linear import quantized_layers
+
+    return bool(quantized_layers(model))
+
+
+def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
+    from .accounting import check_sharded
+    from .communication import count_traffic
+    from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta
+    from .packed_linear import pack_model
+
+    plugin, device = accelerator.state.fsdp_plugin, accelerator.device
+    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
+    broadcast_trainable(model, optimizers, adapter_dtype, device)
+    on_meta = torch.tensor(float(is_meta(model)), device=device)
+    dist.all_reduce(on_meta, op=dist.ReduceOp.MAX)
+    source = None
+    if on_meta.item():
+        broadcast_buffers(model, device)
+        source = detach_source(model)
+    else:
+        pack_model(model)
+    with _own_settings(plugin, adapter_dtype):
+        result = stock_prepare(*args, **kwargs)
+    if source is not None:
+        fill_shards(model, source, device, offload)
+    measured = check_sharded(model, accelerator.num_processes)
+    logger.info(str(measured), main_process_only=False)
+    model.base_bytes = measured
+    model.fsdp_traffic = count_traffic(model)
+    return result
+
+
+def sharded_base_bytes(model: nn.Module) -> "BaseBytes | None":
+    """What was measured when this model was prepared, or `None` where its base was not sharded here."""
+    return getattr(model, "base_bytes", None)
+
+
+def has_sharded_base(model: nn.Module) -> bool:
+    """Whether `model` is an FSDP2 model whose 4-bit base was sharded here."""
+    return isinstance(model, FSDPModule) and sharded_base_bytes(model) is not None
