@@ -74,6 +74,8 @@ def test_what_trl_refuses_is_refused(settings):
         ({"value_reward_range": None, "value_samples_min": 2}, "needs value_reward_range"),
         ({"use_adaptive_entropy": True}, "remove them"),
         ({"num_generations": 0}, "num_generations=0"),
+        ({"token_selection": "uniform", "entropy_coef": 0.0}, "whole completion"),
+        ({"vllm_importance_sampling_correction": True}, "set it to False"),
     ],
 )
 def test_bad_settings_say_what_to_change(settings, message):

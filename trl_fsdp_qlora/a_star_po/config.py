@@ -116,6 +116,10 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
         default=0.03, metadata={"help": "KL coefficient of objective=advantage_weighted; regression has beta2."}
     )
     entropy_coef: float = field(default=1e-3, metadata={"help": "Coefficient of the entropy bonus."})
+    # A completion whose reward is just V* still moves the policy, through the log-ratio or the KL term.
+    skip_zero_advantage: bool = field(
+        default=False, metadata={"help": "Not used by A*-PO, whose losses every completion enters."}
+    )
     # The regression needs no importance ratio, and TRL would compute the old log-probabilities for it.
     vllm_importance_sampling_correction: bool = field(
         default=False, metadata={"help": "Not used by A*-PO, whose losses have no importance ratio."}
@@ -184,6 +188,11 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
             raise ValueError(
                 "use_adaptive_entropy and multi_objective_aggregation='normalize_then_sum' belong to GRPO's group "
                 "statistics; A*-PO has none, remove them"
+            )
+        if self.token_selection != "all":
+            raise ValueError(
+                f"token_selection={self.token_selection!r}: A*-PO's losses are functions of the log-probability of the "
+                f"whole completion; leave it at 'all'"
             )
         if self.vllm_importance_sampling_correction:
             raise ValueError(

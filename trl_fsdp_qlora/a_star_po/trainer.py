@@ -174,10 +174,10 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
             kl_BC = (delta_BC.exp() - delta_BC - 1) * mask_BC
         else:
             loss, kl_BC = advantage_weighted_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.beta)
-        entropy = (entropies_BC * mask_BC).sum() / mask_BC.sum().clamp(min=1)
         self._record(mode, "kl", kl_BC.sum(), mask_BC.sum())
         self._record(mode, "entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
-        loss = loss - self.entropy_coef * entropy
+        if self._entropy_bonus_enabled:  # without it, the log-probabilities may come without an entropy to derive
+            loss = loss - self.entropy_coef * (entropies_BC * mask_BC).sum() / mask_BC.sum().clamp(min=1)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
         # `Trainer` leaves the division to the trainer, as for GRPO.
