@@ -6,8 +6,6 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -55,12 +53,22 @@ def test_the_quick_start_runs_as_printed(trained):
     assert out.strip("\n") == character_tokenizer().decode(expected, skip_special_tokens=True)
 
 
-def test_plain_peft_gives_the_trainers_logits(trained):
+def test_plain_peft_gives_the_trainers_logits_in_a_fresh_process(trained, tmp_path):
     ids = torch.randint(5, 15, (2, 9))
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapter").eval()
-    trained.model.eval()
     with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=ids).logits, trained.model(input_ids=ids).logits)
+        torch.save({"ids": ids, "logits": trained.model.eval()(input_ids=ids).logits}, tmp_path / "expected.pt")
+    code = (
+        "import sys, torch\n"
+        "from peft import PeftModel\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "expected = torch.load('expected.pt')\n"
+        "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('base'), 'adapter').eval()\n"
+        "with torch.no_grad():\n"
+        "    torch.testing.assert_close(model(input_ids=expected['ids']).logits, expected['logits'])\n"
+        "assert 'trl_fsdp_qlora' not in sys.modules\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 def test_no_machine_paths_in_a_card(tmp_path):
