@@ -10,27 +10,23 @@ One process, or any number of them; the cache of values is shared by all of them
 `recipes/grpo.py`.
 """
 
-import sys
 from dataclasses import dataclass, field
 
-from transformers import AutoTokenizer
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import ModelConfig
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po.fingerprint import FingerprintError
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCacheError
-from trl_fsdp_qlora.checkpoints import CheckpointError, check_output_dir
-from trl_fsdp_qlora.datasets import DatasetError
+from trl_fsdp_qlora.checkpoints import check_output_dir
 from trl_fsdp_qlora.recipe import (
-    ConfigError,
     ScriptArguments,
+    build_trainer,
     load_data,
     parse_recipe,
-    reward_functions,
+    run_main,
     run_recipe,
     say,
 )
-from trl_fsdp_qlora.rewards import UnparsableGoldAnswer
 
 
 @dataclass
@@ -48,22 +44,7 @@ def main() -> None:
     if script.stage == "train":
         check_output_dir(config.output_dir, config.resume_from_checkpoint)
     train, test = load_data(script)
-    config.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(config.model_init_kwargs or {}),
-    }
-    trainer = AStarPOTrainer(
-        model.model_name_or_path,
-        reward_functions(script),
-        config,
-        train,
-        eval_dataset=test,
-        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-    )
+    trainer = build_trainer(AStarPOTrainer, script, config, model, train, eval_dataset=test)
     if script.stage == "estimate":
         report = trainer.estimate_values()
         say(
@@ -75,14 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (
-        CheckpointError,
-        ConfigError,
-        DatasetError,
-        FingerprintError,
-        UnparsableGoldAnswer,
-        ValueCacheError,
-    ) as error:
-        sys.exit(f"error: {error}")
+    run_main(main, FingerprintError, ValueCacheError)

@@ -6,7 +6,6 @@
 Prints n and the 95% Wilson interval, and writes a JSON file where `--output` names one.
 """
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,11 +15,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_fsdp_qlora.checkpoints import write_json
-from trl_fsdp_qlora.datasets import DatasetError
 from trl_fsdp_qlora.evaluation import evaluate
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe import ConfigError, ScriptArguments, load_data, parse_recipe, say
-from trl_fsdp_qlora.rewards import UnparsableGoldAnswer
+from trl_fsdp_qlora.recipe import ScriptArguments, load_data, parse_recipe, run_main, say
 
 
 @dataclass
@@ -83,7 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ConfigError, DatasetError, UnparsableGoldAnswer) as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -10,42 +10,20 @@ overridden on the command line. Leaves the adapter, its card, `metrics.json` and
 that was killed goes on with `--resume_from_checkpoint auto`.
 """
 
-import sys
-
-from transformers import AutoTokenizer
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints import CheckpointError, check_output_dir
-from trl_fsdp_qlora.datasets import DatasetError
-from trl_fsdp_qlora.recipe import ConfigError, ScriptArguments, load_data, parse_recipe, reward_functions, run_recipe
-from trl_fsdp_qlora.rewards import UnparsableGoldAnswer
+from trl_fsdp_qlora.checkpoints import check_output_dir
+from trl_fsdp_qlora.recipe import ScriptArguments, build_trainer, load_data, parse_recipe, run_main, run_recipe
 
 
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig))
     check_output_dir(config.output_dir, config.resume_from_checkpoint)
     train, test = load_data(script)
-    config.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(config.model_init_kwargs or {}),
-    }
-    trainer = EfficientGRPOTrainer(
-        model.model_name_or_path,
-        reward_functions(script),
-        config,
-        train,
-        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-    )
+    trainer = build_trainer(EfficientGRPOTrainer, script, config, model, train)
     run_recipe(trainer, script, test, config.resume_from_checkpoint)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (CheckpointError, ConfigError, DatasetError, UnparsableGoldAnswer) as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

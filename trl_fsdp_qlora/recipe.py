@@ -12,15 +12,15 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import TrainerCallback
-from trl import TrlParser
+from transformers import AutoTokenizer, TrainerCallback
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from . import checkpoints
 from .datasets import DatasetError, hold_out, read_problems, to_prompts, without_overlap
 from .evaluation import Evaluation, evaluate
 from .fsdp2_qlora.launch_checks import is_fsdp2_launch
 from .publishing.card import hardware, software
-from .rewards import get_reward
+from .rewards import UnparsableGoldAnswer, get_reward
 
 
 class ConfigError(ValueError):
@@ -133,6 +133,36 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset]:
 
 def reward_functions(args: ScriptArguments) -> list:
     return [get_reward(name, args.answer_format) for name in args.rewards]
+
+
+def build_trainer(
+    trainer_class: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more
+):
+    """A trainer of `trainer_class` for a recipe's parsed arguments; `more` goes to it as it is."""
+    config.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(config.model_init_kwargs or {}),
+    }
+    return trainer_class(
+        model.model_name_or_path,
+        reward_functions(script),
+        config,
+        train,
+        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+        **more,
+    )
+
+
+def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
+    """Run a script; what its user did wrong (bad data, config or folder, or one of `errors`) is one line, no traceback."""
+    try:
+        main()
+    except (checkpoints.CheckpointError, ConfigError, DatasetError, UnparsableGoldAnswer, *errors) as error:
+        sys.exit(f"error: {error}")
 
 
 def say(text: str) -> None:
