@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+# Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two cores
+# spend their time waiting for each other (docs/LOG.md), and sums do not depend on the number of cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 

@@ -90,7 +90,9 @@ def test_every_loss_type_equals_stock_trainer(name, tmp_path):
             loss.backward()
             results[key] = loss.item(), gradients(trainer.model)
         for backend in backends:
-            assert results[backend][0] == pytest.approx(results["stock"][0], rel=1e-5), (loss_type, backend)
+            # VESPO weights a sequence by exp(k Σ log-ratio), which multiplies the rounding of all its log-probabilities.
+            rel = 5e-5 if loss_type == "vespo" else 1e-5
+            assert results[backend][0] == pytest.approx(results["stock"][0], rel=rel), (loss_type, backend)
             assert_equal_gradients(results[backend][1], results["stock"][1])
     for backend, trainer in trainers.items():
         assert trainer.prefix_sharing.active()
