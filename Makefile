@@ -22,11 +22,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 $(VENV)/.quickstart: pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (a minute or two)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[math,plots]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt
+	@echo "setting up $(VENV) with what the tests need (a minute or two)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
