@@ -7,8 +7,9 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
+from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.publishing.card import changed_arguments
 
 
 @pytest.fixture
@@ -77,3 +78,10 @@ def test_no_machine_paths_in_a_card(tmp_path):
     made.card_info.dataset = str(tmp_path / "data.json")
     made.create_model_card()
     assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_token_settings_are_recipe_and_tokens_are_secret(tmp_path):
+    args = config(EfficientGRPOConfig, tmp_path, token_selection="s_grpo", loss_type="grpo", hub_token="hf_secret")
+    changed = changed_arguments(args)
+    assert changed["token_selection"] == "s_grpo"
+    assert "hf_secret" not in map(str, changed.values())

@@ -108,7 +108,8 @@ def changed_arguments(args: Any) -> dict[str, Any]:
         value = value.value if isinstance(value, Enum) else value
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         plain = isinstance(value, (bool, int, float, str, list, type(None)))
-        if item.init and plain and value != default and item.name not in _NOT_RECIPE and "token" not in item.name:
+        secret = item.name.endswith("_token")  # hub_token, not token_selection or max_new_tokens
+        if item.init and plain and value != default and item.name not in _NOT_RECIPE and not secret:
             changed[item.name] = _portable(str(value)) if isinstance(value, str) else value
     return changed
 
