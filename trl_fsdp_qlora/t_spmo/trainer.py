@@ -33,6 +33,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         if not isinstance(args, TSPMOConfig):
             raise TypeError(f"TSPMOTrainer takes a TSPMOConfig; got {type(args).__name__}")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self.card_info.method = "T-SPMO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))"
 
     def features(self) -> list[str]:
         # GRPO's lines on skipping and selection do not apply here.
