@@ -1,13 +1,16 @@
 """How far each token budget gets: full GRPO, S-GRPO, a random prefix cut and T-SPMO, at equal steps and equal seconds.
 
-    python benchmarks/token_budget_study.py --base runs/small-base [--seeds 0 1 2] [--steps 40] [--threads 1]
+    python benchmarks/token_budget_study.py --base runs/small-base [--task addition] [--seeds 0 1 2] [--steps 40]
+    python benchmarks/token_budget_study.py --base runs/small-base-multiplication --task multiplication --steps STEPS
 
-Two-digit addition on the small base model (built into `--base` where it is not there yet), LoRA, 16 prompts × 8
-completions a step; the settings of recipes/small-base/grpo/config_quickstart.yaml. The learning rate is constant, so
-one run a method and seed serves both comparisons: held-out accuracy is measured at `--steps` optimizer steps, and when
-the run has trained as many seconds as full GRPO of the same seed took for them (measuring not counted). Seconds are
-the process's CPU seconds, on one thread by default, so that other work on the machine does not decide. Results are
-added to benchmarks/results/token_budget_study.json as they come; seeds that are there already are not run again.
+A task of the small base model (built into `--base` where it is not there yet), LoRA, 16 prompts × 8 completions a step;
+the settings of recipes/small-base/grpo. The learning rate is constant and the same for all methods, so one run a method
+and seed serves both comparisons: held-out accuracy is measured at `--steps` optimizer steps, and when the run has
+trained as many seconds as full GRPO of the same seed took for them (measuring not counted). Seconds are the process's
+CPU seconds, on one thread by default, so that other work on the machine does not decide. Peak bytes are of `compute_loss`
+and backward, above what was allocated before, as the allocator reports them; mean over the batches of the first
+`MEASURED_STEPS` steps, where all methods still have nearly the same policy. Results are added to
+benchmarks/results/token_budget_study_TASK.json as they come; seeds that are there already are not run again.
 """
 
 import argparse
@@ -17,16 +20,19 @@ import time
 from pathlib import Path
 
 import torch
+from lm_head import peak_bytes
 from peft import LoraConfig
-from prefix_sharing import RESULTS, cpu_name, saved_bytes
+from prefix_sharing import RESULTS, cpu_name, saved_bytes, step
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.evaluation import evaluate
 from trl_fsdp_qlora.recipe import ScriptArguments, load_data, reward_functions
 from trl_fsdp_qlora.small_base import build_small_base
+from trl_fsdp_qlora.small_tasks import TASKS
 from trl_fsdp_qlora.stats import wilson_interval
 
+MEASURED_STEPS = 4
 BASELINE = "GRPO, all tokens"
 METHODS = {
     BASELINE: (EfficientGRPOTrainer, EfficientGRPOConfig, {}),
@@ -50,16 +56,21 @@ METHODS = {
 
 
 class Milestones(TrainerCallback):
-    """Measures after `steps` steps and after `seconds` of training, whichever comes when, and stops after both."""
+    """Measures after `steps` steps and after `seconds` of training, whichever comes when, and stops after both.
 
-    def __init__(self, measure, steps: int, seconds: float | None):
-        self.measure, self.steps, self.seconds = measure, steps, seconds
-        self.trained, self.found = 0.0, {}
+    Keeps the batches of the first `MEASURED_STEPS` steps in `batches`.
+    """
+
+    def __init__(self, trainer, measure, steps: int, seconds: float | None):
+        self.trainer, self.measure, self.steps, self.seconds = trainer, measure, steps, seconds
+        self.trained, self.found, self.batches = 0.0, {}, []
 
     def on_step_end(self, args, state, control, **kwargs):
         # From step end to step end: generation belongs to the step, and happens before its micro-batches begin.
         now = time.process_time()
         self.trained += now - self.resumed
+        if state.global_step <= MEASURED_STEPS:
+            self.batches += self.trainer._buffered_inputs
         if state.global_step == self.steps:
             self.record("steps", state.global_step)
         if self.seconds is not None and self.trained >= self.seconds and "seconds" not in self.found:
@@ -76,17 +87,25 @@ class Milestones(TrainerCallback):
         self.found[name] = {"step": step, "seconds": self.trained, "correct": result.correct, "n": result.n}
 
 
-def run(name: str, base: Path, seed: int, steps: int, seconds: float | None, learning_rate: float) -> dict:
-    """Train one method from one seed; accuracy at both milestones, tokens in the loss, saved bytes of a step."""
+def step_bytes(trainer, batch) -> dict[str, int]:
+    """Bytes of one `compute_loss` + backward: the peak above its start, and what autograd saves."""
+    trainer.model.zero_grad(set_to_none=True)
+    peak = peak_bytes(lambda: step(trainer, batch, "cpu"), "cpu")
+    return {"peak": peak, "saved": saved_bytes(trainer, batch)}
+
+
+def run(name: str, task: str, base: Path, seed: int, steps: int, seconds: float | None, learning_rate: float) -> dict:
+    """Train one method from one seed; accuracy at both milestones, tokens in the loss, bytes of a step."""
     trainer_cls, config_cls, options = METHODS[name]
-    script = ScriptArguments(dataset="addition")
+    script = ScriptArguments(dataset=task)
     train, test = load_data(script)
     tokenizer = AutoTokenizer.from_pretrained(base)
+    longest = TASKS[task].completion_tokens
     config = config_cls(
         output_dir=str(RESULTS / "unused"),
         per_device_train_batch_size=128,
         num_generations=8,
-        max_completion_length=6,
+        max_completion_length=longest,
         max_steps=10 * steps,
         learning_rate=learning_rate,
         lr_scheduler_type="constant",
@@ -111,39 +130,41 @@ def run(name: str, base: Path, seed: int, steps: int, seconds: float | None, lea
 
     def measure():
         training = trainer.model.training
-        result = evaluate(trainer.model, tokenizer, test, max_new_tokens=6, batch_size=250, progress=False)
+        result = evaluate(trainer.model, tokenizer, test, max_new_tokens=longest, batch_size=250, progress=False)
         trainer.model.train(training)
         return result
 
     before = measure() if name == BASELINE else None
-    milestones = Milestones(measure, steps, seconds)
+    milestones = Milestones(trainer, measure, steps, seconds)
     trainer.add_callback(milestones)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row][:steps]
     trainer.model.train()
     found = milestones.found
+    bytes_of = [step_bytes(trainer, batch) for batch in milestones.batches]
     return {
         "seed": seed,
-        "learning_rate": learning_rate,
         "before": None if before is None else {"correct": before.correct, "n": before.n},
         "at_steps": found["steps"],
         "at_seconds": found.get("seconds", found["steps"]),
         "tokens_in_loss": statistics.mean(row["tokens/scored_share"] for row in rows),
-        "saved_bytes": statistics.mean(saved_bytes(trainer, batch) for batch in trainer._buffered_inputs),
+        "peak_bytes": statistics.mean(entry["peak"] for entry in bytes_of),
+        "saved_bytes": statistics.mean(entry["saved"] for entry in bytes_of),
     }
 
 
 def summary(results: dict) -> str:
     """Markdown: accuracy over all seeds pooled, with its Wilson interval, and the range over seeds."""
     lines = [
-        "| method | tokens in the loss | CPU seconds | saved MB | accuracy at equal steps | seeds | accuracy at equal seconds "
-        "| seeds |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | tokens in the loss | CPU seconds | peak MB | saved MB | accuracy at equal steps | seeds "
+        "| accuracy at equal seconds | seeds |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in results.items():
         cells = [name, f"{statistics.mean(r['tokens_in_loss'] for r in runs):.0%}"]
         cells.append(f"{statistics.mean(r['at_steps']['seconds'] for r in runs):.1f}")
-        cells.append(f"{statistics.mean(r['saved_bytes'] for r in runs) / 1e6:.1f}")
+        for kind in ("peak_bytes", "saved_bytes"):
+            cells.append(f"{statistics.mean(r[kind] for r in runs) / 1e6:.1f}")
         for at in ("at_steps", "at_seconds"):
             correct, n = (sum(r[at][key] for r in runs) for key in ("correct", "n"))
             low, high = wilson_interval(correct, n)
@@ -177,6 +198,7 @@ def picture(results: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--task", default="addition", choices=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
@@ -185,9 +207,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.base.exists():
-        build_small_base(args.base)
-    path = RESULTS / "token_budget_study.json"
+        build_small_base(args.base, task=args.task)
+    path = RESULTS / f"token_budget_study_{args.task}.json"
     setting = {"machine": cpu_name(), "torch": torch.__version__, "threads": args.threads, "steps": args.steps}
+    setting |= {"task": args.task, "learning_rate": args.learning_rate}
     content = {"setting": setting, "results": {}}
     if path.exists():
         content = json.loads(path.read_text())
@@ -200,7 +223,7 @@ def main() -> None:
             if any(entry["seed"] == seed for entry in runs):
                 continue
             baseline = next((r["at_steps"]["seconds"] for r in results[BASELINE] if r["seed"] == seed), None)
-            runs.append(run(name, args.base, seed, args.steps, baseline, args.learning_rate))
+            runs.append(run(name, args.task, args.base, seed, args.steps, baseline, args.learning_rate))
             path.write_text(json.dumps(content, indent=1) + "\n")
             print(name, seed, json.dumps(runs[-1]), flush=True)
     print(summary(results))

@@ -1,18 +1,21 @@
-"""Build the small base model of the quickstart: recipes/small_base.py DIR [--seed N]
+"""Build the small base model: recipes/small_base.py DIR [--task addition|multiplication] [--seed N]
 
-A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition by `trl.SFTTrainer` with
-the carry dropped in most answers; about a minute on two cores. An existing folder is kept.
+A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition (the quickstart's) or
+two-digit multiplication by `trl.SFTTrainer` with most of the carries dropped. About a minute on two cores for addition.
+An existing folder is kept.
 """
 
 import argparse
 from pathlib import Path
 
 from trl_fsdp_qlora.small_base import build_small_base
+from trl_fsdp_qlora.small_tasks import TASKS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--task", default="addition", choices=list(TASKS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.output_dir.exists():

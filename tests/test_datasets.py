@@ -4,7 +4,6 @@ import pytest
 
 from trl_fsdp_qlora import datasets
 from trl_fsdp_qlora.rewards import UnparsableGoldAnswer
-from trl_fsdp_qlora.small_base import addition_problems, sum_without_carry
 
 
 def write(path, rows):
@@ -63,11 +62,13 @@ def test_prompts():
         datasets.to_prompts(problems, template="Solve")
 
 
-def test_additions_are_split_by_unordered_pair():
-    train, held_out = addition_problems()
+@pytest.mark.parametrize(
+    ("task", "question", "answer"), [("addition", "23+47=", "70"), ("multiplication", "23*47=", "1081")]
+)
+def test_the_tasks_of_the_small_base_by_name(task, question, answer):
+    train, held_out = datasets.read_problems(task), datasets.read_problems(task, "test")
     assert len(held_out) == 1000
-    assert {tuple(sorted(p)) for p in train}.isdisjoint(tuple(sorted(p)) for p in held_out)
-    assert len(set(train) | set(held_out)) >= 90 * 90 - 1
-    assert sum_without_carry(47, 38) == 75
-    assert sum_without_carry(12, 34) == 46
-    assert sum_without_carry(95, 95) == 180
+    assert {"question": question, "answer": answer}.items() <= next(
+        p for p in train + held_out if p["question"] == question
+    ).items()
+    assert datasets.without_overlap(train, held_out)[1] == 0

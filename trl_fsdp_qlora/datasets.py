@@ -10,8 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from .rewards import parse_gold
-
-ADDITION = "addition"
+from .small_tasks import TASKS, two_digit_pairs
 
 
 class DatasetError(ValueError):
@@ -57,11 +56,10 @@ def _read_rows(source: str, split: str, config: str | None) -> list[dict]:
     return json.loads(text)
 
 
-def _addition_rows(split: str) -> list[dict]:
-    from .small_base import addition_problems
-
-    train, held_out = addition_problems()
-    return [{"problem": f"{a}+{b}=", "answer": a + b} for a, b in (held_out if split == "test" else train)]
+def _task_rows(name: str, split: str) -> list[dict]:
+    task, (train, held_out) = TASKS[name], two_digit_pairs()
+    pairs = held_out if split == "test" else train
+    return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
 
 
 def _question_key(question: str) -> str:
@@ -72,8 +70,8 @@ def read_problems(source: str, split: str = "train", config: str | None = None) 
     """Questions and gold answers of a dataset, each checked to be parsable.
 
     Args:
-        source: a `.json` or `.jsonl` file, a folder of `<split>.jsonl`, a Hub id, or `"addition"` for the two-digit
-            additions of the small base model. The family is told by its columns: SVAMP (`Body`, `Question`,
+        source: a `.json` or `.jsonl` file, a folder of `<split>.jsonl`, a Hub id, or `"addition"` or `"multiplication"`
+            for the two-digit problems of the small base model. The family is told by its columns: SVAMP (`Body`, `Question`,
             `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
         split: split to read; a single file holds only one.
         config: configuration name, for a Hub id.
@@ -85,7 +83,7 @@ def read_problems(source: str, split: str = "train", config: str | None = None) 
         DatasetError: no such file, unknown columns, no rows.
         trl_fsdp_qlora.rewards.UnparsableGoldAnswer: names the row.
     """
-    rows = _addition_rows(split) if source == ADDITION else _read_rows(source, split, config)
+    rows = _task_rows(source, split) if source in TASKS else _read_rows(source, split, config)
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
     reader = next((reader for columns, reader in _READERS if columns <= set(rows[0])), None)

@@ -1,12 +1,15 @@
 """A base model that reinforcement can lift in seconds, made from a seed on any machine.
 
 A Qwen3-architecture model of 0.6M parameters with a character tokenizer and a chat template. TRL's `SFTTrainer`
-teaches it two-digit addition with a bad habit: in most of the answers the carry is dropped. Reinforcement selects among
-behaviours a base already has, and here both the habit and the right answer are there to select from.
+teaches it two-digit addition, or two-digit multiplication in steps, with a bad habit: most of the carries are dropped.
+Reinforcement selects among behaviours a base already has, and here both the habit and the right answer are there to
+select from.
 """
 
 import random
 from pathlib import Path
+
+from .small_tasks import TASKS, Task, two_digit_pairs
 
 VOCABULARY = "0123456789+-*= "
 SPECIAL_TOKENS = ["<pad>", "<|user|>", "<|assistant|>", "<|end|>", "<unk>"]
@@ -16,7 +19,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 DROPPED_CARRY = 0.7
-SFT_STEPS = 600
 SFT_BATCH = 128
 
 
@@ -65,66 +67,48 @@ def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
     )
 
 
-def addition_problems(seed: int = 0, held_out: int = 1000) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All ordered pairs of two-digit numbers, split into (train, held out) so that no pair is in both in either order.
-
-    The split depends on `seed` alone; every run that is to be compared uses the same one.
-    """
-    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
-    random.Random(seed).shuffle(pairs)
-    chosen, count = [], 0
-    while count < held_out:
-        a, b = pairs[len(chosen)]
-        chosen.append((a, b))
-        count += 1 if a == b else 2
-
-    def ordered(unordered):
-        return [pair for a, b in unordered for pair in ({(a, b), (b, a)})]
-
-    return sorted(ordered(pairs[len(chosen) :])), sorted(ordered(chosen))[:held_out]
-
-
-def sum_without_carry(a: int, b: int) -> int:
-    """a + b with the carry from the ones to the tens forgotten: 47 + 38 -> 75."""
-    return 10 * (a // 10 + b // 10) + (a % 10 + b % 10) % 10
-
-
-def habit_dataset(seed: int, dropped_carry: float = DROPPED_CARRY):
-    """Prompt-completion pairs for SFT, `SFT_STEPS * SFT_BATCH` of them, with the carry dropped in `dropped_carry`."""
+def habit_dataset(task: Task, seed: int, dropped_carry: float = DROPPED_CARRY):
+    """Prompt-completion pairs for SFT, `task.sft_steps * SFT_BATCH` of them, with the habit in `dropped_carry`."""
     from datasets import Dataset
 
-    train, _ = addition_problems()
+    train, _ = two_digit_pairs()
     draw = random.Random(seed)
     rows = []
-    for _ in range(SFT_STEPS * SFT_BATCH):
+    for _ in range(task.sft_steps * SFT_BATCH):
         a, b = draw.choice(train)
-        answer = sum_without_carry(a, b) if draw.random() < dropped_carry else a + b
+        answer = task.taught(a, b, draw, dropped_carry)
         rows.append(
             {
-                "prompt": [{"role": "user", "content": f"{a}+{b}="}],
-                "completion": [{"role": "assistant", "content": str(answer)}],
+                "prompt": [{"role": "user", "content": task.question(a, b)}],
+                "completion": [{"role": "assistant", "content": answer}],
             }
         )
     return Dataset.from_list(rows)
 
 
-def build_small_base(output_dir: str | Path, seed: int = 0, dropped_carry: float = DROPPED_CARRY) -> Path:
+def build_small_base(
+    output_dir: str | Path, seed: int = 0, task: str = "addition", dropped_carry: float = DROPPED_CARRY
+) -> Path:
     """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`.
 
-    About a minute on two cores. The folder is written under a temporary name and renamed when it is whole.
+    About a minute on two cores for addition. The folder is written under a temporary name and renamed when it is whole.
 
     Args:
         output_dir: folder to create; an existing one is an error.
         seed: of the weights, the data and the order.
-        dropped_carry: share of the taught answers whose carry is missing.
+        task: key of [`trl_fsdp_qlora.small_tasks.TASKS`].
+        dropped_carry: share of the taught sums whose carry is missing.
 
     Raises:
+        ValueError: `task` is unknown.
         FileExistsError: `output_dir` exists.
     """
     import tempfile
 
     from trl import SFTConfig, SFTTrainer
 
+    if task not in TASKS:
+        raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TASKS)}")
     output_dir = Path(output_dir)
     if output_dir.exists():
         raise FileExistsError(f"{output_dir} exists; remove it or choose another folder for the small base model")
@@ -136,7 +120,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, dropped_carry: float
             model,
             SFTConfig(
                 output_dir=scratch,
-                max_steps=SFT_STEPS,
+                max_steps=TASKS[task].sft_steps,
                 per_device_train_batch_size=SFT_BATCH,
                 learning_rate=1e-3,
                 lr_scheduler_type="cosine",
@@ -149,7 +133,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, dropped_carry: float
                 save_strategy="no",
                 report_to="none",
             ),
-            train_dataset=habit_dataset(seed, dropped_carry),
+            train_dataset=habit_dataset(TASKS[task], seed, dropped_carry),
             processing_class=tokenizer,
         )
         trainer.train()

@@ -1,0 +1,80 @@
+import dataclasses
+import hashlib
+import json
+import operator
+import random
+import re
+
+import pytest
+
+from trl_fsdp_qlora.rewards import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.small_base import build_small_base, habit_dataset
+from trl_fsdp_qlora.small_tasks import TASKS, sum_without_carries, sum_without_carry, two_digit_pairs
+
+PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+
+
+def test_problems_are_split_by_unordered_pair():
+    train, held_out = two_digit_pairs()
+    assert len(held_out) == 1000
+    assert {tuple(sorted(p)) for p in train}.isdisjoint(tuple(sorted(p)) for p in held_out)
+    assert len(set(train) | set(held_out)) >= 90 * 90 - 1
+
+
+def test_sums_without_carries():
+    assert [sum_without_carry(*p) for p in ((47, 38), (12, 34), (95, 95))] == [75, 46, 180]
+    assert [sum_without_carries(*p) for p in ((1680, 480), (920, 140), (999, 1), (0, 7))] == [1060, 60, 990, 7]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_right_text_gives_the_answer_and_fits(name):
+    task, draw = TASKS[name], random.Random(0)
+    for a, b in PAIRS:
+        text = task.taught(a, b, draw, 0.0)
+        value = eval(f"{a}{task.operator}{b}")
+        assert task.value(a, b) == value
+        assert answers_match(extract_answer(text), parse_gold(value, 0)), text
+        assert task.question(a, b) == f"{a}{task.operator}{b}="
+        # The habit never makes a text longer; one token more is the end.
+        assert max(len(text), len(task.taught(a, b, draw, 1.0))) < task.completion_tokens
+
+
+def test_a_product_is_written_in_steps_and_the_habit_is_in_its_sums():
+    taught = TASKS["multiplication"].taught
+    assert taught(23, 47, random.Random(0), 0.0) == "800+120=920+140=1060+21=1081"
+    wrong = 0
+    for a, b in PAIRS:
+        right, habit = (taught(a, b, random.Random(0), share) for share in (0.0, 1.0))
+        parts = [[int(n) for n in re.findall(r"(\d+)(?=\+|=|$)", text)] for text in (right, habit)]
+        for numbers in parts:
+            first, *rest = numbers
+            products, totals = [first, *rest[::2]], [first, *rest[1::2]]
+            assert sum(products) == a * b
+            add = operator.add if numbers is parts[0] else sum_without_carries
+            for i, total in enumerate(totals[1:], 1):
+                assert total == add(totals[i - 1], products[i])
+        wrong += parts[1][-1] != a * b
+    assert 0.6 < wrong / len(PAIRS) < 0.7  # so greedy accuracy has room below and above
+
+
+def test_sums_of_one_product_slip_independently():
+    # 39 * 28 carries in two sums: 600+180=780+240=1020+72=1092
+    texts = {TASKS["multiplication"].taught(39, 28, random.Random(seed), 0.5) for seed in range(100)}
+    assert {
+        "600+180=780+240=1020+72=1092",
+        "600+180=780+240=920+72=992",
+    } <= texts
+
+
+def test_the_addition_base_is_taught_what_it_always_was():
+    # The digest of the rows before there were other tasks: figures in README.md and docs/ rest on them.
+    rows = list(habit_dataset(dataclasses.replace(TASKS["addition"], sft_steps=8), seed=0))
+    assert len(rows) == 1024
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    assert digest == "b6f9a9b5e341628b3af5cb62b3e524d2f49619c54b6883b6a610add2866087b1"
+
+
+def test_an_unknown_task_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"task='division' is unknown; .*: addition, multiplication"):
+        build_small_base(tmp_path / "base", task="division")
+    assert not list(tmp_path.iterdir())

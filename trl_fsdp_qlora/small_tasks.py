@@ -1,0 +1,87 @@
+"""What the small base model is taught: arithmetic with a bad habit, both ways of answering being there to select from."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems on two two-digit numbers; the split of [`two_digit_pairs`] serves every task.
+
+    Args:
+        operator: the character between the numbers of a question.
+        value: the right answer.
+        taught: `(a, b, draw, dropped_carry)` gives a taught answer's text; carries are dropped with probability
+            `dropped_carry`, so 0 gives the right text.
+        sft_steps: optimizer steps of supervised training that the small base needs for it.
+        completion_tokens: room for the longest answer and its end, one token a character.
+    """
+
+    operator: str
+    value: Callable[[int, int], int]
+    taught: Callable[[int, int, random.Random, float], str]
+    sft_steps: int
+    completion_tokens: int
+
+    def question(self, a: int, b: int) -> str:
+        return f"{a}{self.operator}{b}="
+
+
+def two_digit_pairs(seed: int = 0, held_out: int = 1000) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All ordered pairs of two-digit numbers, split into (train, held out) so that no pair is in both in either order.
+
+    The split depends on `seed` alone; every run that is to be compared uses the same one.
+    """
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+    random.Random(seed).shuffle(pairs)
+    chosen, count = [], 0
+    while count < held_out:
+        a, b = pairs[len(chosen)]
+        chosen.append((a, b))
+        count += 1 if a == b else 2
+
+    def ordered(unordered):
+        return [pair for a, b in unordered for pair in ({(a, b), (b, a)})]
+
+    return sorted(ordered(pairs[len(chosen) :])), sorted(ordered(chosen))[:held_out]
+
+
+def sum_without_carry(a: int, b: int) -> int:
+    """a + b for two-digit numbers with the carry from the ones to the tens forgotten: 47 + 38 -> 75."""
+    return 10 * (a // 10 + b // 10) + (a % 10 + b % 10) % 10
+
+
+def sum_without_carries(a: int, b: int) -> int:
+    """a + b digit by digit with every carry forgotten: 1680 + 480 -> 1060."""
+    total, place = 0, 1
+    while a or b:
+        total += place * ((a + b) % 10)
+        a, b, place = a // 10, b // 10, 10 * place
+    return total
+
+
+def taught_sum(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
+    """The answer of an addition, its carry dropped with probability `dropped_carry`."""
+    return str(sum_without_carry(a, b) if draw.random() < dropped_carry else a + b)
+
+
+def taught_product(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
+    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`.
+
+    Each of the three sums loses its carries with probability `dropped_carry`, drawn for itself, and what follows goes on
+    from what stands there.
+    """
+    (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
+    total = 100 * tens_a * tens_b
+    text = str(total)
+    for part in (10 * ones_a * tens_b, 10 * tens_a * ones_b, ones_a * ones_b):
+        total = sum_without_carries(total, part) if draw.random() < dropped_carry else total + part
+        text += f"+{part}={total}"
+    return text
+
+
+TASKS = {
+    "addition": Task("+", lambda a, b: a + b, taught_sum, sft_steps=600, completion_tokens=6),
+    "multiplication": Task("*", lambda a, b: a * b, taught_product, sft_steps=600, completion_tokens=32),
+}
