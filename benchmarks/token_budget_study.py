@@ -7,7 +7,8 @@ A task of the small base model (built into `--base` where it is not there yet), 
 the settings of recipes/small-base/grpo. The learning rate is constant and the same for all methods, so one run a method
 and seed serves both comparisons: held-out accuracy is measured at `--steps` optimizer steps, and when the run has
 trained as many seconds as full GRPO of the same seed took for them (measuring not counted). Seconds are the process's
-CPU seconds, on one thread by default, so that other work on the machine does not decide. Peak bytes are of `compute_loss`
+CPU seconds, on one thread by default, so that other work on the machine does not decide. Accuracy is also measured at
+the `EARLY` shares of `--steps`, for the picture's curves. Peak bytes are of `compute_loss`
 and backward, above what was allocated before, as the allocator reports them; mean over the batches of the first
 `MEASURED_STEPS` steps, where all methods still have nearly the same policy. Results are added to
 benchmarks/results/token_budget_study_TASK.json as they come; seeds that are there already are not run again.
@@ -33,6 +34,7 @@ from trl_fsdp_qlora.small_tasks import TASKS
 from trl_fsdp_qlora.stats import wilson_interval
 
 MEASURED_STEPS = 4
+EARLY = (0.05, 0.1, 0.2, 0.5)
 BASELINE = "GRPO, all tokens"
 METHODS = {
     BASELINE: (EfficientGRPOTrainer, EfficientGRPOConfig, {}),
@@ -58,12 +60,13 @@ METHODS = {
 class Milestones(TrainerCallback):
     """Measures after `steps` steps and after `seconds` of training, whichever comes when, and stops after both.
 
-    Keeps the batches of the first `MEASURED_STEPS` steps in `batches`.
+    Also measures at the `EARLY` shares of `steps`, and keeps the batches of the first `MEASURED_STEPS` in `batches`.
     """
 
     def __init__(self, trainer, measure, steps: int, seconds: float | None):
         self.trainer, self.measure, self.steps, self.seconds = trainer, measure, steps, seconds
-        self.trained, self.found, self.batches = 0.0, {}, []
+        self.trained, self.found, self.batches, self.early = 0.0, {}, [], []
+        self.early_steps = {max(1, round(share * steps)) for share in EARLY}
 
     def on_step_end(self, args, state, control, **kwargs):
         # From step end to step end: generation belongs to the step, and happens before its micro-batches begin.
@@ -71,10 +74,12 @@ class Milestones(TrainerCallback):
         self.trained += now - self.resumed
         if state.global_step <= MEASURED_STEPS:
             self.batches += self.trainer._buffered_inputs
+        if state.global_step in self.early_steps:
+            self.early.append(self.point(state.global_step))
         if state.global_step == self.steps:
-            self.record("steps", state.global_step)
+            self.found["steps"] = self.point(state.global_step)
         if self.seconds is not None and self.trained >= self.seconds and "seconds" not in self.found:
-            self.record("seconds", state.global_step)
+            self.found["seconds"] = self.point(state.global_step)
         if "steps" in self.found and (self.seconds is None or "seconds" in self.found):
             control.should_training_stop = True
         self.resumed = time.process_time()
@@ -82,9 +87,9 @@ class Milestones(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.resumed = time.process_time()
 
-    def record(self, name: str, step: int) -> None:
+    def point(self, step: int) -> dict:
         result = self.measure()
-        self.found[name] = {"step": step, "seconds": self.trained, "correct": result.correct, "n": result.n}
+        return {"step": step, "seconds": self.trained, "correct": result.correct, "n": result.n}
 
 
 def step_bytes(trainer, batch) -> dict[str, int]:
@@ -145,6 +150,7 @@ def run(name: str, task: str, base: Path, seed: int, steps: int, seconds: float 
     return {
         "seed": seed,
         "before": None if before is None else {"correct": before.correct, "n": before.n},
+        "early": milestones.early,
         "at_steps": found["steps"],
         "at_seconds": found.get("seconds", found["steps"]),
         "tokens_in_loss": statistics.mean(row["tokens/scored_share"] for row in rows),
@@ -154,14 +160,14 @@ def run(name: str, task: str, base: Path, seed: int, steps: int, seconds: float 
 
 
 def summary(results: dict) -> str:
-    """Markdown: accuracy over all seeds pooled, with its Wilson interval, and the range over seeds."""
+    """Markdown: accuracy over all seeds pooled, with its Wilson interval, and that of each seed."""
     lines = [
         "| method | tokens in the loss | CPU seconds | peak MB | saved MB | accuracy at equal steps | seeds "
         "| accuracy at equal seconds | seeds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in results.items():
-        cells = [name, f"{statistics.mean(r['tokens_in_loss'] for r in runs):.0%}"]
+        cells = [name, f"{statistics.mean(r['tokens_in_loss'] for r in runs):.1%}"]
         cells.append(f"{statistics.mean(r['at_steps']['seconds'] for r in runs):.1f}")
         for kind in ("peak_bytes", "saved_bytes"):
             cells.append(f"{statistics.mean(r[kind] for r in runs) / 1e6:.1f}")
@@ -175,11 +181,11 @@ def summary(results: dict) -> str:
 
 
 def picture(results: dict, path: Path) -> None:
-    """Held-out accuracy of every seed over seconds of training, with Wilson intervals."""
+    """Held-out accuracy of every seed at both milestones, with Wilson intervals, and over seconds of training."""
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for axes, at, title in zip(panels, ("at_steps", "at_seconds"), ("equal steps", "equal seconds"), strict=True):
+    figure, panels = plt.subplots(1, 3, figsize=(14, 4.2), sharey=True)
+    for axes, at, title in zip(panels, ("at_steps", "at_seconds"), ("equal steps", "equal seconds"), strict=False):
         for x, runs in enumerate(results.values()):
             for i, entry in enumerate(runs):
                 correct, n = entry[at]["correct"], entry[at]["n"]
@@ -189,10 +195,21 @@ def picture(results: dict, path: Path) -> None:
                 axes.errorbar(place, middle, [[middle - low], [high - middle]], fmt="o", color=f"C{x}", capsize=2)
         axes.set_xticks(range(len(results)), results, rotation=20, ha="right", fontsize=8)
         axes.set_title(title)
+    before = [entry["before"] for entry in results[BASELINE]]
+    start = statistics.mean(entry["correct"] / entry["n"] for entry in before)
+    for x, (name, runs) in enumerate(results.items()):
+        # Mean over the seeds of the points at equal numbers of steps
+        points = list(zip(*([*entry["early"], entry["at_steps"]] for entry in runs), strict=True))
+        seconds = [0.0] + [statistics.mean(p["seconds"] for p in same) for same in points]
+        accuracy = [start] + [statistics.mean(p["correct"] / p["n"] for p in same) for same in points]
+        panels[2].plot(seconds, accuracy, marker="o", markersize=3, color=f"C{x}", label=name)
+    panels[2].set_title("mean over seeds, by CPU seconds of training")
+    panels[2].legend(fontsize=8)
+    for axes in panels:
         axes.grid(axis="y", alpha=0.3)
     panels[0].set_ylabel("held-out accuracy, one point a seed")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

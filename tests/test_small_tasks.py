@@ -6,9 +6,11 @@ import random
 import re
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_fsdp_qlora.rewards import answers_match, extract_answer, parse_gold
-from trl_fsdp_qlora.small_base import build_small_base, habit_dataset
+from trl_fsdp_qlora.small_base import build_small_base, character_tokenizer, habit_dataset, new_model
 from trl_fsdp_qlora.small_tasks import TASKS, sum_without_carries, sum_without_carry, two_digit_pairs
 
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
@@ -78,3 +80,20 @@ def test_an_unknown_task_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"task='division' is unknown; .*: addition, multiplication"):
         build_small_base(tmp_path / "base", task="division")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_multiplication_base_loads_and_has_learned_something(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "multiplication", dataclasses.replace(TASKS["multiplication"], sft_steps=2))
+    folder = build_small_base(tmp_path / "base", seed=3, task="multiplication")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    untrained = new_model(character_tokenizer(), seed=3)
+    question = [{"role": "user", "content": TASKS["multiplication"].question(23, 47)}]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    text += "800+120=920+140=1060+21=1081<|end|>"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    with torch.no_grad():
+        losses = [m.eval()(input_ids=ids, labels=ids).loss.item() for m in (untrained, model)]
+    assert losses[1] < losses[0]
+    with pytest.raises(FileExistsError, match="choose another folder"):
+        build_small_base(folder, task="multiplication")

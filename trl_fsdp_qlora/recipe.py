@@ -32,7 +32,7 @@ class ScriptArguments:
     """Data, rewards and accuracy of a recipe; everything else is the trainer's config.
 
     Args:
-        dataset: Hub id, local `.json`/`.jsonl` file, folder of `<split>.jsonl`, or `addition`.
+        dataset: Hub id, local `.json`/`.jsonl` file, folder of `<split>.jsonl`, `addition` or `multiplication`.
         dataset_config: configuration name of a Hub dataset.
         dataset_split: split to train on.
         eval_dataset: where the held-out problems come from; `dataset` where it is not set.
@@ -51,7 +51,7 @@ class ScriptArguments:
         license: SPDX id for the adapter's card.
     """
 
-    dataset: str = field(metadata={"help": "Hub id, local file, folder, or 'addition'."})
+    dataset: str = field(metadata={"help": "Hub id, local file, folder, 'addition' or 'multiplication'."})
     dataset_config: str | None = None
     dataset_split: str = "train"
     eval_dataset: str | None = None

@@ -1,4 +1,4 @@
-"""`recipes/grpo.py` and `recipes/evaluate.py` as commands, in one process and in two."""
+"""The recipes' scripts as commands, in one process and in two."""
 
 import json
 import os
@@ -107,6 +107,20 @@ def test_two_processes_train_and_evaluate(folder):
         result = json.loads((folder / output).read_text())
         results.append({key: value for key, value in result.items() if key != "seconds"})
     assert results[0] == results[1]  # each problem once, whatever the number of ranks
+
+
+@pytest.mark.slow
+def test_multiplication_runs_as_its_recipe_says(folder):
+    config = ROOT / "recipes" / "small-base" / "t_spmo" / "config_multiplication.yaml"
+    arguments = "--model_name_or_path base --output_dir multiplied --max_steps 2 --accuracy_steps 0 --eval_problems 20"
+    run = launch("cpu.yaml", "t_spmo.py", "--config", str(config), *arguments.split(), cwd=folder)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "7100 training and 20 held-out problems from multiplication" in run.stdout
+    record = json.loads((folder / "multiplied" / "metrics.json").read_text())
+    # An untrained model is never right: nothing to learn from, and the run goes on.
+    assert record["after"]["n"] == 20 and record["after"]["correct"] == 0
+    assert record["history"][-1]["step"] == 2
+    assert (folder / "multiplied" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow
