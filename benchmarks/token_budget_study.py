@@ -17,6 +17,7 @@ benchmarks/results/token_budget_study_TASK.json as they come; seeds that are the
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def run(name: str, task: str, base: Path, seed: int, steps: int, seconds: float 
     tokenizer = AutoTokenizer.from_pretrained(base)
     longest = TASKS[task].completion_tokens
     config = config_cls(
-        output_dir=str(RESULTS / "unused"),
+        output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=128,
         num_generations=8,
         max_completion_length=longest,

@@ -1,4 +1,3 @@
-import dataclasses
 import hashlib
 import json
 import operator
@@ -9,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_fsdp_qlora import small_base
 from trl_fsdp_qlora.rewards import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.small_base import build_small_base, character_tokenizer, habit_dataset, new_model
 from trl_fsdp_qlora.small_tasks import TASKS, sum_without_carries, sum_without_carry, two_digit_pairs
@@ -68,9 +68,10 @@ def test_sums_of_one_product_slip_independently():
     } <= texts
 
 
-def test_the_addition_base_is_taught_what_it_always_was():
+def test_the_addition_base_is_taught_what_it_always_was(monkeypatch):
     # The digest of the rows before there were other tasks: figures in README.md and docs/ rest on them.
-    rows = list(habit_dataset(dataclasses.replace(TASKS["addition"], sft_steps=8), seed=0))
+    monkeypatch.setattr(small_base, "SFT_STEPS", 8)
+    rows = list(habit_dataset(TASKS["addition"], seed=0))
     assert len(rows) == 1024
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     assert digest == "b6f9a9b5e341628b3af5cb62b3e524d2f49619c54b6883b6a610add2866087b1"
@@ -83,7 +84,7 @@ def test_an_unknown_task_is_refused(tmp_path):
 
 
 def test_the_multiplication_base_loads_and_has_learned_something(tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "multiplication", dataclasses.replace(TASKS["multiplication"], sft_steps=2))
+    monkeypatch.setattr(small_base, "SFT_STEPS", 2)
     folder = build_small_base(tmp_path / "base", seed=3, task="multiplication")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     untrained = new_model(character_tokenizer(), seed=3)

@@ -19,6 +19,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 DROPPED_CARRY = 0.7
+SFT_STEPS = 600
 SFT_BATCH = 128
 
 
@@ -68,13 +69,13 @@ def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
 
 
 def habit_dataset(task: Task, seed: int, dropped_carry: float = DROPPED_CARRY):
-    """Prompt-completion pairs for SFT, `task.sft_steps * SFT_BATCH` of them, with the habit in `dropped_carry`."""
+    """Prompt-completion pairs for SFT, `SFT_STEPS * SFT_BATCH` of them, with the habit in `dropped_carry`."""
     from datasets import Dataset
 
     train, _ = two_digit_pairs()
     draw = random.Random(seed)
     rows = []
-    for _ in range(task.sft_steps * SFT_BATCH):
+    for _ in range(SFT_STEPS * SFT_BATCH):
         a, b = draw.choice(train)
         answer = task.taught(a, b, draw, dropped_carry)
         rows.append(
@@ -120,7 +121,7 @@ def build_small_base(
             model,
             SFTConfig(
                 output_dir=scratch,
-                max_steps=TASKS[task].sft_steps,
+                max_steps=SFT_STEPS,
                 per_device_train_batch_size=SFT_BATCH,
                 learning_rate=1e-3,
                 lr_scheduler_type="cosine",

@@ -14,14 +14,12 @@ class Task:
         value: the right answer.
         taught: `(a, b, draw, dropped_carry)` gives a taught answer's text; carries are dropped with probability
             `dropped_carry`, so 0 gives the right text.
-        sft_steps: optimizer steps of supervised training that the small base needs for it.
         completion_tokens: room for the longest answer and its end, one token a character.
     """
 
     operator: str
     value: Callable[[int, int], int]
     taught: Callable[[int, int, random.Random, float], str]
-    sft_steps: int
     completion_tokens: int
 
     def question(self, a: int, b: int) -> str:
@@ -82,6 +80,6 @@ def taught_product(a: int, b: int, draw: random.Random, dropped_carry: float) ->
 
 
 TASKS = {
-    "addition": Task("+", lambda a, b: a + b, taught_sum, sft_steps=600, completion_tokens=6),
-    "multiplication": Task("*", lambda a, b: a * b, taught_product, sft_steps=600, completion_tokens=32),
+    "addition": Task("+", lambda a, b: a + b, taught_sum, completion_tokens=6),
+    "multiplication": Task("*", lambda a, b: a * b, taught_product, completion_tokens=32),
 }
