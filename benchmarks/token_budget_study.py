@@ -204,7 +204,7 @@ def picture(results: dict, path: Path) -> None:
         seconds = [0.0] + [statistics.mean(p["seconds"] for p in same) for same in points]
         accuracy = [start] + [statistics.mean(p["correct"] / p["n"] for p in same) for same in points]
         panels[2].plot(seconds, accuracy, marker="o", markersize=3, color=f"C{x}", label=name)
-    panels[2].set_title("mean over seeds, by CPU seconds of training")
+    panels[2].set_title("mean over seeds, over CPU seconds")
     panels[2].legend(fontsize=8)
     for axes in panels:
         axes.grid(axis="y", alpha=0.3)

@@ -21,8 +21,8 @@ def main() -> None:
     if args.output_dir.exists():
         print(f"{args.output_dir} is there already; remove it to build it again")
         return
-    print(f"building the small base model in {args.output_dir} (about a minute)", flush=True)
-    build_small_base(args.output_dir, args.seed)
+    print(f"building the small base model for {args.task} in {args.output_dir} (a minute or a few)", flush=True)
+    build_small_base(args.output_dir, args.seed, args.task)
 
 
 if __name__ == "__main__":

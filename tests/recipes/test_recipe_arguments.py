@@ -1,12 +1,16 @@
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from trl import ModelConfig
 
-from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig
+from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig, small_base
 from trl_fsdp_qlora.datasets import DatasetError
 from trl_fsdp_qlora.recipe import ConfigError, ScriptArguments, load_data, parse_recipe
+from trl_fsdp_qlora.small_base import habit_dataset
+from trl_fsdp_qlora.small_tasks import TASKS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TYPES = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
@@ -62,3 +66,15 @@ def test_every_recipe_parses_and_says_what_it_is(path):
     assert str(path.relative_to(RECIPES.parent)) in header
     assert set(yaml.safe_load(path.read_text())) >= {"model_name_or_path", "dataset", "output_dir"}
     assert model.model_name_or_path and script.dataset
+
+
+@pytest.mark.parametrize("task", ["addition", "multiplication"])
+def test_the_small_base_is_built_for_the_task_that_is_asked_for(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(small_base, "SFT_STEPS", 1)
+    monkeypatch.setattr(small_base, "SFT_BATCH", 2)
+    taught = []
+    monkeypatch.setattr(small_base, "habit_dataset", lambda *args: taught.append(args) or habit_dataset(*args))
+    monkeypatch.setattr(sys, "argv", ["small_base.py", str(tmp_path / "base"), "--seed", "3", "--task", task])
+    runpy.run_path(str(RECIPES / "small_base.py"), run_name="__main__")
+    assert taught == [(TASKS[task], 3, small_base.DROPPED_CARRY)]
+    assert (tmp_path / "base" / "model.safetensors").is_file()
