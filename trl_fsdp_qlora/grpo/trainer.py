@@ -11,7 +11,7 @@ from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
 from .. import checks
-from ..fsdp2_qlora.launch_checks import check_launch
+from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..prefix_sharing import PrefixSharing
@@ -69,6 +69,8 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, ShardedQLoRAMixin, GRP
             single = not isinstance(reward_funcs, list)
             reward_funcs = [checks.guard_reward(reward) for reward in ([reward_funcs] if single else reward_funcs)]
         check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
+        has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
+        check_reference(needs_reference=args.beta != 0.0 and not has_adapter)
         model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
         try:
             super().__init__(
