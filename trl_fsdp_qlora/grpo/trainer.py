@@ -134,16 +134,18 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, ShardedQLoRAMixin, GRP
 
     @functools.wraps(GRPOTrainer._get_per_token_logps_and_entropies)
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        stock = functools.partial(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
-        call = inspect.signature(stock.func).bind(model, *args, **kwargs).arguments
+        padded = super()._get_per_token_logps_and_entropies
+        call = inspect.signature(padded).bind(model, *args, **kwargs).arguments
         del call["model"]
         role = "reference" if model is self.ref_model else "policy"
         # The policy's own pass is part of forward and backward, or of evaluation; the others are phases themselves.
         alone = self.model.training and not torch.is_grad_enabled()
         with self.clock.phase(f"{self._pass_name(model)}_pass") if alone else nullcontext():
-            if any(call.pop(name, None) is not None for name in VISION_ARGUMENTS):
-                logps, entropies, aux_loss = stock()
+            if any(call.get(name) is not None for name in VISION_ARGUMENTS):
+                logps, entropies, aux_loss = padded(model, **call)
             else:
+                call = {name: value for name, value in call.items() if name not in VISION_ARGUMENTS}
+                stock = functools.partial(self.token_budget.padded, functools.partial(padded, model), call)
                 logps, entropies, aux_loss = self.prefix_sharing.log_probs(role, model, **call, stock=stock)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.prefix_sharing.metrics.items():
