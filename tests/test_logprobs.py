@@ -88,6 +88,29 @@ def test_bfloat16_gradient_is_no_further_from_float64_than_trls():
     assert error(ours) <= error(stocks)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: half-precision products summed in float32")
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_cuda_bfloat16_gradient_is_no_further_from_float64_than_trls(softcap, monkeypatch):
+    monkeypatch.undo()  # tiles of their real size
+    torch.manual_seed(0)
+    hidden = torch.randn(1024, 896, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(49152, 896, device="cuda") * 0.05).bfloat16()
+    targets, upstream = torch.randint(0, 49152, (1024,), device="cuda"), torch.randn(1024, device="cuda")
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_log_probs = reference(exact_hidden, weight, None, targets, softcap=softcap)[0]
+    exact = gradient(exact_log_probs, exact_hidden, upstream)
+    log_probs = score_positions(hidden, weight, None, targets, softcap=softcap)[0]
+    ours = gradient(log_probs, hidden, upstream)
+    outputs = ("log_probs",)
+    stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, softcap, 1.0, outputs)[0]
+    stocks = gradient(stock, hidden, upstream)
+    error = lambda grad: (grad.double() - exact).pow(2).mean().sqrt()  # noqa: E731
+    assert error(ours) <= error(stocks)
+    # Products of bfloat16 operands are exact in float32; what is left is the order of the sums.
+    torch.testing.assert_close(log_probs.double(), exact_log_probs.detach(), atol=1e-3, rtol=1e-4)
+
+
 def test_autocast_projects_bfloat16_operands_and_sums_in_float32():
     hidden, weight, _, targets, upstream = problem(False)
     with torch.autocast("cpu", dtype=torch.bfloat16):

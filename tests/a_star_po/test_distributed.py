@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
@@ -53,6 +55,8 @@ def test_two_ranks_give_the_values_and_the_accuracy_of_one(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
 def test_sharded_parameters_give_the_same_values_in_lockstep(run, full):
+    if full and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("refused: transformers before 5.23 would leave a reference model of zeros on the second rank")
     one = run("one", 1, "--batch", "16")
     sharded = run(f"sharded {full}", 2, "--fsdp", *(["--full"] if full else []))
     assert sharded["sharded"], "accelerate fell back to data parallelism: nothing was tested"

@@ -7,7 +7,13 @@ from transformers import BitsAndBytesConfig
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.fsdp2_qlora.launch_checks import FLOORS, LaunchError, check_launch, check_versions
+from trl_fsdp_qlora.fsdp2_qlora.launch_checks import (
+    FLOORS,
+    LaunchError,
+    check_launch,
+    check_reference,
+    check_versions,
+)
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
 EIGHT_BIT = BitsAndBytesConfig(load_in_8bit=True)
@@ -44,6 +50,19 @@ def test_fsdp_combinations_that_do_not_work(fsdp, environment, quantization, pef
     fsdp(**environment)
     with pytest.raises(LaunchError, match=message):
         check_launch(quantization, peft)
+
+
+def test_a_reference_model_of_zeros_is_refused(fsdp, monkeypatch):
+    check_reference(True, "5.22.0")  # not under FSDP
+    fsdp()
+    check_reference(True, "5.22.0")  # one process
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_reference(False, "5.22.0")
+    check_reference(True, "5.23.0")
+    with pytest.raises(LaunchError, match="fsdp_cpu_ram_efficient_loading: false"):
+        check_reference(True, "5.22.0")
+    fsdp(fsdp_cpu_ram_efficient_loading="false")
+    check_reference(True, "5.22.0")
 
 
 def test_a_missing_fsdp_version_is_one(fsdp, monkeypatch):

@@ -42,6 +42,23 @@ def test_output_and_input_gradient_are_those_of_bitsandbytes(quant_type, double,
     assert torch.equal(y1, y2) and torch.equal(x1.grad, x2.grad)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: the 4-bit kernels of bitsandbytes")
+@pytest.mark.parametrize("double", [True, False])
+def test_cuda_output_and_input_gradient_are_those_of_bitsandbytes(double):
+    stock, packed = (make_layer(double=double).to("cuda") for _ in range(2))
+    pack_model(torch.nn.Sequential(packed))
+    for rows in (1, 5):  # a single row goes through another kernel when nothing asks for a gradient
+        x = torch.randn(rows, 128, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(stock(x), packed(x))
+        x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y1, y2 = stock(x1), packed(x2)
+        y1.square().sum().backward()
+        y2.square().sum().backward()
+        assert torch.equal(y1, y2) and torch.equal(x1.grad, x2.grad)
+
+
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("out_features", [1, 7, 96])
 def test_every_byte_of_the_quantization_state_survives(double, out_features):

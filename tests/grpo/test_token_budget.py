@@ -11,8 +11,9 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from tests.tiny import LOSS_TYPES, lora, trainer
+from tests.tiny import LOSS_TYPES, lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.grpo.token_budget import Scope
 from trl_fsdp_qlora.token_selection import TokenSelection
 
 
@@ -83,6 +84,43 @@ def test_skipped_completions_leave_the_packed_row(tmp_path):
     batch["advantages"][:4] = 0.0
     loss_and_gradients(ours, batch)
     assert ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1] < 0.7 * whole
+
+
+@pytest.mark.parametrize("objective", [{}, {"token_selection": "prefix_cut"}])
+def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective):
+    """Rows without and columns behind the last scored token; the rest as in a pass over everything."""
+    ours = made(tmp_path, prefix_sharing="off", **objective)
+    batch = batch_of(ours)
+    batch["advantages"][[0, 1, 2, 3, 5, 7]] = 0.0
+    batch["completion_mask"][:, 4:] = 0
+    shapes = []
+    hook = ours.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    got = loss_and_gradients(ours, batch)
+    hook.remove()
+    prompt = batch["prompt_ids"].shape[1]
+    assert [rows for rows, _ in shapes] == [2] and prompt < shapes[0][1] <= prompt + 4
+    ours.token_budget.padded = lambda stock, call: stock(**call)
+    assert_close(got, loss_and_gradients(ours, batch))
+
+
+def test_rotary_tables_that_depend_on_the_row_keep_every_column(tmp_path):
+    model = tiny_model()
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    ours = made(tmp_path, prefix_sharing="off", model=model)
+    call = {"input_ids": torch.zeros(3, 9), "attention_mask": torch.ones(3, 9), "logits_to_keep": 4}
+    seen = []
+
+    def stock(input_ids, attention_mask, logits_to_keep, **options):
+        seen.append((tuple(input_ids.shape), logits_to_keep))
+        return torch.ones(len(input_ids), logits_to_keep), None, None
+
+    scored = torch.zeros(3, 4, dtype=torch.bool)
+    scored[1, 0] = True
+    with ours.token_budget.within(Scope(scored, None)):
+        logps, _, _ = ours.token_budget.padded(stock, call)
+    assert seen == [((1, 9), 4)] and logps.tolist() == [[0.0] * 4, [1.0] * 4, [0.0] * 4]
 
 
 @pytest.mark.parametrize(

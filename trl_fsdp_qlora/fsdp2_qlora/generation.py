@@ -13,21 +13,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from .fsdp_seams import param_groups, units
+
 MODES = ("auto", "once", "per_layer")
 # Of the memory that is free, the share that gathered weights may take: the rest is for the cache and activations.
 FREE_SHARE = 0.5
 
 
-def _groups(model: nn.Module) -> list[tuple[FSDPModule, object]]:
-    """Every FSDP2 unit of the model with its private state (torch has no public reader of a unit's reshard flag)."""
-    return [(module, module._get_fsdp_state()) for module in model.modules() if isinstance(module, FSDPModule)]
-
-
 def bytes_to_gather(model: nn.Module) -> int:
     """Bytes that [`gathered`] adds on this rank: what of each weight is not here yet, in the dtype it is gathered in."""
     total = 0
-    for _, state in _groups(model):
-        for group in state._fsdp_param_groups:
+    for _, state in units(model):
+        for group in param_groups(state):
             for parameter in group.fsdp_params:
                 dtype = parameter.sharded_param.dtype
                 if dtype.is_floating_point:  # integers, so the packed base, are never cast
@@ -69,7 +66,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Each unit's own reshard setting comes back and its weights are resharded at the end, also after an exception. Every
     rank has to enter. A block inside another one does nothing.
     """
-    groups = _groups(model)
+    groups = units(model)
     if not groups or getattr(model, "_is_gathered", False):
         yield
         return
@@ -79,7 +76,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         (
             state,
             state._auto_reshard_after_forward,
-            [group.post_forward_mesh_info for group in state._fsdp_param_groups],
+            [group.post_forward_mesh_info for group in param_groups(state)],
         )
         for _, state in groups
     ]
@@ -93,7 +90,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         model._is_gathered = False
         for state, automatic, mesh_infos in saved:
             state._auto_reshard_after_forward = automatic
-            for group, mesh_info in zip(state._fsdp_param_groups, mesh_infos, strict=True):
+            for group, mesh_info in zip(param_groups(state), mesh_infos, strict=True):
                 group.post_forward_mesh_info = mesh_info
         for module, _ in groups:
             module.reshard()
@@ -104,9 +101,9 @@ def reshard_flags(model: nn.Module) -> list[tuple[bool | None, list[bool]]]:
     return [
         (
             state._auto_reshard_after_forward,
-            [group.post_forward_mesh_info is not None for group in state._fsdp_param_groups],
+            [group.post_forward_mesh_info is not None for group in param_groups(state)],
         )
-        for _, state in _groups(model)
+        for _, state in units(model)
     ]
 
 
@@ -123,6 +120,6 @@ def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
     Call before each micro-batch. The weights are given back after the last one's backward pass. Costs the memory of
     the whole 4-bit base on every rank.
     """
-    for module, _ in _groups(model):
+    for module, _ in units(model):
         module.set_reshard_after_forward(False, recurse=False)
         module.set_reshard_after_backward(last_micro_batch, recurse=False)

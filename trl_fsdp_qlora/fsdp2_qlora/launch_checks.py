@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-# The oldest versions that this was run with. torch 2.11 is the first that shards integer parameters natively.
+# The oldest versions that this was run with. torch 2.12 is the first that shards integer parameters by itself; for 2.11
+# see `fsdp_seams.integer_shards`.
 FLOORS = {"torch": "2.11", "accelerate": "1.15", "bitsandbytes": "0.50", "peft": "0.21"}
 
 
@@ -72,6 +73,30 @@ def check_launch(quantization_config=None, peft_config=None, zero_stage: int | N
             "whole base, and reloading its adapter was never verified. Launch with "
             "accelerate_configs/fsdp2_qlora.yaml (shards the base), or set `zero_stage: 2` in the accelerate config "
             "(every rank keeps the base)"
+        )
+
+
+def check_reference(needs_reference: bool, transformers_version: str | None = None) -> None:
+    """Refuse a separate reference model where the other ranks' copy of it would be zeros.
+
+    With rank-0 loading, transformers before 5.23 leaves zeros on the other ranks and counts on a broadcast, which TRL
+    does for the policy and not for the reference model.
+
+    Args:
+        needs_reference: the trainer will load a reference model of its own (full fine-tuning with a KL term).
+        transformers_version: read from the environment by default.
+
+    Raises:
+        LaunchError: with the line to change.
+    """
+    found = transformers_version or version("transformers")
+    loads_on_rank_0 = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
+    if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(found) < Version("5.23"):
+        raise LaunchError(
+            f"transformers {found} with FSDP2, rank-0 loading and a reference model: on all ranks but the first the "
+            "reference model would consist of zeros. In the accelerate config, under fsdp_config, set "
+            "`fsdp_cpu_ram_efficient_loading: false`, or pip install 'transformers>=5.23', or train an adapter (its "
+            "reference is the base itself)"
         )
 
 

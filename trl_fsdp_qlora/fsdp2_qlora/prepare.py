@@ -83,6 +83,7 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     from .accounting import check_sharded
     from .communication import count_traffic
     from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta
+    from .fsdp_seams import integer_shards
     from .packed_linear import pack_model
 
     plugin, device = accelerator.state.fsdp_plugin, accelerator.device
@@ -97,7 +98,7 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
         source = detach_source(model)
     else:
         pack_model(model)
-    with _own_settings(plugin, adapter_dtype):
+    with _own_settings(plugin, adapter_dtype), integer_shards(model):
         result = stock_prepare(*args, **kwargs)
     if source is not None:
         fill_shards(model, source, device, offload)

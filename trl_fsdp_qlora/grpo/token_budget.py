@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..prefix_sharing.support import position_limit
 from ..token_selection import check_selection, select_tokens, step_generator, weight_gradient
+from .padded_cut import padded_cut
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ class TokenBudget:
         lines = [f"zero-advantage completions skipped: {skipping}"]
         if self.strategy != "all":
             args = self.trainer.args
-            saving = "" if self.trainer.prefix_sharing.active() else "; a mask only, as the model runs padded"
+            saving = "" if self.trainer.prefix_sharing.active() else " (padded: whole rows and columns only)"
             lines.append(
                 f"token selection: {self.strategy}, rate {args.token_selection_rate}{saving}; entropy, KL and clip "
                 "ratios are over the selected tokens"
@@ -149,6 +151,13 @@ class TokenBudget:
         if weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, weight_BC)
         return logps_BC, None if entropies_BC is None else torch.where(scored_BC, entropies_BC, 0.0)
+
+    def padded(self, stock: Callable, call: dict[str, Any]):
+        """A padded pass with TRL's arguments, cut to the scope where there is one."""
+        if self.scope is None:
+            return stock(**call)
+        whole_rows = position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)) != float("inf")
+        return padded_cut(stock, self.scope.scored_BC, **call, whole_rows=whole_rows)
 
     @contextlib.contextmanager
     def within(self, scope: Scope, nested: bool = False):

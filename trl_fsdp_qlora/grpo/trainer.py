@@ -11,7 +11,7 @@ from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
 from .. import checks
-from ..fsdp2_qlora.launch_checks import check_launch
+from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..prefix_sharing import PrefixSharing
@@ -69,6 +69,8 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, ShardedQLoRAMixin, GRP
             single = not isinstance(reward_funcs, list)
             reward_funcs = [checks.guard_reward(reward) for reward in ([reward_funcs] if single else reward_funcs)]
         check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
+        has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
+        check_reference(needs_reference=args.beta != 0.0 and not has_adapter)
         model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
         try:
             super().__init__(
@@ -132,16 +134,18 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, ShardedQLoRAMixin, GRP
 
     @functools.wraps(GRPOTrainer._get_per_token_logps_and_entropies)
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        stock = functools.partial(super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
-        call = inspect.signature(stock.func).bind(model, *args, **kwargs).arguments
+        padded = super()._get_per_token_logps_and_entropies
+        call = inspect.signature(padded).bind(model, *args, **kwargs).arguments
         del call["model"]
         role = "reference" if model is self.ref_model else "policy"
         # The policy's own pass is part of forward and backward, or of evaluation; the others are phases themselves.
         alone = self.model.training and not torch.is_grad_enabled()
         with self.clock.phase(f"{self._pass_name(model)}_pass") if alone else nullcontext():
-            if any(call.pop(name, None) is not None for name in VISION_ARGUMENTS):
-                logps, entropies, aux_loss = stock()
+            if any(call.get(name) is not None for name in VISION_ARGUMENTS):
+                logps, entropies, aux_loss = padded(model, **call)
             else:
+                call = {name: value for name, value in call.items() if name not in VISION_ARGUMENTS}
+                stock = functools.partial(self.token_budget.padded, functools.partial(padded, model), call)
                 logps, entropies, aux_loss = self.prefix_sharing.log_probs(role, model, **call, stock=stock)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in self.prefix_sharing.metrics.items():

@@ -1,0 +1,58 @@
+"""The private parts of torch's FSDP2 that have no public counterpart, and what differs between torch 2.11 and 2.13."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+# Torch 2.12 shards integer parameters as they are.
+SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
+
+
+def units(model: nn.Module) -> list[tuple[FSDPModule, object]]:
+    """Every FSDP2 unit of the model with its state (torch has no public reader of a unit's reshard flag)."""
+    return [(module, module._get_fsdp_state()) for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def param_groups(state: object) -> list:
+    """A unit's groups of parameters that are gathered together: at most one before torch 2.12."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+@contextmanager
+def integer_shards(model: nn.Module) -> Iterator[None]:
+    """Let `fully_shard` take the frozen integer parameters of `model` inside, also in torch 2.11.
+
+    There it makes each shard a parameter that requires a gradient and takes that back on the next line, and the first
+    half is an error for integers; later it would cast them to the mixed precision's dtype, which is for numbers.
+    """
+    if SHARDS_INTEGERS:
+        yield
+        return
+
+    def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
+    try:
+        yield
+    finally:
+        _fsdp_param.nn = nn
+    for _, state in units(model):
+        for group in param_groups(state):
+            for sharded in group.fsdp_params:
+                if not sharded.sharded_param.is_floating_point():
+                    sharded.init_dtype_attrs = functools.partial(_without_cast, sharded)
+
+
+def _without_cast(sharded, policy: MixedPrecisionPolicy) -> None:
+    type(sharded).init_dtype_attrs(sharded, replace(policy, param_dtype=None))

@@ -1,0 +1,52 @@
+"""What skipping and selection save where a model runs padded: rows and columns without a scored token."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def padded_cut(
+    stock: Callable,
+    scored_BC: torch.Tensor,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    compute_aux_loss: bool = False,
+    whole_rows: bool = False,
+    **options,
+):
+    """TRL's padded pass without the rows of which nothing is scored, and without the columns behind the last scored one.
+
+    What is left keeps its columns, so its positions and, the model being causal, its values. One row always stays, so that
+    every rank meets every other in the forward.
+
+    Args:
+        stock: `GRPOTrainer._get_per_token_logps_and_entropies`, bound to trainer and model.
+        scored_BC: completion tokens whose values are wanted.
+        input_ids, attention_mask: `(B, P + C)`.
+        logits_to_keep: C.
+        compute_aux_loss: a router loss counts every row: nothing is cut.
+        whole_rows: keep all columns (rotary tables that depend on the longest position).
+        options: passed on.
+
+    Returns:
+        As `stock`, zeros in what was cut.
+    """
+    options["compute_aux_loss"] = compute_aux_loss
+    rows_B, columns_C = scored_BC.any(1).tolist(), scored_BC.any(0).tolist()
+    kept = [row for row, scored in enumerate(rows_B) if scored] or [0]
+    width = max((column + 1 for column, scored in enumerate(columns_C) if scored), default=1)
+    width = logits_to_keep if whole_rows else width
+    if compute_aux_loss or (len(kept) == len(rows_B) and width == logits_to_keep):
+        return stock(input_ids, attention_mask, logits_to_keep, **options)
+    index = torch.tensor(kept, device=input_ids.device)
+    end = input_ids.shape[1] - logits_to_keep + width
+    logps, entropies, aux_loss = stock(input_ids[index, :end], attention_mask[index, :end], width, **options)
+
+    def whole(values):
+        if values is None:
+            return None
+        return values.new_zeros(scored_BC.shape).index_copy(0, index, F.pad(values, (0, logits_to_keep - width)))
+
+    return whole(logps), whole(entropies), aux_loss
