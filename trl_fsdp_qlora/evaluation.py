@@ -119,14 +119,13 @@ def evaluate(
     common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos)}
     greedy = GenerationConfig(do_sample=False, **common)
     sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
-    more = {"synced_gpus": True} if lockstep else {}
 
     def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
         ids = _encode([rows[i]["prompt"] for i in batch], tokenizer)
-        best, drawn = generate(model, ids, greedy, **more), []
+        best, drawn = generate(model, ids, greedy, synced_gpus=lockstep), []
         if samples:
             repeated = [row for row in ids for _ in range(samples)]
-            drawn = generate(model, repeated, sampled, seed=(seed << 20) + batch.start, **more)
+            drawn = generate(model, repeated, sampled, seed=(seed << 20) + batch.start, synced_gpus=lockstep)
         return best, drawn
 
     def answer(tokens: list[int]) -> str | None:

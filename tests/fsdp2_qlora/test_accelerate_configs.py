@@ -1,5 +1,6 @@
 """Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes."""
 
+import json
 import os
 import sys
 import time
@@ -16,6 +17,8 @@ from peft import PeftModel
 from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.test_sharded_training import WORKER, difference
+from trl_fsdp_qlora.datasets import hold_out, read_problems, to_prompts
+from trl_fsdp_qlora.evaluation import evaluate
 
 pytestmark = pytest.mark.slow
 
@@ -46,20 +49,53 @@ def test_ddp_shards_nothing(reference):
     assert not reference[1]["sft"]["dtensors"]
 
 
-@pytest.mark.parametrize("config", ["fsdp2_qlora_cpu", "fsdp2_qlora_offload_cpu"])
-def test_fsdp2_qlora(reference, tmp_path, config):
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """A base that answers with numbers, and by whether it is quantized the problems of which it solves half."""
+    root = tmp_path_factory.mktemp("problems")
+    base = tiny.make_checkpoint(root / "base", likes_digits=True)
+    return base, {quantized: tiny.make_problems(root / str(quantized), base, quantized) for quantized in (True, False)}
+
+
+def recipe(problems, quantized, gather="auto"):
+    return f"recipe=recipe:base={problems[0]},data={problems[1][quantized]},quantized={int(quantized)},gather={gather}"
+
+
+def check_accuracy(problems, quantized, out):
+    """What the ranks measured together is what one ordinary process measures, without and with the adapter."""
+    record = json.loads((out / "metrics.json").read_text())
+    assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
+    data, tokenizer = read_problems(problems[1][quantized], "train"), tiny.make_tokenizer()
+    held_out = to_prompts(hold_out(data, 10)[1][:9], chat=False)
+    model = tiny.load(problems[0]) if quantized else tiny.load_whole(problems[0])
+    tiny.without_repacking(model)
+    # What is sampled depends on the seed and the batches, not on the ranks.
+    settings = {"max_new_tokens": 3, "batch_size": 2, "seed": 42, "progress": False}
+    before = evaluate(model, tokenizer, held_out, **settings)
+    after = evaluate(PeftModel.from_pretrained(model, out), tokenizer, held_out, samples=2, **settings)
+    for when, alone in (("before", before), ("after", after)):
+        expected = {**alone.as_dict(), "interval": list(alone.interval)}
+        assert {**record[when], "seconds": 0} == {**expected, "seconds": 0}, when
+    assert 0 < record["before"]["correct"] < 9
+    assert record["after"]["correct"] != record["before"]["correct"]  # the adapter does something
+
+
+@pytest.mark.parametrize(("config", "gather"), [("fsdp2_qlora_cpu", "per_layer"), ("fsdp2_qlora_offload_cpu", "auto")])
+def test_fsdp2_qlora(reference, problems, tmp_path, config, gather):
     model, ddp = reference
-    for rank in accelerate(config, model, tmp_path / "out", "sft=sft"):
+    for rank in accelerate(config, model, tmp_path / "out", "sft=sft", recipe(problems, True, gather)):
         assert rank["sft"]["dtensors"] and rank["sft"]["base"]["ratio"] <= 0.52
         assert rank["sft"]["loss"] == pytest.approx(ddp["sft"]["loss"], abs=1e-5)
         assert not rank["sft"]["adapter"] or difference(rank["sft"]["adapter"], ddp["sft"]["adapter"]) <= 1e-5
+    check_accuracy(problems, True, tmp_path / "out" / "recipe")
 
 
-def test_fsdp2_without_quantization(reference, tmp_path):
+def test_fsdp2_without_quantization(reference, problems, tmp_path):
     model, ddp = reference
-    for rank in accelerate("fsdp2_cpu", model, tmp_path / "out", "lora=sft:quantized=0"):
+    for rank in accelerate("fsdp2_cpu", model, tmp_path / "out", "lora=sft:quantized=0", recipe(problems, False)):
         assert rank["lora"]["dtensors"] and rank["lora"]["base"] is None
         assert rank["lora"]["loss"] == pytest.approx(ddp["lora"]["loss"], abs=1e-5)
+    check_accuracy(problems, False, tmp_path / "out" / "recipe")
 
 
 def _deepspeed_is_built() -> bool:
@@ -70,7 +106,7 @@ def _deepspeed_is_built() -> bool:
 @pytest.mark.parametrize(
     ("config", "scenarios"), [("zero2_cpu", ["sft", "lora"]), ("zero3_cpu", ["lora"])], ids=["zero2", "zero3"]
 )
-def test_deepspeed_trains_and_its_adapter_reloads(reference, tmp_path, config, scenarios):
+def test_deepspeed_trains_and_its_adapter_reloads(reference, problems, tmp_path, config, scenarios):
     pytest.importorskip("deepspeed")
     if not _deepspeed_is_built():
         pytest.skip(
@@ -79,7 +115,9 @@ def test_deepspeed_trains_and_its_adapter_reloads(reference, tmp_path, config, s
     model, ddp = reference
     options = {"sft": "sft:final={}/sft", "lora": "sft:quantized=0,final={}/lora"}
     out = tmp_path / "out"
-    results = accelerate(config, model, out, *(f"{name}={options[name].format(out)}" for name in scenarios))
+    runs = [f"{name}={options[name].format(out)}" for name in scenarios]
+    results = accelerate(config, model, out, *runs, recipe(problems, False))
+    check_accuracy(problems, False, out / "recipe")
     for name in scenarios:
         assert results[0][name]["loss"] == pytest.approx(ddp[name]["loss"], abs=1e-4)
         base = tiny.load(model) if name == "sft" else tiny.load_whole(model)

@@ -84,7 +84,9 @@ def test_grpo_equals_one_process(runs, scenario):
         assert difference(expected, found) <= 1e-5, f"step {step}"
         assert len(expected) == 2 * 7 * 2  # A and B of seven projections in two layers
     assert difference(one["adapter"], two["adapter"]) <= 1e-5
-    assert len(one["eval"]) == len(two["eval"]) == (3 if scenario == "kl" else 0)
+    # `trainer.evaluate()` before training, at steps 2, 4 and 5, and after training.
+    assert len(one["eval"]) == len(two["eval"]) == (4 if scenario == "kl" else 0)
+    assert one["around"] == pytest.approx(two["around"], abs=1e-5)
     assert one["eval"] == pytest.approx(two["eval"], abs=1e-5)
 
 

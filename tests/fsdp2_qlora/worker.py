@@ -5,6 +5,7 @@ worker.py MODEL OUT scenario[:option=value,...] ...
 
 import contextlib
 import os
+import runpy
 import sys
 import traceback
 import zlib
@@ -116,16 +117,13 @@ def result(trainer, record):
     }
 
 
-def as_reference(trainer):
+def as_reference(model):
     """Undo two things that would make the unsharded references another computation than the sharded run."""
-    for parameter in trainer.model.parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:  # TRL casts the adapters of quantized models to bfloat16
             parameter.data = parameter.data.float()
-    for module in trainer.model.modules():
-        # On CPUs with AVX512-BF16, bitsandbytes repacks the base in evaluation mode and its forward then has no
-        # backward, in later training steps too.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    # In a trainer's reference, its forward in later training steps would have no backward either.
+    tiny.without_repacking(model)
 
 
 def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", double=1, quantized=1, fail_on=""):
@@ -141,7 +139,7 @@ def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", doubl
         processing_class=tiny.make_tokenizer(),
         callbacks=[record],
     )
-    as_reference(trainer)
+    as_reference(trainer.model)
     if fail_on == os.environ.get("RANK", "0"):
         trainer.add_callback(Fail())
     trainer.train(resume_from_checkpoint=resume or None)
@@ -172,9 +170,13 @@ def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", shari
         processing_class=tiny.make_tokenizer(),
         callbacks=[record],
     )
-    as_reference(trainer)
+    as_reference(trainer.model)
+    # Before training upstream cannot evaluate a model that FSDP2 is to shard.
+    around = [trainer.evaluate()["eval_loss"]] if evaluate else []
     trainer.train()
-    return result(trainer, record)
+    if evaluate:
+        around.append(trainer.evaluate()["eval_loss"])
+    return {**result(trainer, record), "around": around}
 
 
 def by_name(model_path, out, world_size, double=1, stored="", **options):
@@ -190,6 +192,8 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
         fsdp_gather=options.get("gather", "auto"),
         fsdp_keep_gathered=bool(int(options.get("keep", 0))),
         model_init_kwargs={"dtype": "float32"},
+        # Half of the vocabulary ends a completion: some rank is always finished before the other.
+        generation_kwargs={"eos_token_id": list(range(3, 35))} if int(options.get("uneven", 0)) else None,
     )
     record = Record()
     trainer = EfficientGRPOTrainer(
@@ -203,10 +207,24 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
         callbacks=[record],
     )
     meta = any(parameter.is_meta for parameter in trainer.model.parameters())
-    as_reference(trainer)
+    as_reference(trainer.model)
     trainer.train()
     gathers = [entry["fsdp/gathers"] for entry in trainer.state.log_history if "fsdp/gathers" in entry]
     return {**result(trainer, record), "meta": meta, "gathers": gathers}
+
+
+def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1):
+    """recipes/grpo.py itself, with accuracy before, during and after training, in batches that the ranks share unevenly."""
+    settings = f"""--model_name_or_path {base} --dtype float32 --dataset {data} --held_out 10 --eval_problems 9
+        --chat false --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --optim adamw_torch
+        --num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true
+        --per_device_train_batch_size {16 // world_size} --max_steps 4 --learning_rate 2e-2 --save_strategy no
+        --logging_steps 1 --accuracy_steps 2 --accuracy_samples 2 --accuracy_batch_size 2 --report_to none
+        --disable_tqdm true --fsdp_gather {gather} --output_dir {out}"""
+    if int(quantized):
+        settings += " --load_in_4bit true --use_bnb_nested_quant true"
+    sys.argv = ["recipes/grpo.py", *settings.split()]
+    runpy.run_path("recipes/grpo.py", run_name="__main__")
 
 
 def gather_context(model_path, out, world_size):
@@ -287,7 +305,7 @@ GRPO_OPTIONS = {
     "num_iterations": int,
     "loss_type": str,
 }
-SCENARIOS = {function.__name__: function for function in (sft, grpo, by_name, gather_context, memory)}
+SCENARIOS = {function.__name__: function for function in (sft, grpo, by_name, recipe, gather_context, memory)}
 
 
 def main(model_path, out, *specifications):

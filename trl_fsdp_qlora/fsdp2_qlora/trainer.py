@@ -4,7 +4,8 @@
         pass
 
 Under an accelerate config with FSDP2 and a 4-bit model with an adapter it shards the base, saves plain PEFT adapters and
-resumes from them; in every other case it is the trainer it was mixed into.
+resumes from them. Under FSDP2 with any model it can evaluate before it trains, and gathers weights once for generation.
+In every other case it is the trainer it was mixed into.
 """
 
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
@@ -45,6 +47,19 @@ class ShardedQLoRAMixin:
             keep_gathered(self.model, last_micro_batch=self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)
 
+    def evaluation_loop(self, *args, **kwargs):
+        self._prepare_for_forward()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _prepare_for_forward(self) -> None:
+        """Shard the model where `train()` has not yet: accelerate wants the optimizer with it, and upstream gives none."""
+        if not self.accelerator.is_fsdp2 or isinstance(self.model, FSDPModule):
+            return
+        self.create_optimizer()
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        self.model_wrapped = self.model
+        register_fsdp_forward_method(self.model, "generate")
+
     def log(self, logs, *args, **kwargs):
         """As in the trainer, with what this rank received and sent per optimizer step since the last training log."""
         if "loss" in logs and has_sharded_base(self.model):
@@ -62,8 +77,9 @@ class ShardedQLoRAMixin:
 
     @contextmanager
     def _gathered(self):
-        """Hold the whole base while weights do not change, if `args.fsdp_gather` and the free memory say so."""
-        if not has_sharded_base(self.model):
+        """Hold the whole model while weights do not change, if `args.fsdp_gather` and the free memory say so."""
+        # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
+        if not isinstance(self.model, FSDPModule) or getattr(self, "use_vllm", False):
             yield
             return
         mode = choose(self.model, self.accelerator.device, getattr(self.args, "fsdp_gather", "auto"))
