@@ -83,11 +83,16 @@ def check_accuracy(problems, quantized, out):
 @pytest.mark.parametrize(("config", "gather"), [("fsdp2_qlora_cpu", "per_layer"), ("fsdp2_qlora_offload_cpu", "auto")])
 def test_fsdp2_qlora(reference, problems, tmp_path, config, gather):
     model, ddp = reference
-    for rank in accelerate(config, model, tmp_path / "out", "sft=sft", recipe(problems, True, gather)):
+    ranks = accelerate(config, model, tmp_path / "out", "sft=sft", recipe(problems, True, gather))
+    for rank in ranks:
         assert rank["sft"]["dtensors"] and rank["sft"]["base"]["ratio"] <= 0.52
         assert rank["sft"]["loss"] == pytest.approx(ddp["sft"]["loss"], abs=1e-5)
         assert not rank["sft"]["adapter"] or difference(rank["sft"]["adapter"], ddp["sft"]["adapter"]) <= 1e-5
     check_accuracy(problems, True, tmp_path / "out" / "recipe")
+    # The start-up block says what was measured, and counts parameters, not bytes.
+    block = ranks[0]["recipe"]
+    assert "ratio 0.500 on 2 ranks" in block and "processes on cpu, FSDP" in block
+    assert f"frozen parameters     {sum(p.numel() for p in tiny.load_whole(model).parameters()):,} (" in block
 
 
 def test_fsdp2_without_quantization(reference, problems, tmp_path):

@@ -4,6 +4,7 @@ worker.py MODEL OUT scenario[:option=value,...] ...
 """
 
 import contextlib
+import io
 import os
 import runpy
 import sys
@@ -224,7 +225,10 @@ def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1)
     if int(quantized):
         settings += " --load_in_4bit true --use_bnb_nested_quant true"
     sys.argv = ["recipes/grpo.py", *settings.split()]
-    runpy.run_path("recipes/grpo.py", run_name="__main__")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path("recipes/grpo.py", run_name="__main__")
+    return printed.getvalue()
 
 
 def gather_context(model_path, out, world_size):

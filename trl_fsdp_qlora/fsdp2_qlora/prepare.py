@@ -113,6 +113,16 @@ def sharded_base_bytes(model: nn.Module) -> "BaseBytes | None":
     return getattr(model, "base_bytes", None)
 
 
+def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Shape of the dense weight behind every packed 4-bit parameter, which itself is a vector of bytes; by `id`."""
+    if not is_bitsandbytes_available():
+        return {}
+    from .packed_linear import PackedLinear4bit, quantized_layers
+
+    layers = quantized_layers(model).values()
+    return {id(layer.weight): layer.layout.shape for layer in layers if isinstance(layer, PackedLinear4bit)}
+
+
 def has_sharded_base(model: nn.Module) -> bool:
     """Whether `model` is an FSDP2 model whose 4-bit base was sharded here."""
     return isinstance(model, FSDPModule) and sharded_base_bytes(model) is not None

@@ -167,6 +167,7 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, Sharde
             self.prefix_sharing.describe(),
             *self.token_budget.describe(),
             "whole groups in every micro-batch" if cost is None else cost,
+            *([] if self.base_bytes is None else [str(self.base_bytes)]),
         ]
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
