@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import traceback
+import types
 import zlib
 from pathlib import Path
 
@@ -18,6 +19,7 @@ force_fsdp()
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
+import transformers.trainer  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -25,6 +27,8 @@ from transformers import TrainerCallback  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from tests.fsdp2_qlora import tiny  # noqa: E402
+from tests.grpo.empty_rank_worker import measure  # noqa: E402
+from tests.grpo.test_token_budget import made  # noqa: E402
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora import generation  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter  # noqa: E402
@@ -149,7 +153,7 @@ def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", doubl
     return result(trainer, record)
 
 
-def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", **options):
+def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", quantized=1, **options):
     options = {name: type_(options[name]) for name, type_ in GRPO_OPTIONS.items() if name in options}
     if bf16:
         options["bf16"] = True
@@ -162,7 +166,9 @@ def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", shari
     )
     record = Record()
     trainer = FixedCompletions(
-        model=tiny.load(model_path, dtype=getattr(torch, dtype), compute=dtype),
+        model=tiny.load(model_path, dtype=getattr(torch, dtype), compute=dtype)
+        if int(quantized)
+        else tiny.load_whole(model_path),
         reward_funcs=reward,
         args=EfficientGRPOConfig(**arguments),
         train_dataset=tiny.prompt_data(32),
@@ -229,6 +235,48 @@ def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1)
     with contextlib.redirect_stdout(printed):
         runpy.run_path("recipes/grpo.py", run_name="__main__")
     return printed.getvalue()
+
+
+def empty_rank(_model_path, out, _world_size, base, quantized=1, sharing="auto"):
+    """A step in which this rank or both have only completions with zero advantage, while the others' are learned from."""
+    model = tiny.load(base) if int(quantized) else tiny.load_whole(base)
+    trainer = made(out, model=model, max_steps=1, prefix_sharing=sharing)
+    as_reference(trainer.model)
+    measured = measure(trainer)
+    return {**measured, "dtensors": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())}
+
+
+def publish(model_path, out, world_size, quantized=1):
+    """`push_to_hub` with the Hub's two calls replaced: what would be uploaded, and by whom."""
+    uploads = []
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            return types.SimpleNamespace(repo_id=f"someone/{name}")
+
+        def upload_folder(self, repo_id, folder_path, ignore_patterns, **kwargs):
+            files = sorted(path.name for path in Path(folder_path).iterdir() if path.is_file())
+            uploads.append({"repo_id": repo_id, "folder": str(folder_path), "files": files, "ignore": ignore_patterns})
+
+    transformers.trainer.hf_api = Hub
+    arguments = common(out, world_size, max_steps=1, num_generations=4, max_completion_length=8)
+    trainer = FixedCompletions(
+        model=tiny.load(model_path) if int(quantized) else tiny.load_whole(model_path),
+        reward_funcs=reward,
+        args=EfficientGRPOConfig(**arguments, push_to_hub=True, hub_model_id="adapter"),
+        train_dataset=tiny.prompt_data(32),
+        peft_config=tiny.lora(init_lora_weights=False),
+        processing_class=tiny.make_tokenizer(),
+    )
+    as_reference(trainer.model)
+    trainer.train()
+    trainer.push_to_hub()
+    asked = list(uploads)
+    trainer.save_model()  # pushes, as the config says
+    with generation.gathered(trainer.model), torch.no_grad():
+        logits = trainer.model.eval()(input_ids=torch.arange(3, 19).view(1, 16)).logits
+    sharded = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    return {"uploads": asked, "by_save": len(uploads) - len(asked), "logits": logits, "dtensors": sharded}
 
 
 def gather_context(model_path, out, world_size):
@@ -309,7 +357,10 @@ GRPO_OPTIONS = {
     "num_iterations": int,
     "loss_type": str,
 }
-SCENARIOS = {function.__name__: function for function in (sft, grpo, by_name, recipe, gather_context, memory)}
+SCENARIOS = {
+    function.__name__: function
+    for function in (sft, grpo, by_name, recipe, empty_rank, publish, gather_context, memory)
+}
 
 
 def main(model_path, out, *specifications):

@@ -3,9 +3,9 @@
     class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
         pass
 
-Under an accelerate config with FSDP2 and a 4-bit model with an adapter it shards the base, saves plain PEFT adapters and
-resumes from them. Under FSDP2 with any model it can evaluate before it trains, and gathers weights once for generation.
-In every other case it is the trainer it was mixed into.
+Under an accelerate config with FSDP2 it shards a 4-bit base, saves plain PEFT adapters and resumes from them (of whole bases
+too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the trainer it was
+mixed into.
 """
 
 import os
@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
 from .generation import choose, gathered, keep_gathered
-from .prepare import has_sharded_base, shard_quantized_base, sharded_base_bytes
+from .prepare import has_sharded_adapter, has_sharded_base, shard_quantized_base, sharded_base_bytes
 
 if TYPE_CHECKING:
     from .accounting import BaseBytes
@@ -87,7 +87,7 @@ class ShardedQLoRAMixin:
             yield
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not has_sharded_base(self.model):
+        if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
         output_dir = self.args.output_dir if output_dir is None else output_dir
         self._save(output_dir, state_dict=gather_adapter(self.model))
@@ -96,7 +96,7 @@ class ShardedQLoRAMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not has_sharded_base(self.model):
+        if not has_sharded_adapter(self.model):
             return super()._save_optimizer_and_scheduler(output_dir)
         state = gather_optimizer(self.optimizer)
         if self.args.should_save:
@@ -105,12 +105,12 @@ class ShardedQLoRAMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         model = self.model if model is None else model
-        if not has_sharded_base(model):
+        if not has_sharded_adapter(model):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_adapter(model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not has_sharded_base(self.model):
+        if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
         optimizer_file, scheduler_file = Path(checkpoint) / OPTIMIZER_NAME, Path(checkpoint) / SCHEDULER_NAME
         if not (optimizer_file.is_file() and scheduler_file.is_file()):
@@ -120,7 +120,7 @@ class ShardedQLoRAMixin:
         self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
 
     def _load_best_model(self) -> None:
-        if not has_sharded_base(self.model):
+        if not has_sharded_adapter(self.model):
             return super()._load_best_model()
         logger.info(f"Loading best model from {self.state.best_model_checkpoint} (score: {self.state.best_metric}).")
         load_adapter(self.model, self.state.best_model_checkpoint)
