@@ -215,9 +215,17 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
     )
     meta = any(parameter.is_meta for parameter in trainer.model.parameters())
     as_reference(trainer.model)
+    generate, longest = trainer._generate_single_turn, []
+
+    def measured(*args, **kwargs):
+        completions, logps = generate(*args, **kwargs)
+        longest.append(max(map(len, completions)))
+        return completions, logps
+
+    trainer._generate_single_turn = measured
     trainer.train()
     gathers = [entry["fsdp/gathers"] for entry in trainer.state.log_history if "fsdp/gathers" in entry]
-    return {**result(trainer, record), "meta": meta, "gathers": gathers}
+    return {**result(trainer, record), "meta": meta, "gathers": gathers, "longest": longest}
 
 
 def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1):
