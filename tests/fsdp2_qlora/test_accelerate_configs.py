@@ -1,6 +1,7 @@
 """Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes."""
 
 import json
+import runpy
 import sys
 import time
 
@@ -76,6 +77,18 @@ def check_accuracy(problems, quantized, out):
         assert {**record[when], "seconds": 0} == {**expected, "seconds": 0}, when
     assert 0 < record["before"]["correct"] < 9
     assert record["after"]["correct"] != record["before"]["correct"]  # the adapter does something
+
+
+def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeypatch):
+    out = tmp_path / "result.json"
+    arguments = f"--model {problems[0]} --load_in_4bit true --use_bnb_nested_quant true --dtype float32 --chat false"
+    arguments += f" --dataset {problems[1][True]} --held_out 10 --max_new_tokens 3 --batch_size 4 --output {out}"
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments.split()])
+    runpy.run_path(str(REPOSITORY / "recipes" / "evaluate.py"), run_name="__main__")
+    held_out = to_prompts(hold_out(read_problems(problems[1][True], "train"), 10)[1], chat=False)
+    alone = evaluate(tiny.load(problems[0]), tiny.make_tokenizer(), held_out, max_new_tokens=3, batch_size=4)
+    found = json.loads(out.read_text())
+    assert found["correct"] == alone.correct > 0 and found["n"] == 10
 
 
 @pytest.mark.parametrize(("config", "gather"), [("fsdp2_qlora_cpu", "per_layer"), ("fsdp2_qlora_offload_cpu", "auto")])

@@ -1,0 +1,86 @@
+"""An adapter merged into its base gives what PEFT gives unmerged."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import lora, save_tiny_model
+from trl_fsdp_qlora.publishing.merge import MergeError, merge_adapter
+
+SCRIPT = Path(__file__).parents[1] / "recipes" / "merge.py"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    root = tmp_path_factory.mktemp("merge")
+    base = save_tiny_model(root / "base")
+    torch.manual_seed(1)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora()).save_pretrained(root / "adapter")
+    return root / "adapter"
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(5, 15).repeat(2, 1)).logits.float()
+
+
+def of_peft(adapter, dtype):
+    """Logits with the adapter beside the base, and of the base alone."""
+    base = AutoModelForCausalLM.from_pretrained(adapter.parent / "base", dtype=dtype)
+    plain = logits(base)
+    return logits(PeftModel.from_pretrained(base, adapter)), plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_logits_are_those_of_peft(adapter, tmp_path, dtype):
+    expected, plain = of_peft(adapter, torch.float32)
+    folder = merge_adapter(adapter, tmp_path / "merged", dtype=dtype)
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert merged.dtype == dtype and not hasattr(merged, "peft_config")
+    # In bfloat16 the merged weight is rounded once more: no further off than twice what the unmerged pass is in it.
+    rounding = (of_peft(adapter, dtype)[0] - expected).abs().max()
+    assert (logits(merged) - expected).abs().max() <= 1e-6 + 2 * rounding
+    assert (plain - expected).abs().max() > 0.1
+    assert AutoTokenizer.from_pretrained(folder)("1+2=")["input_ids"]
+    assert ModelCard.load(folder / "README.md").data.base_model == "base"
+
+
+def test_what_cannot_be_merged_is_told(adapter, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(MergeError, match="there exists"):
+        merge_adapter(adapter, tmp_path / "there")
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    config = json.loads((adapter.parent / "base" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MergeError, match="is quantized"):
+        merge_adapter(adapter, tmp_path / "merged", base=str(quantized))
+
+
+def test_an_interrupted_merge_leaves_no_folder(adapter, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_script(adapter, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "merged"
+    monkeypatch.setattr(
+        sys, "argv", ["merge.py", "--adapter", str(adapter), "--output", str(out), "--dtype", "float32"]
+    )
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert (out / "model.safetensors").is_file() and str(out) in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: .*exists"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
