@@ -9,6 +9,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import lora, save_tiny_model
@@ -31,25 +32,32 @@ def logits(model):
         return model.eval()(input_ids=torch.arange(5, 15).repeat(2, 1)).logits.float()
 
 
-def of_peft(adapter, dtype):
-    """Logits with the adapter beside the base, and of the base alone."""
-    base = AutoModelForCausalLM.from_pretrained(adapter.parent / "base", dtype=dtype)
+def test_merged_logits_are_those_of_peft(adapter, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(adapter.parent / "base", dtype=torch.float32)
     plain = logits(base)
-    return logits(PeftModel.from_pretrained(base, adapter)), plain
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_logits_are_those_of_peft(adapter, tmp_path, dtype):
-    expected, plain = of_peft(adapter, torch.float32)
-    folder = merge_adapter(adapter, tmp_path / "merged", dtype=dtype)
+    unmerged = logits(PeftModel.from_pretrained(base, adapter))
+    folder = merge_adapter(adapter, tmp_path / "merged", dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert merged.dtype == dtype and not hasattr(merged, "peft_config")
-    # In bfloat16 the merged weight is rounded once more: no further off than twice what the unmerged pass is in it.
-    rounding = (of_peft(adapter, dtype)[0] - expected).abs().max()
-    assert (logits(merged) - expected).abs().max() <= 1e-6 + 2 * rounding
-    assert (plain - expected).abs().max() > 0.1
+    assert merged.dtype == torch.float32 and not hasattr(merged, "peft_config")
+    assert (logits(merged) - unmerged).abs().max() <= 1e-6
+    assert (plain - unmerged).abs().max() > 0.1
     assert AutoTokenizer.from_pretrained(folder)("1+2=")["input_ids"]
     assert ModelCard.load(folder / "README.md").data.base_model == "base"
+
+
+def test_bfloat16_rounds_the_sum_and_nothing_else(adapter, tmp_path):
+    folder = merge_adapter(adapter, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(adapter.parent / "base", dtype=torch.bfloat16).state_dict()
+    factors = load_file(adapter / "adapter_model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    a, b = (factors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+    delta, weight = b @ a * 2, base[f"{name}.weight"].float()  # lora_alpha / r = 2
+    assert merged[f"{name}.weight"].dtype == torch.bfloat16
+    # The adapter's share and the sum are rounded, each to 2^-9 of it.
+    error = (merged[f"{name}.weight"].float() - weight - delta).abs()
+    assert (error <= 2**-8 * (weight.abs() + delta.abs())).all() and error.max() > 0
+    assert delta.abs().max() > 0.1 * weight.abs().max()
 
 
 def test_what_cannot_be_merged_is_told(adapter, tmp_path):
