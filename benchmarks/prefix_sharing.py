@@ -84,12 +84,12 @@ def make_batch(vocabulary: int, prompt: int, completion: int, group: int, kind: 
     return {key: value.to(device) for key, value in batch.items()}
 
 
-def make_trainer(cls, model, prefix_sharing: str, args, group: int):
+def make_trainer(cls, model, prefix_sharing: str, args, group: int, config_cls=EfficientGRPOConfig):
     """A trainer on a copy of `model`, in training mode, ready for `_compute_loss`."""
     vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    config = EfficientGRPOConfig(
+    config = config_cls(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=group,
         num_generations=group,

@@ -4,7 +4,7 @@
 
 Qwen3-like, hidden 256 × 4 layers, vocabulary 32k, LoRA on all linear layers (so the LM head is frozen), prompts of 64,
 completions of 512, groups of 8. Every variant is the same `EfficientGRPOTrainer` with packed rows; runs alternate,
-each with the draw of another step. Seconds are the process's CPU seconds (all threads), medians over the runs; bytes
+each with the draw of another step. Seconds are wall seconds, medians over the runs, so nothing else should run; bytes
 and shares are means. LM-head time is that of the calls that score positions; with a frozen head these do the
 backward's projection too. Saved bytes are the distinct storages that autograd keeps, parameters excluded.
 """
@@ -41,18 +41,16 @@ TARGETS = {
 class HeadClock:
     """Seconds spent in `logprobs.score_positions`."""
 
-    def __init__(self, device: str):
-        # CPU seconds where the CPU computes, so that other work on the machine does not decide.
-        self.now = time.process_time if device == "cpu" else time.perf_counter
+    def __init__(self):
         self.seconds, self.inner = 0.0, logprobs.score_positions
         logprobs.score_positions = self
 
     def __call__(self, *args, **kwargs):
-        start = self.now()
+        start = time.perf_counter()
         try:
             return self.inner(*args, **kwargs)
         finally:
-            self.seconds += self.now() - start
+            self.seconds += time.perf_counter() - start
 
 
 def two_groups(batch: dict) -> dict:
@@ -77,7 +75,7 @@ def main() -> None:
     trainer = make_trainer(EfficientGRPOTrainer, peft.get_peft_model(base, lora), "auto", args, GROUP)
     one = make_batch(args.vocabulary, PROMPT, COMPLETION, GROUP, "equal", args.device, seed=1)
     two = two_groups(one)
-    clock = HeadClock(args.device)
+    clock = HeadClock()
     budgets = {}
     for name, options in VARIANTS.items():
         for key, value in {"token_selection": "all", "skip_zero_advantage": True, **options}.items():
@@ -91,9 +89,9 @@ def main() -> None:
             trainer.token_budget, trainer.state.global_step = budgets[name], run + 1
             batch = two if name.startswith("two") else one
             clock.seconds = 0.0
-            start = clock.now()
+            start = time.perf_counter()
             step(trainer, batch, args.device)
-            seconds = clock.now() - start
+            seconds = time.perf_counter() - start
             if run < 0:  # warm up: self-check, allocator, thread pool
                 continue
             found = measured[name]
@@ -110,7 +108,7 @@ def main() -> None:
         for name, found in measured.items()
     }
     rows = []
-    print("| variant | tokens in the loss | CPU seconds | LM head | saved MB | time | LM head | bytes | target |")
+    print("| variant | tokens in the loss | seconds | LM head | saved MB | time | LM head | bytes | target |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, total in totals.items():
         baseline = totals["two groups" if name.startswith("two") else "all tokens"]

@@ -1,11 +1,14 @@
 """T-SPMO's trainer against the objective written out over prefixes, on the padded stock forward."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from trl import GRPOTrainer
 
+from tests.distributed.launch import launch
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.t_spmo.credit import group_credit
@@ -34,7 +37,7 @@ def branching_batch(ours):
     return {**batch, "completion_ids": ids, "completion_mask": mask, "advantages": credit.credit_BC}, rewards, credit
 
 
-def objective_by_hand(ours, batch, rewards, objective):
+def objective_by_hand(ours, batch, rewards, objective, group_size=4):
     """The definition, over Python tuples, on TRL's own padded log-probabilities."""
     ids, mask = batch["completion_ids"], batch["completion_mask"]
     logps, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(
@@ -45,8 +48,9 @@ def objective_by_hand(ours, batch, rewards, objective):
         ids.shape[1],
     )
     total = 0.0
-    for first in (0, 4):
-        rows = [i for i in range(first, first + 4) if mask[i].any()]
+    groups = range(0, len(ids), group_size)
+    for first in groups:
+        rows = [i for i in range(first, first + group_size) if mask[i].any()]
         texts = {i: tuple(ids[i][mask[i].bool()].tolist()) for i in rows}
         places = {text[: t + 1]: (i, t) for i, text in texts.items() for t in range(len(text))}
 
@@ -60,7 +64,7 @@ def objective_by_hand(ours, batch, rewards, objective):
             value = logps[i, t].exp() if objective == "probability" else logps[i, t]
             group = group + (mean(pair) - mean(pair[:-1])) * value
         total = total + group / len(places)
-    return -total / 2
+    return -total / len(groups)
 
 
 @pytest.mark.parametrize("sharing", ["auto", "off"])
@@ -88,9 +92,9 @@ def test_completions_are_cut_behind_their_last_branching_token(tmp_path):
     assert places == [[2, 3], [3], [2], [], [0], [0, 1], [1], []]
     assert credit.forward == int(sum((row.nonzero().max().item() if row.any() else 0) for row in credit.credit_BC))
     ours._compute_loss(ours.model, batch)
-    prompts = batch["prompt_mask"].sum(1)
-    last = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in credit.credit_BC]
-    want = sum(last) + int(prompts[0] - 1 + prompts[4] - 1)
+    # The prompts, whose last tokens predict the first, and in front of the last credited tokens: 7, 78, 789; 8.
+    want = int(batch["prompt_mask"].sum(1)[[0, 4]].sum()) + 4
+    assert credit.distinct == 4
     whole = batch["prompt_mask"].numel() + batch["completion_mask"].numel()
     assert ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1] == pytest.approx(want / whole)
 
@@ -108,6 +112,15 @@ def test_a_run_trains_and_reports(tmp_path):
     for row in rows:
         assert 0 < row["t_spmo/credited_transitions"] <= row["t_spmo/transitions"]
         assert 0 <= row["t_spmo/repeated_share"] < 1 and 0 < row["tokens/scored_share"] <= 1
+
+
+@pytest.mark.slow
+def test_a_group_may_span_ranks(tmp_path):
+    """Two ranks with half of a group each: the reduced gradient is that of the definition on the whole group."""
+    launch(Path(__file__).with_name("spanning_worker.py"), str(tmp_path))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["largest"] > 0
+    assert results["worst"] <= 1e-4 * results["largest"]
 
 
 def test_equal_rewards_leave_nothing_to_learn(tmp_path):

@@ -151,11 +151,11 @@ class TokenBudget:
         return logps_BC, None if entropies_BC is None else torch.where(scored_BC, entropies_BC, 0.0)
 
     @contextlib.contextmanager
-    def within(self, scope: Scope):
-        """Passes inside compute this scope only."""
+    def within(self, scope: Scope, nested: bool = False):
+        """Passes inside compute this scope only; with `nested`, beginnings that completions share once."""
         self.scope = scope
         try:
-            with self.trainer.prefix_sharing.scoring(scope.scored_BC):
+            with self.trainer.prefix_sharing.scoring(scope.scored_BC, nested):
                 yield
         finally:
             self.scope = None

@@ -15,13 +15,15 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import cascade, flex, two_part
+from . import cascade, flex, tree, two_part
 from .layout import PackedLayout, SealedLayout
 
 PREFIX = "prefix_sharing_"
 BACKENDS = {"cascade": cascade, "two_part": two_part, "flex": flex}
 # "auto" takes the first that serves the layer. FlexAttention is only taken by name.
 AUTO_ORDER = ("cascade", "two_part")
+# What can compute a nested row, under the choice it is taken for.
+NESTED_BACKENDS = {"auto": ("tree", tree), "flex": ("flex", flex)}
 
 # Keywords that say nothing about who attends to whom or how a score is computed.
 _NEUTRAL = {
@@ -65,6 +67,16 @@ class AttentionCall:
     base: str
     own_function: Callable
     kwargs: dict
+
+    def run(self, query, key, value, mask, **more) -> torch.Tensor:
+        """The layer's own function on `(n, H, ·, D)` queries, keys and values: `(n, queries, H, D_v)`."""
+        kwargs = {"scaling": self.scaling, "dropout": self.dropout, **more}
+        if self.softcap is not None:
+            kwargs["softcap"] = self.softcap
+        if self.sinks is not None:
+            kwargs["s_aux"] = self.sinks
+        out, *_ = self.own_function(self.module, query, key, value, mask, **kwargs)
+        return out
 
 
 def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
@@ -113,6 +125,8 @@ def _describe(module, query, key, value, layout, base, own_function, kwargs) -> 
 
 
 def _choose(call: AttentionCall):
+    if call.layout.end_T is not None:
+        return NESTED_BACKENDS[call.layout.backend]
     names = AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,)
     reasons = []
     for name in names:
@@ -141,6 +155,12 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise UnsupportedAttention(f"{type(model).__name__} keeps attn_implementation={base!r}")
+
+
+def can_nest(model: PreTrainedModel, choice: str) -> bool:
+    """Whether a model with [`install`]'s implementation can compute nested rows under a backend choice."""
+    base = model.config._attn_implementation.removeprefix(PREFIX)
+    return choice in NESTED_BACKENDS and (choice != "auto" or base in tree.BASES)
 
 
 @contextlib.contextmanager

@@ -10,13 +10,19 @@ is where the first completion token is predicted, and stops before the last toke
 target. So a group costs (P-1) + sum of its completion lengths. A prompt that occurs once is one plain causal segment
 with its completion ("single row"), with nothing to merge.
 
+Where completions begin alike and it pays, the row is a *nested* one instead ([`nested.nested_row`]): each group is one
+stretch that holds every prefix once.
+
 Positions are the columns of the padded batch: what stock TRL's forward uses, so every rotary table entry is the same.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from .nested import NestedRow, nested_row
 
 
 @dataclass(eq=False)
@@ -38,6 +44,8 @@ class PackedLayout:
             with it).
         starts, lengths: offset in the row and token count of each segment.
         tokens, stock_tokens: T, and the B * (P + C) positions that a padded forward computes.
+        end_T: for a nested row, the place behind the last token that sees each one: token q attends to k where
+            k <= q < end_T[k]. Its groups count as single rows. `None` for every other row.
         backend: `"auto"` or the name of the attention backend to use.
         layer_calls: backend name for each attention layer that saw this layout, in order, recomputation included.
         cache: index tensors that a backend derived from the layout, kept for the next layer.
@@ -57,6 +65,7 @@ class PackedLayout:
     completion_shape: tuple[int, int]
     tokens: int
     stock_tokens: int
+    end_T: np.ndarray | None = None
     backend: str = "auto"
     layer_calls: list[str] = field(default_factory=list)
     cache: dict = field(default_factory=dict)
@@ -149,6 +158,7 @@ def pack(
     score_mask_BC: torch.Tensor | None = None,
     whole_rows: bool = False,
     facts: BatchFacts | None = None,
+    pairs_per_token: float | None = None,
 ) -> PackedLayout:
     """Pack a padded batch into one row.
 
@@ -160,6 +170,9 @@ def pack(
             altogether. A batch without any gives a row of one token, so that the forward still happens.
         whole_rows: keep every token of the batch in the row (the router loss of MoE models counts all of them).
         facts: what [`read_batch`] found, where it was already called.
+        pairs_per_token: compute equal beginnings of completions once, if the tokens saved are worth the wider
+            attention mask: how many query-key pairs cost a layer as much as one token does outside of attention. `None`
+            shares prompts only.
 
     Raises:
         UnpackableBatch: see [`read_batch`].
@@ -175,32 +188,29 @@ def pack(
         # Index of the last scored token plus one: the number of positions that predict the tokens up to it.
         forward_B = np.where(scored_BC.any(1), logits_to_keep - scored_BC[:, ::-1].argmax(1), 0)
 
-    row_S, first_S, length_S, sizes = _segments(facts, forward_B, prompt_width)
-    num_singles, children_per_family = sizes
-    weight_S = np.ones(len(row_S))
-    weight_S[num_singles : num_singles + len(children_per_family)] = children_per_family
-    if len(row_S) == 0:  # nothing is scored: one token, connected to the model, so that every rank meets every other
-        row_S, first_S, length_S = (np.array([x]) for x in (0, prompt_width - 1, 1))
-        num_singles, children_per_family, weight_S = 1, np.zeros(0, int), np.zeros(1)
-
-    starts = np.cumsum(length_S) - length_S
-    tokens = int(length_S.sum())
-    segment_T = np.repeat(np.arange(len(row_S)), length_S)
-    column_T = np.arange(tokens) - starts[segment_T] + first_S[segment_T]
-    source_T = row_S[segment_T] * width + column_T
-
-    # Token t of row b stands in column P + t and is predicted one column before.
-    shift_B = np.zeros(rows, int)
-    is_prompt = np.zeros(len(row_S), bool)
-    is_prompt[num_singles : num_singles + len(children_per_family)] = True
-    shift_B[row_S[~is_prompt]] = (starts - first_S)[~is_prompt]
+    row = _flat_row(facts, forward_B, prompt_width)
+    if pairs_per_token is not None and len(row.lengths) > 1:
+        nested = nested_row(
+            input_ids[:, prompt_width:].cpu().numpy(),
+            forward_B,
+            facts.prompt_lengths_B,
+            facts.new_prompt_B,
+            prompt_width,
+        )
+        if (len(row.row_T) - len(nested.row_T)) * pairs_per_token > nested.pairs - row.pairs:
+            row = nested
+    is_nested = isinstance(row, NestedRow)
+    source_T = row.row_T * width + row.column_T
+    tokens = len(source_T)
     scored_row_N, scored_token_N = scored_BC.nonzero()
-    score_index_N = shift_B[scored_row_N] + prompt_width + scored_token_N - 1
+    score_index_N = row.index_BC[scored_row_N, scored_token_N]
     target_N = scored_row_N * width + prompt_width + scored_token_N
     scatter_N = scored_row_N * logits_to_keep + scored_token_N
 
     # One transfer for all indices.
-    host = torch.from_numpy(np.concatenate([source_T, column_T, score_index_N, target_N, scatter_N]).astype(np.int64))
+    host = torch.from_numpy(
+        np.concatenate([source_T, row.column_T, score_index_N, target_N, scatter_N]).astype(np.int64)
+    )
     scored = len(score_index_N)
     source, column, score_index, target, scatter_index = host.to(input_ids.device, non_blocking=True).split(
         [tokens, tokens, scored, scored, scored]
@@ -212,15 +222,62 @@ def pack(
         score_index_N=score_index,
         score_targets_N=flat_ids[target],
         scatter_index_N=scatter_index,
-        multiplicity_1T=torch.from_numpy(weight_S[segment_T]).to(input_ids.device, torch.float32).unsqueeze(0),
-        starts=starts,
-        lengths=length_S,
-        num_singles=num_singles,
-        num_families=len(children_per_family),
-        children_per_family=children_per_family,
+        multiplicity_1T=torch.from_numpy(row.weight_T).to(input_ids.device, torch.float32).unsqueeze(0),
+        starts=row.starts,
+        lengths=row.lengths,
+        num_singles=len(row.lengths) if is_nested else row.num_singles,
+        num_families=0 if is_nested else len(row.children_per_family),
+        children_per_family=np.zeros(0, int) if is_nested else row.children_per_family,
         completion_shape=(rows, logits_to_keep),
         tokens=tokens,
         stock_tokens=rows * width,
+        end_T=row.end_T if is_nested else None,
+    )
+
+
+class _FlatRow(NamedTuple):
+    """A row that shares prompts only; fields as in [`PackedLayout`] and [`nested.NestedRow`]."""
+
+    row_T: np.ndarray
+    column_T: np.ndarray
+    index_BC: np.ndarray
+    weight_T: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    num_singles: int
+    children_per_family: np.ndarray
+    pairs: int
+
+
+def _flat_row(facts: BatchFacts, forward_B: np.ndarray, prompt_width: int) -> _FlatRow:
+    row_S, first_S, length_S, (num_singles, children_per_family) = _segments(facts, forward_B, prompt_width)
+    weight_S = np.ones(len(row_S))
+    weight_S[num_singles : num_singles + len(children_per_family)] = children_per_family
+    if len(row_S) == 0:  # nothing is scored: one token, connected to the model, so that every rank meets every other
+        row_S, first_S, length_S = (np.array([x]) for x in (0, prompt_width - 1, 1))
+        num_singles, children_per_family, weight_S = 1, np.zeros(0, int), np.zeros(1)
+    starts = np.cumsum(length_S) - length_S
+    segment_T = np.repeat(np.arange(len(row_S)), length_S)
+    column_T = np.arange(len(segment_T)) - starts[segment_T] + first_S[segment_T]
+    # Token t of row b stands in column P + t and is predicted one column before.
+    shift_B = np.zeros(len(forward_B), int)
+    num_roots = num_singles + len(children_per_family)
+    is_prompt = np.zeros(len(row_S), bool)
+    is_prompt[num_singles:num_roots] = True
+    shift_B[row_S[~is_prompt]] = (starts - first_S)[~is_prompt]
+    index_BC = shift_B[:, None] + prompt_width - 1 + np.arange(facts.scored_BC.shape[1])
+    prompt_of_child = np.repeat(length_S[num_singles:num_roots], children_per_family)
+    pairs = int((length_S**2).sum() + (length_S[num_roots:] * prompt_of_child).sum())
+    return _FlatRow(
+        row_S[segment_T],
+        column_T,
+        index_BC,
+        weight_S[segment_T],
+        starts,
+        length_S,
+        num_singles,
+        children_per_family,
+        pairs,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..logprobs import add_scoring_head
-from .attention import BACKENDS, UnsupportedAttention, install, no_mask, set_aside
+from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .layout import BatchFacts, PackedLayout, SealedLayout, UnpackableBatch, pack, read_batch
 from .self_check import difference, without_dropout
 from .support import attention_layers, position_limit, unsupported_reason
@@ -34,6 +34,7 @@ class _ModelState:
     layers: int = 0
     position_limit: float = float("inf")
     dtype: torch.dtype = torch.float32
+    pairs_per_token: float | None = None  # for nested rows, see `layout.pack`
     reason: str | None = None  # why it runs padded
     checked: bool = False  # its first packed pass was compared with the padded one
 
@@ -62,6 +63,7 @@ class PrefixSharing:
 
     Attributes:
         score_mask_BC: which completion tokens the next passes have to score, see [`scoring`].
+        nested: compute equal beginnings of a group's completions once in the next passes, see [`scoring`].
         metrics: of the last packed pass: tokens computed over tokens a padded forward computes, seconds until the
             forward returned (on CUDA: was queued), and the share of attention layers each backend served.
     """
@@ -82,6 +84,7 @@ class PrefixSharing:
         self.autocast = autocast
         self.entropy_gradient = entropy_gradient
         self.score_mask_BC: torch.Tensor | None = None
+        self.nested = False
         self.metrics: dict[str, float] = {}
         self._states: dict[str, _ModelState] = {}
 
@@ -115,6 +118,8 @@ class PrefixSharing:
         state.base = base
         state.layers = attention_layers(base)
         state.position_limit = position_limit(base)
+        # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
+        state.pairs_per_token = 6.0 * base.config.hidden_size if can_nest(base, self.choice) else None
         state.dtype = base.get_input_embeddings().weight.dtype
 
     def describe(self, role: str = "policy") -> str:
@@ -127,19 +132,22 @@ class PrefixSharing:
         return self._states[role].reason is None
 
     @contextlib.contextmanager
-    def scoring(self, score_mask_BC: torch.Tensor | None) -> Iterator[None]:
+    def scoring(self, score_mask_BC: torch.Tensor | None, nested: bool = False) -> Iterator[None]:
         """Score only these completion tokens `(B, C)` (bool) in the passes inside; all others get zeros.
 
         Tokens behind the last scored one of a completion are not computed at all, a completion without any leaves the
         row. Whoever narrows the policy's tokens must also zero what it is compared with (old and reference
         log-probabilities) at the same places: `exp(0 - old)` overflows, and infinity times a zero mask is not zero.
+
+        With `nested`, what completions of a group have in common behind the prompt is computed once too, where that
+        costs less.
         """
-        before = self.score_mask_BC
-        self.score_mask_BC = score_mask_BC
+        before = self.score_mask_BC, self.nested
+        self.score_mask_BC, self.nested = score_mask_BC, nested
         try:
             yield
         finally:
-            self.score_mask_BC = before
+            self.score_mask_BC, self.nested = before
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -265,6 +273,7 @@ class PrefixSharing:
                 logits_to_keep,
                 whole_rows=compute_aux_loss,
                 facts=facts.rows(part, scored=last > first),
+                pairs_per_token=state.pairs_per_token if self.nested else None,
             )
             outputs = self._forward(state, model, layout, compute_aux_loss)
             tokens += layout.tokens

@@ -38,18 +38,12 @@ def attend(call) -> torch.Tensor:
 def _own(call, q, k, v) -> torch.Tensor:
     """The model's attention for queries that are the last ones of their keys: `(n, queries, H, D_v)`."""
     queries, keys = q.shape[2], k.shape[2]
-    kwargs = {"scaling": call.scaling, "dropout": call.dropout}
-    if call.softcap is not None:
-        kwargs["softcap"] = call.softcap
-    if call.sinks is not None:
-        kwargs["s_aux"] = call.sinks
-    mask = None
+    mask, more = None, {}
     if call.base in _FLASH_BASES:
-        kwargs["sliding_window"] = call.window
+        more["sliding_window"] = call.window
     elif call.base == "eager" or queries != keys or (call.window is not None and call.window < keys):
         mask = _mask(call, queries, keys, q)
-    out, *_ = call.own_function(call.module, q, k, v, mask, **kwargs)
-    return out
+    return call.run(q, k, v, mask, **more)
 
 
 def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,7 @@ class Credit(NamedTuple):
         transitions: mean over groups of |U|.
         credited: mean over groups of the distinct transitions with nonzero advantage.
         forward: positions in front of the last credited token of each completion, summed over the batch.
-        distinct: different prefixes among those positions; `forward - distinct` are computed more than once, since the
-            packed row shares the prompt only.
+        distinct: different prefixes among those positions; `forward - distinct` repeat another completion's.
     """
 
     credit_BC: torch.Tensor

@@ -17,8 +17,9 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         1/|U| · Σ_U A(v|p) · π(v|p),    A(v|p) = mean{R : starts with p∘v} − mean{R : starts with p}.
 
     A is zero where completions do not part, so only branching tokens are scored, each distinct one once, and every
-    completion is cut behind its last credited token. The prompt is computed once; a prefix that completions share
-    beyond it is computed by each of them (`t_spmo/repeated_share` tells how much that is).
+    completion is cut behind its last credited token. The prompt is computed once, and so is every prefix that
+    completions share behind it (`t_spmo/repeated_share` tells how much that saves), unless the model runs padded or on
+    an attention implementation without masks.
 
     A completion's reward is the weighted sum of the reward functions, unscaled. Groups may span ranks: the trie is
     built over the whole group. The definition follows the paper's abstract and is otherwise this project's reading.
@@ -82,7 +83,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         mode, group_size = ("train", self.num_generations) if training else ("eval", self.num_generations_eval)
         credit_BC = inputs["advantages"]
         scored_BC = credit_BC != 0
-        with self.token_budget.within(Scope(scored_BC, None)):
+        with self.token_budget.within(Scope(scored_BC, None), nested=True):
             logps_BC, entropies_BC, aux_loss = self._get_per_token_logps_and_entropies(
                 model,
                 torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..prefix_sharing.nested import rows_behind_subtree, sort_by_prefix
+
 
 class Transitions(NamedTuple):
     """Credit of the token transitions of one group of G completions, padded to C tokens.
@@ -47,18 +49,14 @@ def prefix_transitions(
     judged_G = ~np.isnan(rewards_G)
     valid_GC &= judged_G[:, None]
     # Padding equals no token, so a completion that ends parts from those that go on.
-    ids_GC = np.where(valid_GC, completion_ids.cpu().numpy(), -1).astype(np.int32)
+    ids_GC = np.where(valid_GC, completion_ids.cpu().numpy(), -1)
     rows, width = ids_GC.shape
     if width == 0:
         return Transitions(torch.zeros(rows, 0, dtype=torch.float64), torch.zeros(rows, 0, dtype=torch.bool), 0)
-    # Any order of whole tokens will do that keeps equal prefixes together; that of their bytes is one.
-    order = sorted(range(rows), key=[row.tobytes() for row in ids_GC].__getitem__)
-    ids_GC, valid_GC, judged_G = ids_GC[order], valid_GC[order], judged_G[order]
-    length_G, rewards_G = valid_GC.sum(1), np.nan_to_num(rewards_G[order])
-
-    differs = ids_GC[1:] != ids_GC[:-1]
-    common = np.where(differs.any(1), differs.argmax(1), width)
-    common = np.minimum(common, np.minimum(length_G[1:], length_G[:-1]))
+    length_G = valid_GC.sum(1)
+    order, common = sort_by_prefix(ids_GC, length_G)
+    valid_GC, judged_G = valid_GC[order], judged_G[order]
+    length_G, rewards_G = length_G[order], np.nan_to_num(rewards_G[order])
     # starts[i, d]: row i is the first of its node of depth d. Every completion starts with the empty prefix.
     depth = np.arange(width + 1)
     starts = np.ones((rows, width + 1), bool)
@@ -66,10 +64,7 @@ def prefix_transitions(
     starts[:, 0] = False
     starts[0, 0] = True
     first = np.maximum.accumulate(np.where(starts, np.arange(rows)[:, None], 0), axis=0)
-    # The row after the last of the node: the next start below, found from the bottom up.
-    after = np.full((rows, width + 1), rows)
-    after[:-1] = np.where(starts[1:], np.arange(1, rows)[:, None], rows)
-    after = np.minimum.accumulate(after[::-1], axis=0)[::-1]
+    after = rows_behind_subtree(common, width + 1)
     reward_sum = np.concatenate([[0.0], np.cumsum(rewards_G * judged_G)])
     judged_sum = np.concatenate([[0], np.cumsum(judged_G)])
     size = judged_sum[after] - judged_sum[first]
