@@ -54,9 +54,9 @@ def test_bfloat16_rounds_the_sum_and_nothing_else(adapter, tmp_path):
     a, b = (factors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
     delta, weight = b @ a * 2, base[f"{name}.weight"].float()  # lora_alpha / r = 2
     assert merged[f"{name}.weight"].dtype == torch.bfloat16
-    # The adapter's share and the sum are rounded, each to 2^-9 of it.
+    # The adapter's share and the sum are rounded, each to 2^-8 of it.
     error = (merged[f"{name}.weight"].float() - weight - delta).abs()
-    assert (error <= 2**-8 * (weight.abs() + delta.abs())).all() and error.max() > 0
+    assert (error <= 2**-7 * (weight.abs() + delta.abs())).all() and error.max() > 0
     assert delta.abs().max() > 0.1 * weight.abs().max()
 
 
