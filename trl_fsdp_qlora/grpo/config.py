@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from ..checks import batch_size_advice
+from ..fsdp2_qlora.generation import check_mode
 from .token_budget import check_config
 
 
@@ -97,6 +98,7 @@ class EfficientGRPOConfig(GRPOConfig):
             )
             raise ValueError(f"{error} {advice}") from None
         check_config(self)
+        check_mode(self.fsdp_gather)
 
     @classmethod
     def complete(cls, args: GRPOConfig | None) -> "GRPOConfig | None":
