@@ -1,6 +1,7 @@
 """Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes."""
 
 import json
+import os
 import runpy
 import sys
 import time
@@ -141,7 +142,30 @@ def test_a_rank_that_dies_ends_the_run_with_its_traceback(reference, tmp_path):
     assert "this rank dies in the third step" in text and "Traceback" in text
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload", "zero2", "zero3", "ddp"])
+CONFIGS_OF_GPUS = ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload", "zero2", "zero3", "ddp"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: NCCL and the bf16 of the configs themselves")
+@pytest.mark.parametrize("config", CONFIGS_OF_GPUS)
+def test_the_config_itself_trains_on_gpus(tmp_path, config):
+    model, out = tiny.make_checkpoint(tmp_path / "model"), tmp_path / "out"
+    out.mkdir()
+    quantized = config not in ("fsdp2", "zero3")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
+    command += ["--num_processes", str(torch.cuda.device_count()), "--main_process_port", str(free_port())]
+    command += [WORKER, model, str(out), f"sft=sft:quantized={int(quantized)},final={out}/final"]
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    run_group([(command, rank_environment({"ON_GPU": "1", "CUDA_VISIBLE_DEVICES": devices}))], timeout=300)
+    found = torch.load(out / "rank0.pt", weights_only=False)["sft"]
+    assert len(found["loss"]) == 5 and torch.tensor(found["loss"]).isfinite().all()
+    assert found["dtensors"] == config.startswith("fsdp2")
+    base = tiny.load(model) if quantized else tiny.load_whole(model)
+    loaded = PeftModel.from_pretrained(base, out / "final")
+    assert any(parameter.any() for name, parameter in loaded.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("config", CONFIGS_OF_GPUS)
 def test_twins_differ_in_the_machine_alone(config):
     machine = {"use_cpu", "gpu_ids", "mixed_precision", "num_processes", "distributed_type"}
     real, twin = (yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) for name in (config, f"{config}_cpu"))

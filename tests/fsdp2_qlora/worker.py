@@ -37,6 +37,10 @@ from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base  # noqa: E40
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin  # noqa: E402
 
 
+# Set by the tests that need CUDA.
+ON_GPU = os.environ.get("ON_GPU") == "1"
+
+
 class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
     pass
 
@@ -89,8 +93,8 @@ def common(out, world_size, **overrides):
         "max_steps": 5,
         "logging_steps": 1,
         "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": not ON_GPU,
+        "bf16": ON_GPU,
         "save_strategy": "no",
         "gradient_checkpointing": False,
         "learning_rate": 5e-4,
