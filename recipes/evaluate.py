@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from trl_fsdp_qlora.checkpoints import write_json
 from trl_fsdp_qlora.evaluation import evaluate
@@ -29,6 +29,9 @@ class EvaluateArguments:
         adapter: PEFT adapter on top of it; none measures the base.
         revision: of the base model.
         dtype: of the weights, e.g. float32 or bfloat16; the checkpoint's own where it is not set.
+        load_in_4bit: quantize the base as a QLoRA run does; its adapter was trained on that base, not on the whole one.
+        bnb_4bit_quant_type: as in the recipe.
+        use_bnb_nested_quant: as in the recipe.
         max_new_tokens: length limit of a completion.
         batch_size: completions a batch, per rank.
         samples: k of pass@k and majority@k; 0 for greedy decoding only.
@@ -42,6 +45,9 @@ class EvaluateArguments:
     adapter: str | None = None
     revision: str = "main"
     dtype: str | None = None
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "nf4"
+    use_bnb_nested_quant: bool = False
     max_new_tokens: int = 256
     batch_size: int = 64
     samples: int = 0
@@ -57,11 +63,20 @@ def main() -> None:
     _, test = load_data(script)
     tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
     dtype = getattr(torch, args.dtype) if args.dtype else "auto"
-    model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
+    quantization = {}
+    if args.load_in_4bit:
+        quantization["device_map"] = {"": state.device}
+        quantization["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=args.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=args.use_bnb_nested_quant,
+            bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
+        )
+    model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype, **quantization)
     if args.adapter:
         model = PeftModel.from_pretrained(model, args.adapter)
     result = evaluate(
-        model.to(state.device),
+        model if args.load_in_4bit else model.to(state.device),
         tokenizer,
         test,
         max_new_tokens=args.max_new_tokens,

@@ -18,7 +18,8 @@ class Oracle(torch.nn.Module):
         self.generation_config = type("Config", (), {"eos_token_id": self.tokenizer.eos_token_id})()
         self.problems = []
 
-    def generate(self, input_ids, attention_mask, generation_config):
+    def generate(self, input_ids, attention_mask, generation_config, synced_gpus):
+        assert not synced_gpus
         rows = []
         for i, ids in enumerate(input_ids):
             text = self.tokenizer.decode(ids, skip_special_tokens=True).strip("= ").replace(" ", "")

@@ -5,14 +5,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
+from .completions import generate, over_ranks
 from .rewards import answers_match, extract_answer, parse_gold, parse_number
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
@@ -69,20 +66,6 @@ def _encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]
     return tokenizer(prompts)["input_ids"]
 
 
-@torch.no_grad()
-def _generate(model, tokenizer, ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:
-    width = max(map(len, ids))
-    device = next(model.parameters()).device
-    input_ids = torch.tensor([[config.pad_token_id] * (width - len(row)) + row for row in ids], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=device)
-    out = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
-    completions = []
-    for row in out[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in config.eos_token_id), len(row))
-        completions.append(row[:end])
-    return completions
-
-
 def evaluate(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -97,6 +80,7 @@ def evaluate(
     seed: int = 0,
     progress: bool = True,
     description: str = "evaluate",
+    lockstep: bool = False,
 ) -> Evaluation:
     """Measure `model` on every problem of `dataset` exactly once, whatever the number of ranks.
 
@@ -115,6 +99,9 @@ def evaluate(
         answer_format: see [`trl_fsdp_qlora.rewards.extract_answer`].
         seed: of the samples.
         progress: show a bar on the main rank.
+        description: of the bar.
+        lockstep: a forward is collective (weights sharded over the ranks): every rank generates equally often and as
+            long as the slowest. See [`trl_fsdp_qlora.grpo.aside.GeneratesAside.generating`].
 
     Returns:
         [`Evaluation`], the same on every rank.
@@ -122,7 +109,6 @@ def evaluate(
     Raises:
         trl_fsdp_qlora.rewards.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
     """
-    state = PartialState()
     started = time.perf_counter()
     rows = dataset.select_columns(["prompt", "answer"]).to_list()
     golds = [parse_gold(row["answer"], index) for index, row in enumerate(rows)]
@@ -133,58 +119,54 @@ def evaluate(
     common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos)}
     greedy = GenerationConfig(do_sample=False, **common)
     sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
-    per_batch = max(1, batch_size // max(samples, 1))
-    batches = [range(i, min(i + per_batch, len(rows))) for i in range(0, len(rows), per_batch)]
-    mine = batches[state.process_index :: state.num_processes]
-    results = []
-    was_training = model.training
-    model.eval()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        for batch in tqdm(mine, desc=description, disable=not (progress and state.is_main_process), leave=False):
-            ids = _encode([rows[i]["prompt"] for i in batch], tokenizer)
-            drawn = [[] for _ in batch]
-            lengths = [0] * len(batch)
-            outputs = _generate(model, tokenizer, ids, greedy)
-            best = []
-            for j, tokens in enumerate(outputs):
-                best.append(extract_answer(tokenizer.decode(tokens, skip_special_tokens=True), answer_format))
-                lengths[j] = len(tokens)
-            if samples:
-                with torch.random.fork_rng(devices=devices):
-                    torch.manual_seed((seed << 20) + batch.start)
-                    outputs = _generate(model, tokenizer, [row for row in ids for _ in range(samples)], sampled)
-                for j, tokens in enumerate(outputs):
-                    text = tokenizer.decode(tokens, skip_special_tokens=True)
-                    drawn[j // samples].append(extract_answer(text, answer_format))
-            for j, i in enumerate(batch):
-                hits = sum(answers_match(answer, golds[i]) for answer in drawn[j])
-                results.append(
-                    (
-                        i,
-                        answers_match(best[j], golds[i]),
-                        best[j] is not None,
-                        pass_at_k(samples, hits, samples) if samples else 0.0,
-                        bool(samples) and answers_match(majority(drawn[j]), golds[i]),
-                        lengths[j],
-                    )
+
+    def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
+        ids = _encode([rows[i]["prompt"] for i in batch], tokenizer)
+        best, drawn = generate(model, ids, greedy, synced_gpus=lockstep), []
+        if samples:
+            repeated = [row for row in ids for _ in range(samples)]
+            drawn = generate(model, repeated, sampled, seed=(seed << 20) + batch.start, synced_gpus=lockstep)
+        return best, drawn
+
+    def answer(tokens: list[int]) -> str | None:
+        return extract_answer(tokenizer.decode(tokens, skip_special_tokens=True), answer_format)
+
+    def score(batch: range, completions: tuple[list[list[int]], list[list[int]]]) -> list[tuple]:
+        scores = []
+        for j, (i, tokens) in enumerate(zip(batch, completions[0], strict=True)):
+            best = answer(tokens)
+            drawn = [answer(sample) for sample in completions[1][j * samples : (j + 1) * samples]]
+            hits = sum(answers_match(one, golds[i]) for one in drawn)
+            scores.append(
+                (
+                    answers_match(best, golds[i]),
+                    best is not None,
+                    pass_at_k(samples, hits, samples) if samples else 0.0,
+                    bool(samples) and answers_match(majority(drawn), golds[i]),
+                    len(tokens),
                 )
-    finally:
-        model.train(was_training)
-    results = sorted(gather_object(results) if state.num_processes > 1 else results)
-    if [result[0] for result in results] != list(range(len(rows))):
-        raise RuntimeError(f"{len(results)} results for {len(rows)} problems: ranks disagree about the dataset")
+            )
+        return scores
+
+    results = over_ranks(
+        len(rows),
+        max(1, batch_size // max(samples, 1)),
+        complete,
+        score,
+        lockstep=lockstep,
+        description=description if progress else None,
+    )
     n = len(rows)
-    correct = sum(result[1] for result in results)
+    correct = sum(result[0] for result in results)
     return Evaluation(
         n=n,
         correct=correct,
         pass_at_1=correct / n,
         interval=wilson_interval(correct, n),
         samples=samples,
-        pass_at_k=sum(result[3] for result in results) / n if samples else None,
-        majority_at_k=sum(result[4] for result in results) / n if samples else None,
-        answered=sum(result[2] for result in results) / n,
+        pass_at_k=sum(result[2] for result in results) / n if samples else None,
+        majority_at_k=sum(result[3] for result in results) / n if samples else None,
+        answered=sum(result[1] for result in results) / n,
         seconds=time.perf_counter() - started,
-        tokens_per_completion=sum(result[5] for result in results) / n,
+        tokens_per_completion=sum(result[4] for result in results) / n,
     )

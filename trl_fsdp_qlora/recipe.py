@@ -18,7 +18,6 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from . import checkpoints
 from .datasets import DatasetError, hold_out, read_problems, to_prompts, without_overlap
 from .evaluation import Evaluation, evaluate
-from .fsdp2_qlora.launch_checks import is_fsdp2_launch
 from .publishing.card import hardware, software
 from .rewards import UnparsableGoldAnswer, get_reward
 
@@ -172,18 +171,33 @@ def say(text: str) -> None:
 
 
 class AccuracyCallback(TrainerCallback):
-    """Measures held-out accuracy every `steps` optimizer steps, on every rank, and logs it with that step's metrics.
+    """Measures held-out accuracy when training begins and every `steps` optimizer steps, on every rank.
+
+    Training begins with the model prepared, so a sharded one can generate. What is measured between steps is logged
+    with that step's metrics.
 
     Args:
         measure: returns an [`Evaluation`]; called on every rank.
-        steps: interval; 0 never measures.
+        begin: is given the one from before the first step; a run that resumes has none.
+        steps: interval; 0 never measures between steps.
         metrics: gives the lists that the trainer logs the means of.
     """
 
-    def __init__(self, measure: Callable[[], Evaluation], steps: int, metrics: Callable[[], dict[str, list]]):
+    def __init__(
+        self,
+        measure: Callable[..., Evaluation],
+        begin: Callable[[Evaluation], None] | None,
+        steps: int,
+        metrics: Callable[[], dict[str, list]],
+    ):
         self.measure = measure
+        self.begin = begin
         self.steps = steps
         self.metrics = metrics
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.begin is not None and state.global_step == 0:
+            self.begin(self.measure(description="accuracy before training"))
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.steps and state.global_step % self.steps == 0:
@@ -222,7 +236,7 @@ class RunRecord:
 
 
 def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str | bool | None) -> dict[str, Any]:
-    """Measure, train, save, measure again; leaves adapter, card, `metrics.json` and `training.png` in the output folder.
+    """Measure, train, measure again, save; leaves adapter, card, `metrics.json` and `training.png` in the output folder.
 
     Args:
         trainer: built, not yet trained.
@@ -234,18 +248,13 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         The record, as in `metrics.json`.
     """
     args = trainer.args
-    if is_fsdp2_launch() and not script.skip_accuracy:
-        raise ConfigError(
-            "skip_accuracy is false, and under FSDP2 the ranks share one model, so they cannot each generate for problems "
-            "of their own: set skip_accuracy: true and measure the adapter with recipes/evaluate.py"
-        )
     record = RunRecord(args.output_dir)
     tokenizer = trainer.processing_class
 
     def measure(samples: int = 0, description: str = "accuracy") -> Evaluation:
-        with trainer.clock.phase("accuracy"):
+        with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
             return evaluate(
-                trainer.accelerator.unwrap_model(trainer.model),
+                model,
                 tokenizer,
                 test,
                 max_new_tokens=args.max_completion_length,
@@ -255,7 +264,16 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
                 seed=args.seed,
                 progress=not args.disable_tqdm,
                 description=description,
+                lockstep=lockstep,
             )
+
+    seconds_before = 0.0
+
+    def begin(before: Evaluation) -> None:
+        nonlocal seconds_before
+        seconds_before = before.seconds
+        say(f"before: {before}")
+        record.put(before=before.as_dict())
 
     record.put(
         hardware=hardware(),
@@ -266,12 +284,10 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         model=trainer.model.config._name_or_path,
     )
     resume = checkpoints.resolve_resume(args.output_dir, resume)
-    if not script.skip_accuracy and "before" not in record.content:
-        before = measure(description="accuracy before training")
-        say(f"before: {before}")
-        record.put(before=before.as_dict())
-    every = 0 if script.skip_accuracy else script.accuracy_steps
-    trainer.add_callback(AccuracyCallback(measure, every, lambda: trainer._metrics["train"]))
+    if not script.skip_accuracy:
+        first = None if "before" in record.content else begin
+        callback = AccuracyCallback(measure, first, script.accuracy_steps, lambda: trainer._metrics["train"])
+        trainer.add_callback(callback)
     trainer.card_info.dataset = script.dataset
     trainer.card_info.license = script.license
     trainer.card_info.quickstart_prompt = test[0]["prompt"]
@@ -281,20 +297,18 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
     trainer.card_info.recipe_file = argv[argv.index("--config") + 1] if "--config" in argv else None
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)
-    record.put(train_seconds=time.perf_counter() - started, history=trainer.state.log_history)
+    record.put(train_seconds=time.perf_counter() - started - seconds_before, history=trainer.state.log_history)
     if not script.skip_accuracy:
-        after = measure(script.accuracy_samples, "accuracy after training")
-        record.put(after=after.as_dict())
-        trainer.card_info.results = {
-            f"held-out accuracy, {when}": format_result(record.content[when]) for when in ("before", "after")
-        }
+        record.put(after=measure(script.accuracy_samples, "accuracy after training").as_dict())
+        results = {when: format_result(record.content[when]) for when in ("before", "after") if when in record.content}
+        trainer.card_info.results = {f"held-out accuracy, {when}": result for when, result in results.items()}
     trainer.save_model()
     trainer.create_model_card(Path(args.output_dir).name)
     if PartialState().is_main_process:
         picture = record.draw()
         say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
         if not script.skip_accuracy:
-            say(f"{format_result(record.content['before'])}  ->  {format_result(record.content['after'])}")
+            say("  ->  ".join(results.values()))
     return record.content
 
 

@@ -6,14 +6,20 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from .fsdp2_qlora.prepare import dense_shapes
+
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """`{"trainable": (parameters, bytes), "frozen": (parameters, bytes)}`; a 4-bit weight counts as what it unpacks to."""
+    """`{"trainable": (parameters, bytes), "frozen": (parameters, bytes)}` of the whole model, over all ranks.
+
+    A 4-bit weight counts as what it unpacks to.
+    """
+    packed = dense_shapes(model)
     counts = {"trainable": [0, 0], "frozen": [0, 0]}
     for parameter in model.parameters():
         entry = counts["trainable" if parameter.requires_grad else "frozen"]
         state = getattr(parameter, "quant_state", None)
-        entry[0] += math.prod(state.shape) if state is not None else parameter.numel()
+        entry[0] += math.prod(packed.get(id(parameter), parameter.shape if state is None else state.shape))
         entry[1] += parameter.numel() * parameter.element_size()
     return {kind: (n, size) for kind, (n, size) in counts.items()}
 

@@ -29,7 +29,8 @@ def fsdp_environment(**overrides: str) -> dict[str, str]:
 
 def force_fsdp() -> None:
     """Make every `Accelerator` of this process that is given an FSDP plugin on the CPU use it."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") != "true" or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    asked = all(os.environ.get(name, "false") == "true" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU"))
+    if not asked or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return
     stock = AcceleratorState.__init__
 

@@ -1,9 +1,10 @@
 """Every accelerate config for one node, launched for real as its CPU twin: `accelerate launch`, two gloo processes."""
 
+import json
 import os
+import runpy
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from peft import PeftModel
 from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.test_sharded_training import WORKER, difference
+from trl_fsdp_qlora.datasets import hold_out, read_problems, to_prompts
+from trl_fsdp_qlora.evaluation import evaluate
 
 pytestmark = pytest.mark.slow
 
@@ -46,40 +49,83 @@ def test_ddp_shards_nothing(reference):
     assert not reference[1]["sft"]["dtensors"]
 
 
-@pytest.mark.parametrize("config", ["fsdp2_qlora_cpu", "fsdp2_qlora_offload_cpu"])
-def test_fsdp2_qlora(reference, tmp_path, config):
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """A base that answers with numbers, and by whether it is quantized the problems of which it solves half."""
+    root = tmp_path_factory.mktemp("problems")
+    base = tiny.make_checkpoint(root / "base", likes_digits=True)
+    return base, {quantized: tiny.make_problems(root / str(quantized), base, quantized) for quantized in (True, False)}
+
+
+def recipe(problems, quantized, gather="auto"):
+    return f"recipe=recipe:base={problems[0]},data={problems[1][quantized]},quantized={int(quantized)},gather={gather}"
+
+
+def check_accuracy(problems, quantized, out):
+    """What the ranks measured together is what one ordinary process measures, without and with the adapter."""
+    record = json.loads((out / "metrics.json").read_text())
+    assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
+    data, tokenizer = read_problems(problems[1][quantized], "train"), tiny.make_tokenizer()
+    held_out = to_prompts(hold_out(data, 10)[1][:9], chat=False)
+    model = tiny.load(problems[0]) if quantized else tiny.load_whole(problems[0])
+    tiny.without_repacking(model)
+    # What is sampled depends on the seed and the batches, not on the ranks.
+    settings = {"max_new_tokens": 3, "batch_size": 2, "seed": 42, "progress": False}
+    before = evaluate(model, tokenizer, held_out, **settings)
+    after = evaluate(PeftModel.from_pretrained(model, out), tokenizer, held_out, samples=2, **settings)
+    for when, alone in (("before", before), ("after", after)):
+        expected = {**alone.as_dict(), "interval": list(alone.interval)}
+        assert {**record[when], "seconds": 0} == {**expected, "seconds": 0}, when
+    assert 0 < record["before"]["correct"] < 9
+    assert record["after"]["correct"] != record["before"]["correct"]  # the adapter does something
+
+
+def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeypatch):
+    out = tmp_path / "result.json"
+    arguments = f"--model {problems[0]} --load_in_4bit true --use_bnb_nested_quant true --dtype float32 --chat false"
+    arguments += f" --dataset {problems[1][True]} --held_out 10 --max_new_tokens 3 --batch_size 4 --output {out}"
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments.split()])
+    runpy.run_path(str(REPOSITORY / "recipes" / "evaluate.py"), run_name="__main__")
+    held_out = to_prompts(hold_out(read_problems(problems[1][True], "train"), 10)[1], chat=False)
+    alone = evaluate(tiny.load(problems[0]), tiny.make_tokenizer(), held_out, max_new_tokens=3, batch_size=4)
+    found = json.loads(out.read_text())
+    assert found["correct"] == alone.correct > 0 and found["n"] == 10
+
+
+@pytest.mark.parametrize(("config", "gather"), [("fsdp2_qlora_cpu", "per_layer"), ("fsdp2_qlora_offload_cpu", "auto")])
+def test_fsdp2_qlora(reference, problems, tmp_path, config, gather):
     model, ddp = reference
-    for rank in accelerate(config, model, tmp_path / "out", "sft=sft"):
+    ranks = accelerate(config, model, tmp_path / "out", "sft=sft", recipe(problems, True, gather))
+    for rank in ranks:
         assert rank["sft"]["dtensors"] and rank["sft"]["base"]["ratio"] <= 0.52
         assert rank["sft"]["loss"] == pytest.approx(ddp["sft"]["loss"], abs=1e-5)
         assert not rank["sft"]["adapter"] or difference(rank["sft"]["adapter"], ddp["sft"]["adapter"]) <= 1e-5
+    check_accuracy(problems, True, tmp_path / "out" / "recipe")
+    # The start-up block says what was measured, and counts parameters, not bytes.
+    block = ranks[0]["recipe"]
+    assert "ratio 0.500 on 2 ranks" in block and "processes on cpu, FSDP" in block
+    assert f"frozen parameters     {sum(p.numel() for p in tiny.load_whole(model).parameters()):,} (" in block
 
 
-def test_fsdp2_without_quantization(reference, tmp_path):
+def test_fsdp2_without_quantization(reference, problems, tmp_path):
     model, ddp = reference
-    for rank in accelerate("fsdp2_cpu", model, tmp_path / "out", "lora=sft:quantized=0"):
+    for rank in accelerate("fsdp2_cpu", model, tmp_path / "out", "lora=sft:quantized=0", recipe(problems, False)):
         assert rank["lora"]["dtensors"] and rank["lora"]["base"] is None
         assert rank["lora"]["loss"] == pytest.approx(ddp["lora"]["loss"], abs=1e-5)
-
-
-def _deepspeed_is_built() -> bool:
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache/torch_extensions"))
-    return any(root.rglob("deepspeed_shm_comm.so"))
+    check_accuracy(problems, False, tmp_path / "out" / "recipe")
 
 
 @pytest.mark.parametrize(
     ("config", "scenarios"), [("zero2_cpu", ["sft", "lora"]), ("zero3_cpu", ["lora"])], ids=["zero2", "zero3"]
 )
-def test_deepspeed_trains_and_its_adapter_reloads(reference, tmp_path, config, scenarios):
+def test_deepspeed_trains_and_its_adapter_reloads(reference, problems, tmp_path, config, scenarios):
     pytest.importorskip("deepspeed")
-    if not _deepspeed_is_built():
-        pytest.skip(
-            "DeepSpeed's shared-memory operator is not built; launch accelerate_configs/zero2_cpu.yaml once (a minute)"
-        )
     model, ddp = reference
     options = {"sft": "sft:final={}/sft", "lora": "sft:quantized=0,final={}/lora"}
     out = tmp_path / "out"
-    results = accelerate(config, model, out, *(f"{name}={options[name].format(out)}" for name in scenarios))
+    runs = [f"{name}={options[name].format(out)}" for name in scenarios]
+    results = accelerate(config, model, out, *runs, recipe(problems, False))
+    check_accuracy(problems, False, out / "recipe")
     for name in scenarios:
         assert results[0][name]["loss"] == pytest.approx(ddp[name]["loss"], abs=1e-4)
         base = tiny.load(model) if name == "sft" else tiny.load_whole(model)
@@ -96,7 +142,30 @@ def test_a_rank_that_dies_ends_the_run_with_its_traceback(reference, tmp_path):
     assert "this rank dies in the third step" in text and "Traceback" in text
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload", "zero2", "zero3", "ddp"])
+CONFIGS_OF_GPUS = ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload", "zero2", "zero3", "ddp"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: NCCL and the bf16 of the configs themselves")
+@pytest.mark.parametrize("config", CONFIGS_OF_GPUS)
+def test_the_config_itself_trains_on_gpus(tmp_path, config):
+    model, out = tiny.make_checkpoint(tmp_path / "model"), tmp_path / "out"
+    out.mkdir()
+    quantized = config not in ("fsdp2", "zero3")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
+    command += ["--num_processes", str(torch.cuda.device_count()), "--main_process_port", str(free_port())]
+    command += [WORKER, model, str(out), f"sft=sft:quantized={int(quantized)},final={out}/final"]
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    run_group([(command, rank_environment({"ON_GPU": "1", "CUDA_VISIBLE_DEVICES": devices}))], timeout=300)
+    found = torch.load(out / "rank0.pt", weights_only=False)["sft"]
+    assert len(found["loss"]) == 5 and torch.tensor(found["loss"]).isfinite().all()
+    assert found["dtensors"] == config.startswith("fsdp2")
+    base = tiny.load(model) if quantized else tiny.load_whole(model)
+    loaded = PeftModel.from_pretrained(base, out / "final")
+    assert any(parameter.any() for name, parameter in loaded.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("config", CONFIGS_OF_GPUS)
 def test_twins_differ_in_the_machine_alone(config):
     machine = {"use_cpu", "gpu_ids", "mixed_precision", "num_processes", "distributed_type"}
     real, twin = (yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) for name in (config, f"{config}_cpu"))

@@ -97,3 +97,8 @@ def test_the_trainer_checks_before_it_loads(fsdp, tmp_path):
             quantization_config=FOUR_BIT,
             peft_config=LoraConfig(target_modules="all-linear"),
         )
+
+
+def test_an_unknown_way_to_gather_is_told_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="fsdp_gather='twice' is unknown; use one of 'auto', 'once', 'per_layer'"):
+        EfficientGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, fsdp_gather="twice")

@@ -30,6 +30,8 @@ def runs(tmp_path_factory):
         "per_layer=by_name:gather=per_layer",
         "kept=by_name:gather=per_layer,keep=1",
         "single_quantization=by_name:double=0",
+        "uneven=by_name:gather=once,uneven=1",
+        "uneven_per_layer=by_name:gather=per_layer,uneven=1",
         f"stored=by_name:stored={root}/stored",
         "context=gather_context",
         f"memory=memory:big={big}",
@@ -54,6 +56,13 @@ def test_loaded_by_rank_0_the_run_equals_the_plain_one(runs, scenario):
     assert difference(reference["adapter"], found["adapter"]) <= 1e-5
     for expected, gradients in zip(reference["gradients"], found["gradients"], strict=True):
         assert difference(expected, gradients) <= 1e-5
+
+
+def test_ranks_whose_completions_end_earlier_wait_or_go_on(runs):
+    once, per_layer = runs["ranks"][0]["uneven"], runs["ranks"][0]["uneven_per_layer"]
+    assert difference(once["adapter"], per_layer["adapter"]) <= 1e-5
+    longest = [rank["uneven_per_layer"]["longest"] for rank in runs["ranks"]]
+    assert len(longest[0]) == 2 and longest[0] != longest[1]
 
 
 def test_first_logits_are_those_of_one_process(runs):

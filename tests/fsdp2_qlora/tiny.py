@@ -1,5 +1,6 @@
 """A tiny 4-bit model, a tokenizer and data, made from a seed."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -9,11 +10,15 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from trl_fsdp_qlora.completions import generate
+from trl_fsdp_qlora.rewards import extract_answer
 
 CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz?.,:"
 
@@ -27,8 +32,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_checkpoint(folder: str | Path, hidden: int = 64, layers: int = 2, intermediate: int = 128, **config) -> str:
-    """Write a Qwen3-architecture checkpoint with seeded weights; returns its path."""
+def make_checkpoint(
+    folder: str | Path,
+    hidden: int = 64,
+    layers: int = 2,
+    intermediate: int = 128,
+    likes_digits: bool = False,
+    **config,
+) -> str:
+    """Write a Qwen3-architecture checkpoint with seeded weights; returns its path.
+
+    With `likes_digits` its completions are mostly numbers, which differ from prompt to prompt.
+    """
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     values = {
@@ -46,9 +61,40 @@ def make_checkpoint(folder: str | Path, hidden: int = 64, layers: int = 2, inter
         "bos_token_id": None,
     }
     model = Qwen3ForCausalLM(Qwen3Config(**{**values, **config}))
+    if likes_digits:
+        with torch.no_grad():
+            model.lm_head.weight[tokenizer.convert_tokens_to_ids(list("0123456789"))] *= 4
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def make_problems(folder: str | Path, base: str, quantized: bool, rows: int = 24) -> str:
+    """Sums in `folder`/data.jsonl of which every second one has the base's own greedy completion as its answer.
+
+    A random base would answer nothing right; this one is right in half of the problems, if it is computed right.
+    """
+    model, tokenizer = load(base) if quantized else load_whole(base), make_tokenizer()
+    without_repacking(model)
+    settings = {"max_new_tokens": 3, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": [tokenizer.eos_token_id]}
+    questions = [f"{i}+{i * 3}=" for i in range(rows)]
+    greedy = GenerationConfig(do_sample=False, **settings)
+    answers = [generate(model, [tokenizer(question)["input_ids"]], greedy)[0] for question in questions]
+    texts = [extract_answer(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in answers]
+    problems = [
+        {"problem": question, "answer": 777 + i if i % 2 or text is None else text}
+        for i, (question, text) in enumerate(zip(questions, texts, strict=True))
+    ]
+    Path(folder).mkdir()
+    (Path(folder) / "data.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    return str(Path(folder) / "data.jsonl")
+
+
+def without_repacking(model: PreTrainedModel) -> None:
+    """On CPUs with AVX512-BF16, bitsandbytes repacks the base in evaluation mode and its forward then has no backward."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def quantization(double: bool = True, storage: str = "uint8", compute: str = "float32") -> BitsAndBytesConfig:

@@ -4,9 +4,12 @@ worker.py MODEL OUT scenario[:option=value,...] ...
 """
 
 import contextlib
+import io
 import os
+import runpy
 import sys
 import traceback
+import types
 import zlib
 from pathlib import Path
 
@@ -16,6 +19,7 @@ force_fsdp()
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
+import transformers.trainer  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -23,12 +27,18 @@ from transformers import TrainerCallback  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from tests.fsdp2_qlora import tiny  # noqa: E402
+from tests.grpo.empty_rank_worker import measure  # noqa: E402
+from tests.grpo.test_token_budget import made  # noqa: E402
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora import generation  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin  # noqa: E402
+
+
+# Set by the tests that need CUDA.
+ON_GPU = os.environ.get("ON_GPU") == "1"
 
 
 class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
@@ -83,8 +93,8 @@ def common(out, world_size, **overrides):
         "max_steps": 5,
         "logging_steps": 1,
         "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": not ON_GPU,
+        "bf16": ON_GPU,
         "save_strategy": "no",
         "gradient_checkpointing": False,
         "learning_rate": 5e-4,
@@ -116,16 +126,13 @@ def result(trainer, record):
     }
 
 
-def as_reference(trainer):
+def as_reference(model):
     """Undo two things that would make the unsharded references another computation than the sharded run."""
-    for parameter in trainer.model.parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:  # TRL casts the adapters of quantized models to bfloat16
             parameter.data = parameter.data.float()
-    for module in trainer.model.modules():
-        # On CPUs with AVX512-BF16, bitsandbytes repacks the base in evaluation mode and its forward then has no
-        # backward, in later training steps too.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    # In a trainer's reference, its forward in later training steps would have no backward either.
+    tiny.without_repacking(model)
 
 
 def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", double=1, quantized=1, fail_on=""):
@@ -141,7 +148,7 @@ def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", doubl
         processing_class=tiny.make_tokenizer(),
         callbacks=[record],
     )
-    as_reference(trainer)
+    as_reference(trainer.model)
     if fail_on == os.environ.get("RANK", "0"):
         trainer.add_callback(Fail())
     trainer.train(resume_from_checkpoint=resume or None)
@@ -150,7 +157,7 @@ def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", doubl
     return result(trainer, record)
 
 
-def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", **options):
+def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", quantized=1, **options):
     options = {name: type_(options[name]) for name, type_ in GRPO_OPTIONS.items() if name in options}
     if bf16:
         options["bf16"] = True
@@ -163,7 +170,9 @@ def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", shari
     )
     record = Record()
     trainer = FixedCompletions(
-        model=tiny.load(model_path, dtype=getattr(torch, dtype), compute=dtype),
+        model=tiny.load(model_path, dtype=getattr(torch, dtype), compute=dtype)
+        if int(quantized)
+        else tiny.load_whole(model_path),
         reward_funcs=reward,
         args=EfficientGRPOConfig(**arguments),
         train_dataset=tiny.prompt_data(32),
@@ -172,9 +181,13 @@ def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", shari
         processing_class=tiny.make_tokenizer(),
         callbacks=[record],
     )
-    as_reference(trainer)
+    as_reference(trainer.model)
+    # Before training upstream cannot evaluate a model that FSDP2 is to shard.
+    around = [trainer.evaluate()["eval_loss"]] if evaluate else []
     trainer.train()
-    return result(trainer, record)
+    if evaluate:
+        around.append(trainer.evaluate()["eval_loss"])
+    return {**result(trainer, record), "around": around}
 
 
 def by_name(model_path, out, world_size, double=1, stored="", **options):
@@ -190,6 +203,8 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
         fsdp_gather=options.get("gather", "auto"),
         fsdp_keep_gathered=bool(int(options.get("keep", 0))),
         model_init_kwargs={"dtype": "float32"},
+        # Half of the vocabulary ends a completion: some rank is always finished before the other.
+        generation_kwargs={"eos_token_id": list(range(3, 35))} if int(options.get("uneven", 0)) else None,
     )
     record = Record()
     trainer = EfficientGRPOTrainer(
@@ -203,10 +218,77 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
         callbacks=[record],
     )
     meta = any(parameter.is_meta for parameter in trainer.model.parameters())
-    as_reference(trainer)
+    as_reference(trainer.model)
+    generate, longest = trainer._generate_single_turn, []
+
+    def measured(*args, **kwargs):
+        completions, logps = generate(*args, **kwargs)
+        longest.append(max(map(len, completions)))
+        return completions, logps
+
+    trainer._generate_single_turn = measured
     trainer.train()
     gathers = [entry["fsdp/gathers"] for entry in trainer.state.log_history if "fsdp/gathers" in entry]
-    return {**result(trainer, record), "meta": meta, "gathers": gathers}
+    return {**result(trainer, record), "meta": meta, "gathers": gathers, "longest": longest}
+
+
+def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1):
+    """recipes/grpo.py itself, with accuracy before, during and after training, in batches that the ranks share unevenly."""
+    settings = f"""--model_name_or_path {base} --dtype float32 --dataset {data} --held_out 10 --eval_problems 9
+        --chat false --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --optim adamw_torch
+        --num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true
+        --per_device_train_batch_size {16 // world_size} --max_steps 4 --learning_rate 2e-2 --save_strategy no
+        --logging_steps 1 --accuracy_steps 2 --accuracy_samples 2 --accuracy_batch_size 2 --report_to none
+        --disable_tqdm true --fsdp_gather {gather} --output_dir {out}"""
+    if int(quantized):
+        settings += " --load_in_4bit true --use_bnb_nested_quant true"
+    sys.argv = ["recipes/grpo.py", *settings.split()]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path("recipes/grpo.py", run_name="__main__")
+    return printed.getvalue()
+
+
+def empty_rank(_model_path, out, _world_size, base, quantized=1, sharing="auto"):
+    """A step in which this rank or both have only completions with zero advantage, while the others' are learned from."""
+    model = tiny.load(base) if int(quantized) else tiny.load_whole(base)
+    trainer = made(out, model=model, max_steps=1, prefix_sharing=sharing)
+    as_reference(trainer.model)
+    measured = measure(trainer)
+    return {**measured, "dtensors": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())}
+
+
+def publish(model_path, out, world_size, quantized=1):
+    """`push_to_hub` with the Hub's two calls replaced: what would be uploaded, and by whom."""
+    uploads = []
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            return types.SimpleNamespace(repo_id=f"someone/{name}")
+
+        def upload_folder(self, repo_id, folder_path, ignore_patterns, **kwargs):
+            files = sorted(path.name for path in Path(folder_path).iterdir() if path.is_file())
+            uploads.append({"repo_id": repo_id, "folder": str(folder_path), "files": files, "ignore": ignore_patterns})
+
+    transformers.trainer.hf_api = Hub
+    arguments = common(out, world_size, max_steps=1, num_generations=4, max_completion_length=8)
+    trainer = FixedCompletions(
+        model=tiny.load(model_path) if int(quantized) else tiny.load_whole(model_path),
+        reward_funcs=reward,
+        args=EfficientGRPOConfig(**arguments, push_to_hub=True, hub_model_id="adapter"),
+        train_dataset=tiny.prompt_data(32),
+        peft_config=tiny.lora(init_lora_weights=False),
+        processing_class=tiny.make_tokenizer(),
+    )
+    as_reference(trainer.model)
+    trainer.train()
+    trainer.push_to_hub()
+    asked = list(uploads)
+    trainer.save_model()  # pushes, as the config says
+    with generation.gathered(trainer.model), torch.no_grad():
+        logits = trainer.model.eval()(input_ids=torch.arange(3, 19).view(1, 16)).logits
+    sharded = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    return {"uploads": asked, "by_save": len(uploads) - len(asked), "logits": logits, "dtensors": sharded}
 
 
 def gather_context(model_path, out, world_size):
@@ -287,10 +369,22 @@ GRPO_OPTIONS = {
     "num_iterations": int,
     "loss_type": str,
 }
-SCENARIOS = {function.__name__: function for function in (sft, grpo, by_name, gather_context, memory)}
+SCENARIOS = {
+    function.__name__: function
+    for function in (sft, grpo, by_name, recipe, empty_rank, publish, gather_context, memory)
+}
+
+
+def without_deepspeeds_operator():
+    """Let DeepSpeed communicate over gloo, as it does off Linux, instead of compiling an operator for a minute."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def main(model_path, out, *specifications):
+    without_deepspeeds_operator()
     out = Path(out)
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -43,14 +43,13 @@ class DieInStep(TrainerCallback):
             die()
 
 
-def run(output_dir: str, kill: str | None, resume: str | None) -> None:
+def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> EfficientGRPOTrainer:
     """Train in `output_dir`; `kill` is None, "step", "saving" (files half written) or "generating"."""
     from tests.tiny import prompts
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    made = trainer(
-        EfficientGRPOTrainer, EfficientGRPOConfig, output_dir, peft_config=lora(), dataset=prompts(4), **SETTINGS
-    )
+    data = prompts(4)
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, output_dir, model, lora(), dataset=data, **SETTINGS)
     if kill == "step":
         made.add_callback(DieInStep(6))
     elif kill == "saving":
@@ -73,3 +72,4 @@ def run(output_dir: str, kill: str | None, resume: str | None) -> None:
         made._generate = generate_or_die
     made.train(resume_from_checkpoint=resume)
     made.save_model(f"{output_dir}/final")
+    return made

@@ -249,6 +249,8 @@ def test_config_refuses_what_cannot_be_right(tmp_path, changes, message):
 @pytest.mark.slow
 def test_two_ranks_one_of_them_empty(tmp_path):
     """DDP: rank 1 has only zero advantages; the reduced gradient equals stock's on the same batches."""
+    from tests.grpo import empty_rank_worker
+
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     worker = Path(__file__).with_name("empty_rank_worker.py")
     subprocess.run(
@@ -256,8 +258,4 @@ def test_two_ranks_one_of_them_empty(tmp_path):
          "--rdzv_endpoint=localhost:0", str(worker), str(tmp_path)],
         check=True, env=environment, timeout=240, cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["scored_share"] < 0.8
-    assert results["largest"] > 0
-    assert results["difference"] <= 1e-4 * results["largest"]
-    assert results["both_empty"] == 0
+    empty_rank_worker.check(json.loads((tmp_path / "results.json").read_text()))

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from accelerate.utils import gather_object
 
+from ..completions import over_ranks
 from ..stats import wilson_interval
 from .sampling import LocalScorer, combine, decode
 
@@ -19,21 +19,18 @@ def evaluate_rows(
     reward_weights: torch.Tensor,
     solved_from: float,
     batch_size: int,
-    rank: int,
-    world: int,
-    even: bool,
+    lockstep: bool,
 ) -> dict[str, float]:
     """Reward and share of solved problems, the same for any number of ranks.
 
-    Batches are fixed by the dataset and dealt to the ranks in turn; results come back with their index, so nothing is
-    padded or counted twice. (`Trainer`'s own loop repeats problems until the ranks have equal numbers.)
+    (`Trainer`'s own loop repeats problems until the ranks have equal numbers.)
 
     Args:
         rows: all problems, on every rank.
         tokenize: prompts -> (token ids, ...), as `GRPOTrainer._tokenize_prompts`.
         generate: token ids of prompts -> completions.
         solved_from: reward from which a problem counts as solved.
-        even: let every rank generate equally often (a forward is collective); surplus results are dropped.
+        lockstep: see [`trl_fsdp_qlora.completions.over_ranks`].
 
     Returns:
         `reward`, `accuracy`, `accuracy_low`, `accuracy_high` (95% Wilson), `n`, `completion_length`, `runtime` (s).
@@ -44,26 +41,20 @@ def evaluate_rows(
     if not rows:
         raise ValueError("eval_dataset is empty")
     started = time.perf_counter()
-    batches = [range(i, min(i + batch_size, len(rows))) for i in range(0, len(rows), batch_size)]
-    mine = batches[rank::world]
-    surplus = -(-len(batches) // world) - len(mine) if even else 0
-    results = []
-    for batch in mine:
-        part = [rows[i] for i in batch]
-        prompts = [row["prompt"] for row in part]
-        prompt_ids = tokenize(prompts)[0]
-        completion_ids = generate(prompt_ids)
-        completions = decode(processing_class, prompts, prompt_ids, completion_ids)
+
+    def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
+        prompt_ids = tokenize([rows[i]["prompt"] for i in batch])[0]
+        return prompt_ids, generate(prompt_ids)
+
+    def score(batch: range, generated: tuple[list[list[int]], list[list[int]]]) -> list[tuple[float, int]]:
+        part, (prompt_ids, completion_ids) = [rows[i] for i in batch], generated
+        completions = decode(processing_class, [row["prompt"] for row in part], prompt_ids, completion_ids)
         rewards = combine(scorer(part, completions, completion_ids), reward_weights).tolist()
-        results += list(zip(batch, rewards, map(len, completion_ids), strict=True))
-    for _ in range(surplus):
-        generate(tokenize([rows[0]["prompt"]])[0])
-    if world > 1:
-        results = gather_object(results)
-    if sorted(index for index, _, _ in results) != list(range(len(rows))):
-        raise RuntimeError(f"{len(results)} results for {len(rows)} problems: the ranks disagree about the dataset")
+        return list(zip(rewards, map(len, completion_ids), strict=True))
+
+    results = over_ranks(len(rows), batch_size, complete, score, lockstep=lockstep)
     # In the problems' order, so that sums do not depend on the number of ranks.
-    rewards = torch.tensor([reward for _, reward, _ in sorted(results)], dtype=torch.float64)
+    rewards = torch.tensor([reward for reward, _ in results], dtype=torch.float64)
     solved = int((rewards >= solved_from - 1e-6).sum())
     low, high = wilson_interval(solved, len(rows))
     return {
@@ -72,6 +63,6 @@ def evaluate_rows(
         "accuracy_low": low,
         "accuracy_high": high,
         "n": len(rows),
-        "completion_length": sum(length for _, _, length in results) / len(rows),
+        "completion_length": sum(length for _, length in results) / len(rows),
         "runtime": time.perf_counter() - started,
     }

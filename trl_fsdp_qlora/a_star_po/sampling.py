@@ -9,47 +9,9 @@ import math
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 from trl.data_utils import apply_chat_template, is_conversational
 
 from ..trl_seams import is_async_callable, parse_response
-
-
-@torch.no_grad()
-def generate(
-    model: nn.Module, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None = None, **kwargs
-) -> list[list[int]]:
-    """One completion for every prompt given, each cut behind its first end-of-sequence token.
-
-    The result depends on the prompts, the weights and `seed` only: the global random state is neither used nor moved.
-
-    Args:
-        model: causal language model, unwrapped; its training mode is restored.
-        prompt_ids: token ids of R prompts, padded on the left here.
-        config: with `pad_token_id` and a list `eos_token_id`.
-        seed: of the sampling; `None` for greedy decoding.
-
-    Returns:
-        R lists of completion token ids.
-    """
-    width = max(map(len, prompt_ids))
-    device = next(model.parameters()).device
-    input_ids = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if seed is not None:
-                torch.manual_seed(seed)
-            out = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **kwargs)
-    finally:
-        model.train(was_training)
-    completions = []
-    for row in out[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in config.eos_token_id), len(row))
-        completions.append(row[:end])
-    return completions
 
 
 def decode(processing_class, prompts: list, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list:

@@ -7,12 +7,13 @@ import torch
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 
+from ..completions import generate
 from ..grpo.trainer import EfficientGRPOTrainer
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .evaluation import evaluate_rows
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .sampling import LocalScorer, combine, generate
+from .sampling import LocalScorer, combine
 from .values import ReferenceValues
 
 logger = get_logger(__name__)
@@ -212,19 +213,17 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         if eval_dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
         self._refuse_unprepared("evaluation")
-        with self.clock.phase("evaluate"), self._for_generation(self.model_wrapped) as model:
+        with self.clock.phase("evaluate"), self.generating() as (model, lockstep):
             metrics = evaluate_rows(
                 list(eval_dataset),
                 self._tokenize_prompts,
-                lambda ids: generate(model, ids, self._generation_config(sample=False), synced_gpus=self._sharded),
+                lambda ids: generate(model, ids, self._generation_config(sample=False), synced_gpus=lockstep),
                 self.processing_class,
                 LocalScorer(self),
                 self.reward_weights.cpu(),
                 solved_from=(self.args.value_reward_range or [0.0, 1.0])[1],
                 batch_size=self.args.per_device_eval_batch_size,
-                rank=self.accelerator.process_index,
-                world=self.accelerator.num_processes,
-                even=self._sharded,
+                lockstep=lockstep,
             )
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         # TRL's `log` adds the training metrics it has collected while the model is in training mode.

@@ -8,12 +8,12 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from ..trl_seams import unwrap_model_for_generation, use_adapter
+from ..completions import generate
+from ..trl_seams import use_adapter
 from .fingerprint import digest, reference_fingerprint, reward_fingerprint, row_key
-from .sampling import LocalScorer, decode, generate
+from .sampling import LocalScorer, decode
 from .stage_one import Item, Report, StageOne
 from .value_cache import ValueCache
 
@@ -29,19 +29,6 @@ class ReferenceValues:
         self._stage_one: StageOne | None = None
         self._values: dict[bytes, float] = {}
         self._stage_one_done = False
-
-    @property
-    def _sharded(self) -> bool:
-        """Whether a forward is a collective operation, and possible only after `Trainer.train` prepared the model."""
-        return self.accelerator.num_processes > 1 and (self._dist.is_fsdp or self._dist.is_zero3)
-
-    def _refuse_unprepared(self, what: str) -> None:
-        prepared = self.model_wrapped is not self.model or any(isinstance(p, DTensor) for p in self.model.parameters())
-        if self._sharded and not prepared:
-            raise RuntimeError(
-                f"{what} needs a forward of a model that is sharded over ranks, and only train() prepares it: let train() "
-                f"run stage 1 in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
-            )
 
     @property
     def stage_one(self) -> StageOne:
@@ -114,34 +101,20 @@ class ReferenceValues:
         return GenerationConfig(**settings, disable_compile=True)
 
     @contextmanager
-    def _for_generation(self, wrapped):
-        with (
-            unwrap_model_for_generation(
-                wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-            ) as model,
-            torch.no_grad(),
-            self._dist.summon_full_params(wrapped, recurse=False),
-        ):
-            yield model
-
-    @contextmanager
     def _reference_policy(self):
         if self.ref_model is not None:
-            with self._for_generation(self.ref_model) as model:
-                yield model
+            with self.generating(self.ref_model) as made:
+                yield made
         else:
             adapter = "ref" if "ref" in self.accelerator.unwrap_model(self.model).peft_config else None
-            with self._for_generation(self.model_wrapped) as model, use_adapter(model, adapter_name=adapter):
-                yield model
+            with self.generating() as (model, lockstep), use_adapter(model, adapter_name=adapter):
+                yield model, lockstep
 
     def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
         repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
         prompt_ids, rows = [item.prompt_ids for item in repeated], [item.row for item in repeated]
-        with self._reference_policy() as model:
-            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=self._sharded)
+        with self._reference_policy() as (model, lockstep):
+            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=lockstep)
         completions = decode(self.processing_class, [row["prompt"] for row in rows], prompt_ids, ids)
         rewards = LocalScorer(self)(rows, completions, ids).double().numpy()
         return np.split(rewards, np.cumsum(counts)[:-1])

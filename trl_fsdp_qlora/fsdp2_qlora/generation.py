@@ -1,7 +1,7 @@
 """Gather the weights once for many forward passes without gradient, and give them back.
 
 FSDP2 gathers each layer for each forward pass. Decoding is one forward pass per token, so 512 tokens move the base 512
-times. Where a rank has room for the whole 4-bit base, [`gathered`] moves it once; the same holds for a reference or
+times. Where a rank has room for all of it, [`gathered`] moves it once; the same holds for a reference or
 old-policy pass over several micro-batches.
 """
 
@@ -42,6 +42,12 @@ def free_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().available // ranks
 
 
+def check_mode(mode: str) -> None:
+    """Raise a `ValueError` for an unknown `fsdp_gather`."""
+    if mode not in MODES:
+        raise ValueError(f"fsdp_gather={mode!r} is unknown; use one of {', '.join(map(repr, MODES))}")
+
+
 def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
     """`"once"` or `"per_layer"`, the same on every rank. Collective under `"auto"`.
 
@@ -50,8 +56,7 @@ def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
     Raises:
         ValueError: an unknown mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"fsdp_gather={mode!r} is unknown; use one of {', '.join(map(repr, MODES))}")
+    check_mode(mode)
     if mode != "auto":
         return mode
     fits = torch.tensor(float(bytes_to_gather(model) <= FREE_SHARE * free_bytes(device)), device=device)

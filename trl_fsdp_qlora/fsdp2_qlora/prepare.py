@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers.utils import is_bitsandbytes_available
@@ -114,6 +115,21 @@ def sharded_base_bytes(model: nn.Module) -> "BaseBytes | None":
     return getattr(model, "base_bytes", None)
 
 
+def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Shape of the dense weight behind every packed 4-bit parameter, which itself is a vector of bytes; by `id`."""
+    if not is_bitsandbytes_available():
+        return {}
+    from .packed_linear import PackedLinear4bit, quantized_layers
+
+    layers = quantized_layers(model).values()
+    return {id(layer.weight): layer.layout.shape for layer in layers if isinstance(layer, PackedLinear4bit)}
+
+
 def has_sharded_base(model: nn.Module) -> bool:
     """Whether `model` is an FSDP2 model whose 4-bit base was sharded here."""
     return isinstance(model, FSDPModule) and sharded_base_bytes(model) is not None
+
+
+def has_sharded_adapter(model: nn.Module) -> bool:
+    """Whether `model` is a PEFT model under FSDP2: what it saves is an adapter, whatever its base is."""
+    return isinstance(model, FSDPModule) and isinstance(model, PeftModel)

@@ -3,8 +3,9 @@
     class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
         pass
 
-Under an accelerate config with FSDP2 and a 4-bit model with an adapter it shards the base, saves plain PEFT adapters and
-resumes from them; in every other case it is the trainer it was mixed into.
+Under an accelerate config with FSDP2 it shards a 4-bit base, saves plain PEFT adapters and resumes from them (of whole bases
+too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the trainer it was
+mixed into.
 """
 
 import os
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
 from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
 from .generation import choose, gathered, keep_gathered
-from .prepare import has_sharded_base, shard_quantized_base, sharded_base_bytes
+from .prepare import has_sharded_adapter, has_sharded_base, shard_quantized_base, sharded_base_bytes
 
 if TYPE_CHECKING:
     from .accounting import BaseBytes
@@ -45,6 +47,19 @@ class ShardedQLoRAMixin:
             keep_gathered(self.model, last_micro_batch=self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)
 
+    def evaluation_loop(self, *args, **kwargs):
+        self._prepare_for_forward()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _prepare_for_forward(self) -> None:
+        """Shard the model where `train()` has not yet: accelerate wants the optimizer with it, and upstream gives none."""
+        if not self.accelerator.is_fsdp2 or isinstance(self.model, FSDPModule):
+            return
+        self.create_optimizer()
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        self.model_wrapped = self.model
+        register_fsdp_forward_method(self.model, "generate")
+
     def log(self, logs, *args, **kwargs):
         """As in the trainer, with what this rank received and sent per optimizer step since the last training log."""
         if "loss" in logs and has_sharded_base(self.model):
@@ -62,8 +77,9 @@ class ShardedQLoRAMixin:
 
     @contextmanager
     def _gathered(self):
-        """Hold the whole base while weights do not change, if `args.fsdp_gather` and the free memory say so."""
-        if not has_sharded_base(self.model):
+        """Hold the whole model while weights do not change, if `args.fsdp_gather` and the free memory say so."""
+        # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
+        if not isinstance(self.model, FSDPModule) or getattr(self, "use_vllm", False):
             yield
             return
         mode = choose(self.model, self.accelerator.device, getattr(self.args, "fsdp_gather", "auto"))
@@ -71,7 +87,7 @@ class ShardedQLoRAMixin:
             yield
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not has_sharded_base(self.model):
+        if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
         output_dir = self.args.output_dir if output_dir is None else output_dir
         self._save(output_dir, state_dict=gather_adapter(self.model))
@@ -80,7 +96,7 @@ class ShardedQLoRAMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not has_sharded_base(self.model):
+        if not has_sharded_adapter(self.model):
             return super()._save_optimizer_and_scheduler(output_dir)
         state = gather_optimizer(self.optimizer)
         if self.args.should_save:
@@ -89,12 +105,12 @@ class ShardedQLoRAMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         model = self.model if model is None else model
-        if not has_sharded_base(model):
+        if not has_sharded_adapter(model):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_adapter(model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not has_sharded_base(self.model):
+        if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
         optimizer_file, scheduler_file = Path(checkpoint) / OPTIMIZER_NAME, Path(checkpoint) / SCHEDULER_NAME
         if not (optimizer_file.is_file() and scheduler_file.is_file()):
@@ -104,7 +120,7 @@ class ShardedQLoRAMixin:
         self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
 
     def _load_best_model(self) -> None:
-        if not has_sharded_base(self.model):
+        if not has_sharded_adapter(self.model):
             return super()._load_best_model()
         logger.info(f"Loading best model from {self.state.best_model_checkpoint} (score: {self.state.best_metric}).")
         load_adapter(self.model, self.state.best_model_checkpoint)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from ..checks import batch_size_advice
+from ..fsdp2_qlora.generation import check_mode
 from .token_budget import check_config
 
 
@@ -34,9 +35,10 @@ class EfficientGRPOConfig(GRPOConfig):
             `"self_normalized"` (S-GRPO's own, the default for `"s_grpo"`) or `"horvitz_thompson"` (unbiased, the
             default for the others).
         fsdp_gather (`str`, *optional*, defaults to `"auto"`):
-            Under FSDP2 with a 4-bit base, how weights come together while completions are generated and scored.
-            `"once"`: the whole base is gathered for the phase; `"per_layer"`: layer by layer in every forward pass, so
-            for every token; `"auto"`: once, where it fits into half of the free memory of every rank.
+            Under FSDP2, how weights come together while completions are generated and scored, and while accuracy is
+            measured. `"once"`: the whole model is gathered for the phase (a 4-bit base as it is packed); `"per_layer"`:
+            layer by layer in every forward pass, so for every token; `"auto"`: once, where it fits into half of the free
+            memory of every rank.
         fsdp_keep_gathered (`bool`, *optional*, defaults to `False`):
             Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step, instead of for
             each forward and backward. Every rank then holds the whole 4-bit base while it trains.
@@ -73,9 +75,7 @@ class EfficientGRPOConfig(GRPOConfig):
     )
     fsdp_gather: str = field(
         default="auto",
-        metadata={
-            "help": "FSDP2 with a 4-bit base: gather for generation 'once', 'per_layer', or 'auto' (by free memory)."
-        },
+        metadata={"help": "FSDP2: gather for generation 'once', 'per_layer', or 'auto' (by free memory)."},
     )
     fsdp_keep_gathered: bool = field(
         default=False,
@@ -98,6 +98,7 @@ class EfficientGRPOConfig(GRPOConfig):
             )
             raise ValueError(f"{error} {advice}") from None
         check_config(self)
+        check_mode(self.fsdp_gather)
 
     @classmethod
     def complete(cls, args: GRPOConfig | None) -> "GRPOConfig | None":

@@ -18,6 +18,7 @@ from ..prefix_sharing import PrefixSharing
 from ..publishing.card import CardInfo, adapter_card
 from ..startup import StartupCallback
 from ..trl_seams import VISION_ARGUMENTS, split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+from .aside import GeneratesAside
 from .config import EfficientGRPOConfig
 from .groups import EpochRepeatSampler, shuffle_groups
 from .resumable import WholeCheckpoints
@@ -25,7 +26,7 @@ from .timed import TimedPhases
 from .token_budget import TokenBudget
 
 
-class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, ShardedQLoRAMixin, GRPOTrainer):
+class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, ShardedQLoRAMixin, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     What differs is how: a prompt is computed once for all its completions and padding not at all
@@ -170,6 +171,7 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, ShardedQLoRAMixin, GRP
             self.prefix_sharing.describe(),
             *self.token_budget.describe(),
             "whole groups in every micro-batch" if cost is None else cost,
+            *([] if self.base_bytes is None else [str(self.base_bytes)]),
         ]
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

@@ -95,8 +95,8 @@ def base_model_license(base_model: str) -> str | None:
         return None
 
 
-def _portable(path: str) -> str:
-    # A card is published: no absolute path of the machine it was made on belongs in it.
+def portable(path: str) -> str:
+    """What a published card may say of `path`: no absolute path of the machine it was made on."""
     return Path(path).name if os.path.isabs(path) else path
 
 
@@ -110,7 +110,7 @@ def changed_arguments(args: Any) -> dict[str, Any]:
         plain = isinstance(value, (bool, int, float, str, list, type(None)))
         secret = item.name.endswith("_token")  # hub_token, not token_selection or max_new_tokens
         if item.init and plain and value != default and item.name not in _NOT_RECIPE and not secret:
-            changed[item.name] = _portable(str(value)) if isinstance(value, str) else value
+            changed[item.name] = portable(str(value)) if isinstance(value, str) else value
     return changed
 
 
@@ -152,14 +152,14 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
     Returns:
         `huggingface_hub.ModelCard`.
     """
-    base = _portable(base_model)
+    base = portable(base_model)
     license_id = info.license or base_model_license(base_model)
     is_adapter = peft_config is not None
     # The Hub takes owner/name or a bare name: of a folder on this machine, only the name.
     base_id = Path(base).name if Path(base_model).exists() else base
     data = ModelCardData(
         base_model=base_id,
-        datasets=None if info.dataset is None else [_portable(info.dataset)],
+        datasets=None if info.dataset is None else [portable(info.dataset)],
         library_name="peft" if is_adapter else "transformers",
         license=license_id or "other",
         pipeline_tag="text-generation",
@@ -177,14 +177,14 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
         }
     rows = "\n".join(f"| {what} | {value} |" for what, value in info.results.items())
     made = {
-        "data": info.dataset and f"`{_portable(info.dataset)}`",
+        "data": info.dataset and f"`{portable(info.dataset)}`",
         "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
         "software": software(),
         "seed": args.seed,
-        "recipe": info.recipe_file and f"`{_portable(info.recipe_file)}`",
+        "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",
         "command": info.command and f"`{info.command}`",
     }
-    adapter = hub_model_id or _portable(str(args.output_dir))
+    adapter = hub_model_id or portable(str(args.output_dir))
     return ModelCard(
         _TEMPLATE.format(
             metadata=data.to_yaml(),

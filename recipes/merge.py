@@ -1,0 +1,35 @@
+"""Merge an adapter into its unquantized base, for servers that take no adapters.
+
+    python recipes/merge.py --adapter runs/quickstart --output runs/quickstart-merged
+
+The base is loaded in bfloat16 (`--dtype`) in host memory. An adapter that was trained on a 4-bit base was trained against
+that base's rounding: the merged model is close to the trained one, not equal to it. Measure it with recipes/evaluate.py.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from trl_fsdp_qlora.publishing.merge import MergeError, merge_adapter
+from trl_fsdp_qlora.recipe import parse_recipe, run_main, say
+
+
+@dataclass
+class MergeArguments:
+    """See [`trl_fsdp_qlora.publishing.merge.merge_adapter`]."""
+
+    adapter: str = field(metadata={"help": "folder or Hub id of the adapter"})
+    output: str = field(metadata={"help": "folder to make"})
+    base: str | None = field(default=None, metadata={"help": "base model, where it is not the one the adapter names"})
+    revision: str | None = field(default=None, metadata={"help": "of the base model"})
+    dtype: str = field(default="bfloat16", metadata={"choices": ["bfloat16", "float16", "float32"]})
+
+
+def main() -> None:
+    (args,) = parse_recipe((MergeArguments,))
+    folder = merge_adapter(args.adapter, args.output, args.base, args.revision, getattr(torch, args.dtype))
+    say(f"merged model, tokenizer and card are in {folder}")
+
+
+if __name__ == "__main__":
+    run_main(main, MergeError)

@@ -1,0 +1,98 @@
+"""Completions outside of training's own rollouts (accuracy, evaluation, V*), for problems spread over the ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm
+from transformers import GenerationConfig
+
+
+def _compute_device(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters())
+    # Under CPU offloading a shard lies in host memory and is computed with on the mesh's device.
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None = None, **kwargs
+) -> list[list[int]]:
+    """One completion for every prompt given, each cut behind its first end-of-sequence token.
+
+    The result depends on the prompts, the weights and `seed` only: the global random state is neither used nor moved.
+
+    Args:
+        model: causal language model, unwrapped; its training mode is restored.
+        prompt_ids: token ids of R prompts, padded on the left here.
+        config: with `pad_token_id` and a list `eos_token_id`.
+        seed: of the sampling; `None` for greedy decoding.
+        **kwargs: to `model.generate`.
+
+    Returns:
+        R lists of completion token ids.
+    """
+    width = max(map(len, prompt_ids))
+    device = _compute_device(model)
+    input_ids = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if seed is not None:
+                torch.manual_seed(seed)
+            out = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **kwargs)
+    finally:
+        model.train(was_training)
+    completions = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in config.eos_token_id), len(row))
+        completions.append(row[:end])
+    return completions
+
+
+def over_ranks(
+    count: int,
+    batch_size: int,
+    generate: Callable[[range], Any],
+    score: Callable[[range, Any], Sequence],
+    *,
+    lockstep: bool = False,
+    description: str | None = None,
+) -> list:
+    """Results of problems 0 to `count` - 1, each worked on exactly once, in their order on every rank.
+
+    Batches are fixed by `count` and `batch_size` and dealt to the ranks in turn; results travel with their index, so
+    nothing is padded or counted twice, whatever the number of ranks. Works without an initialised process group.
+
+    Args:
+        count: problems; the same on every rank.
+        batch_size: problems a batch, per rank.
+        generate: completions of a batch of problems; may be collective.
+        score: one result for every problem of a batch from its completions; runs on one rank alone.
+        lockstep: `generate` is collective: a rank that has no batch left repeats the first problem, for nobody.
+        description: of a progress bar on the main rank; none is shown without.
+
+    Raises:
+        RuntimeError: the ranks disagree about the problems.
+    """
+    state = PartialState()
+    batches = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
+    mine = batches[state.process_index :: state.num_processes]
+    results = []
+    for batch in tqdm(mine, desc=description, disable=not (description and state.is_main_process), leave=False):
+        results += zip(batch, score(batch, generate(batch)), strict=True)
+    if lockstep:
+        for _ in range(-(-len(batches) // state.num_processes) - len(mine)):
+            generate(range(1))
+    if state.num_processes > 1:
+        results = gather_object(results)
+    results.sort(key=lambda pair: pair[0])
+    if [index for index, _ in results] != list(range(count)):
+        raise RuntimeError(f"{len(results)} results for {count} problems: the ranks disagree about the dataset")
+    return [result for _, result in results]
