@@ -7,6 +7,7 @@ very path it takes on GPUs, over gloo. A test that uses it has to assert DTensor
 
 import os
 
+import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -29,8 +30,8 @@ def fsdp_environment(**overrides: str) -> dict[str, str]:
 
 def force_fsdp() -> None:
     """Make every `Accelerator` of this process that is given an FSDP plugin on the CPU use it."""
-    asked = all(os.environ.get(name, "false") == "true" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_CPU"))
-    if not asked or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+    if not asked or int(os.environ.get("WORLD_SIZE", "1")) < 2 or torch.cuda.is_available():
         return
     stock = AcceleratorState.__init__
 

@@ -36,7 +36,6 @@ from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin  # noqa: E402
 
-
 # Set by the tests that need CUDA.
 ON_GPU = os.environ.get("ON_GPU") == "1"
 
