@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from accelerate import PartialState
 from datasets import Dataset
@@ -160,6 +161,9 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
     """Run a script; what its user did wrong (bad data, config or folder, or one of `errors`) is one line, no traceback."""
     try:
         main()
+        # Left to the interpreter's end, gloo's threads now and then abort a process that has done its work.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     except (checkpoints.CheckpointError, ConfigError, DatasetError, UnparsableGoldAnswer, *errors) as error:
         sys.exit(f"error: {error}")
 

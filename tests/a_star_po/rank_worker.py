@@ -74,6 +74,8 @@ def main():
     if trainer.accelerator.is_main_process:
         with open(arguments.out, "w") as file:
             json.dump(result, file)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
