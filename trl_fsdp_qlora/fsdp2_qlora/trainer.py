@@ -90,7 +90,9 @@ class ShardedQLoRAMixin:
         if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
         output_dir = self.args.output_dir if output_dir is None else output_dir
-        self._save(output_dir, state_dict=gather_adapter(self.model))
+        adapter = gather_adapter(self.model)
+        if self.args.should_save:  # transformers 5.17 leaves it to the caller that one rank alone writes
+            self._save(output_dir, state_dict=adapter)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
