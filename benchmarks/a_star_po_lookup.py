@@ -17,8 +17,8 @@ from datasets import Dataset
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.rewards import get_reward
-from trl_fsdp_qlora.small_base import character_tokenizer, new_model
+from trl_fsdp_qlora.recipe.rewards import get_reward
+from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
 
 PROMPTS = 10_000
 

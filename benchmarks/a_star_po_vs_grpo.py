@@ -21,12 +21,12 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.evaluation import evaluate
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe import ScriptArguments, load_data
-from trl_fsdp_qlora.rewards import get_reward
-from trl_fsdp_qlora.small_base import build_small_base
-from trl_fsdp_qlora.stats import format_accuracy, wilson_interval
+from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.recipe.rewards import get_reward
+from trl_fsdp_qlora.recipe.runner import ScriptArguments, load_data
+from trl_fsdp_qlora.recipe.small_base import build_small_base
+from trl_fsdp_qlora.recipe.stats import format_accuracy, wilson_interval
 
 PROBLEMS = 1024
 COMMON = {

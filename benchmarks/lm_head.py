@@ -19,8 +19,8 @@ import torch
 import trl
 from torch.profiler import ProfilerActivity, profile
 
-from trl_fsdp_qlora.frozen_head import FrozenHeadLogProbFunction
-from trl_fsdp_qlora.trl_seams import ChunkedLogProbFunction
+from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
+from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
 TRL_VOCABULARY_TILE = 8192
 

@@ -12,8 +12,8 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
-from trl_fsdp_qlora.logprobs import add_scoring_head
 from trl_fsdp_qlora.prefix_sharing.attention import no_mask
+from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
 
 NAME = "prefix_grouper_causal"
 

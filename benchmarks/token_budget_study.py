@@ -28,11 +28,11 @@ from prefix_sharing import RESULTS, cpu_name, saved_bytes, step
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.evaluation import evaluate
-from trl_fsdp_qlora.recipe import ScriptArguments, load_data, reward_functions
-from trl_fsdp_qlora.small_base import build_small_base
-from trl_fsdp_qlora.small_tasks import TASKS
-from trl_fsdp_qlora.stats import wilson_interval
+from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.recipe.runner import ScriptArguments, load_data, reward_functions
+from trl_fsdp_qlora.recipe.small_base import build_small_base
+from trl_fsdp_qlora.recipe.small_tasks import TASKS
+from trl_fsdp_qlora.recipe.stats import wilson_interval
 
 MEASURED_STEPS = 4
 EARLY = (0.05, 0.1, 0.2, 0.5)

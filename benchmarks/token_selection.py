@@ -19,8 +19,9 @@ import torch
 import trl
 from prefix_sharing import RESULTS, cpu_name, make_batch, make_model, make_trainer, saved_bytes, step
 
-from trl_fsdp_qlora import EfficientGRPOTrainer, logprobs
+from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.token_budget import TokenBudget
+from trl_fsdp_qlora.scoring import logprobs
 
 PROMPT, COMPLETION, GROUP = 64, 512, 8
 # name, options, what is divided by which baseline's, target

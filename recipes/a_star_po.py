@@ -17,8 +17,7 @@ from trl import ModelConfig
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po.fingerprint import FingerprintError
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCacheError
-from trl_fsdp_qlora.checkpoints import check_output_dir
-from trl_fsdp_qlora.recipe import (
+from trl_fsdp_qlora.recipe.runner import (
     ScriptArguments,
     build_trainer,
     load_data,
@@ -27,11 +26,12 @@ from trl_fsdp_qlora.recipe import (
     run_recipe,
     say,
 )
+from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 
 @dataclass
 class AStarPOScriptArguments(ScriptArguments):
-    """[`trl_fsdp_qlora.recipe.ScriptArguments`] and the stage to stop after."""
+    """[`trl_fsdp_qlora.recipe.runner.ScriptArguments`] and the stage to stop after."""
 
     stage: str = field(
         default="train",

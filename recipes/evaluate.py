@@ -14,10 +14,10 @@ from accelerate import PartialState
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from trl_fsdp_qlora.checkpoints import write_json
-from trl_fsdp_qlora.evaluation import evaluate
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe import ScriptArguments, load_data, parse_recipe, run_main, say
+from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.recipe.runner import ScriptArguments, load_data, parse_recipe, run_main, say
+from trl_fsdp_qlora.run.checkpoints import write_json
 
 
 @dataclass

@@ -13,8 +13,8 @@ that was killed goes on with `--resume_from_checkpoint auto`.
 from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints import check_output_dir
-from trl_fsdp_qlora.recipe import ScriptArguments, build_trainer, load_data, parse_recipe, run_main, run_recipe
+from trl_fsdp_qlora.recipe.runner import ScriptArguments, build_trainer, load_data, parse_recipe, run_main, run_recipe
+from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 
 def main() -> None:

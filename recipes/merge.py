@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from trl_fsdp_qlora.publishing.merge import MergeError, merge_adapter
-from trl_fsdp_qlora.recipe import parse_recipe, run_main, say
+from trl_fsdp_qlora.recipe.runner import parse_recipe, run_main, say
 
 
 @dataclass

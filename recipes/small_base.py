@@ -8,8 +8,8 @@ An existing folder is kept.
 import argparse
 from pathlib import Path
 
-from trl_fsdp_qlora.small_base import build_small_base
-from trl_fsdp_qlora.small_tasks import TASKS
+from trl_fsdp_qlora.recipe.small_base import build_small_base
+from trl_fsdp_qlora.recipe.small_tasks import TASKS
 
 
 def main() -> None:

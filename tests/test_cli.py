@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from trl_fsdp_qlora import cli
-from trl_fsdp_qlora.accelerate_configs import names
+from trl_fsdp_qlora.run.accelerate_configs import names
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,7 +6,7 @@ accelerate launch --config_file $(trl-fsdp-qlora config ddp_cpu) my_script.py
 import argparse
 import sys
 
-from .accelerate_configs import accelerate_config, names
+from .run.accelerate_configs import accelerate_config, names
 
 
 def main(argv: list[str] | None = None) -> None:

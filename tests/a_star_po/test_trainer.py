@@ -12,7 +12,7 @@ from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po import values as values_module
 from trl_fsdp_qlora.a_star_po.sampling import LocalScorer
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCache, ValueCacheError
-from trl_fsdp_qlora.stats import wilson_interval
+from trl_fsdp_qlora.recipe.stats import wilson_interval
 
 from .tiny import has_digit, problems, tiny_model, tiny_tokenizer
 

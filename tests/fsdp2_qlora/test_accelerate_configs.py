@@ -17,8 +17,8 @@ from peft import PeftModel
 from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.test_sharded_training import WORKER, difference
-from trl_fsdp_qlora.datasets import hold_out, read_problems, to_prompts
-from trl_fsdp_qlora.evaluation import evaluate
+from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
+from trl_fsdp_qlora.recipe.evaluation import evaluate
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes")
 from tests.distributed.launch import free_port
 from tests.grpo.test_resume import KEYS, history
 from tests.tiny import save_tiny_model
-from trl_fsdp_qlora import checkpoints
+from trl_fsdp_qlora.run import checkpoints
 
 pytestmark = pytest.mark.slow
 

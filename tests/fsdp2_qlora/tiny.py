@@ -17,8 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trl_fsdp_qlora.completions import generate
-from trl_fsdp_qlora.rewards import extract_answer
+from trl_fsdp_qlora.recipe.rewards import extract_answer
+from trl_fsdp_qlora.rollout.completions import generate
 
 CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz?.,:"
 

@@ -9,8 +9,9 @@ import signal
 from transformers import TrainerCallback
 
 from tests.tiny import lora, trainer
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, checkpoints
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo import resumable
+from trl_fsdp_qlora.run import checkpoints
 
 # Generation cycles of 2 × 2 = 4 micro-steps and 4-step epochs: checkpoints fall inside a cycle and past an epoch's end.
 SETTINGS = {

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from tests.tiny import LOSS_TYPES, lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.token_budget import Scope
-from trl_fsdp_qlora.token_selection import TokenSelection
+from trl_fsdp_qlora.scoring.token_selection import TokenSelection
 
 
 def made(tmp_path, **changes):

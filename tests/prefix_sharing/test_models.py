@@ -5,9 +5,9 @@ import torch
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.logprobs import add_scoring_head
 from trl_fsdp_qlora.prefix_sharing.attention import UnsupportedAttention, install
 from trl_fsdp_qlora.prefix_sharing.layout import pack
+from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
 
 from .helpers import (
     COMPLETION,

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.logprobs import add_scoring_head
 from trl_fsdp_qlora.prefix_sharing import flex, tree
 from trl_fsdp_qlora.prefix_sharing.attention import install
 from trl_fsdp_qlora.prefix_sharing.layout import pack
+from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
 
 from .helpers import (
     COMPLETION,

@@ -6,11 +6,12 @@ import pytest
 import yaml
 from trl import ModelConfig
 
-from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig, small_base
-from trl_fsdp_qlora.datasets import DatasetError
-from trl_fsdp_qlora.recipe import ConfigError, ScriptArguments, load_data, parse_recipe
-from trl_fsdp_qlora.small_base import habit_dataset
-from trl_fsdp_qlora.small_tasks import TASKS
+from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig
+from trl_fsdp_qlora.recipe import small_base
+from trl_fsdp_qlora.recipe.datasets import DatasetError
+from trl_fsdp_qlora.recipe.runner import ConfigError, ScriptArguments, load_data, parse_recipe
+from trl_fsdp_qlora.recipe.small_base import habit_dataset
+from trl_fsdp_qlora.recipe.small_tasks import TASKS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TYPES = (ScriptArguments, EfficientGRPOConfig, ModelConfig)

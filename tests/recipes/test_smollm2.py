@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.recipes.test_recipe_runs import ROOT, launch
-from trl_fsdp_qlora.datasets import hold_out, read_problems
+from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems
 
 
 def test_svamp_is_read_whole(svamp):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..stats import wilson_interval
+from ..recipe.stats import wilson_interval
 
 ESTIMATORS = ("log_mean_exp", "mean", "max")
 

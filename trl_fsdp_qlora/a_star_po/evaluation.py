@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..completions import over_ranks
-from ..stats import wilson_interval
+from ..recipe.stats import wilson_interval
+from ..rollout.completions import over_ranks
 from .sampling import LocalScorer, combine, decode
 
 
@@ -30,7 +30,7 @@ def evaluate_rows(
         tokenize: prompts -> (token ids, ...), as `GRPOTrainer._tokenize_prompts`.
         generate: token ids of prompts -> completions.
         solved_from: reward from which a problem counts as solved.
-        lockstep: see [`trl_fsdp_qlora.completions.over_ranks`].
+        lockstep: see [`trl_fsdp_qlora.rollout.completions.over_ranks`].
 
     Returns:
         `reward`, `accuracy`, `accuracy_low`, `accuracy_high` (95% Wilson), `n`, `completion_length`, `runtime` (s).

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from trl.data_utils import apply_chat_template, is_conversational
 
-from ..trl_seams import is_async_callable, parse_response
+from ..upstream.trl import is_async_callable, parse_response
 
 
 def decode(processing_class, prompts: list, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list:
@@ -41,7 +41,7 @@ class LocalScorer:
         """Rewards of R completions by K functions: float32 of shape `(R, K)` on the CPU, NaN where one says `None`.
 
         Raises:
-            trl_fsdp_qlora.checks.RewardError: a function that returned something that is no list of rewards.
+            trl_fsdp_qlora.run.input_checks.RewardError: a function that returned something that is no list of rewards.
         """
         trainer = self.trainer
         prompts = [row["prompt"] for row in rows]

@@ -7,8 +7,8 @@ import torch
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 
-from ..completions import generate
 from ..grpo.trainer import EfficientGRPOTrainer
+from ..rollout.completions import generate
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .evaluation import evaluate_rows

@@ -10,8 +10,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import GenerationConfig
 
-from ..completions import generate
-from ..trl_seams import use_adapter
+from ..rollout.completions import generate
+from ..upstream.trl import use_adapter
 from .fingerprint import digest, reference_fingerprint, reward_fingerprint, row_key
 from .sampling import LocalScorer, decode
 from .stage_one import Item, Report, StageOne

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.version import Version
 
 # The oldest versions that this was run with. torch 2.12 is the first that shards integer parameters by itself; for 2.11
-# see `fsdp_seams.integer_shards`.
+# see `upstream.fsdp.integer_shards`.
 FLOORS = {"torch": "2.11", "accelerate": "1.15", "bitsandbytes": "0.50", "peft": "0.21"}
 
 

@@ -81,10 +81,10 @@ def _has_4bit_layers(model: nn.Module) -> bool:
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
+    from ..upstream.fsdp import integer_shards
     from .accounting import check_sharded
     from .communication import count_traffic
     from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta
-    from .fsdp_seams import integer_shards
     from .packed_linear import pack_model
 
     plugin, device = accelerator.state.fsdp_plugin, accelerator.device

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from ..checks import batch_size_advice
 from ..fsdp2_qlora.generation import check_mode
+from ..run.input_checks import batch_size_advice
 from .token_budget import check_config
 
 
@@ -24,7 +24,7 @@ class EfficientGRPOConfig(GRPOConfig):
             them (`beta`, an entropy bonus, a router loss). Loss and gradients are stock TRL's.
         token_selection (`str`, *optional*, defaults to `"all"`):
             Which tokens of a completion enter the loss: `"all"`, `"s_grpo"`, `"uniform"`, `"prefix_cut"`, see
-            [`~trl_fsdp_qlora.token_selection.select_tokens`]. The others are not computed.
+            [`~trl_fsdp_qlora.scoring.token_selection.select_tokens`]. The others are not computed.
         token_selection_rate (`float`, *optional*, defaults to `0.5`):
             Chance of a token to be kept; for `"prefix_cut"` the expected share, 0.5 or more.
         token_selection_always_first (`int`, *optional*, defaults to `0`):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..trl_seams import RepeatSampler
+from ..upstream.trl import RepeatSampler
 
 
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:

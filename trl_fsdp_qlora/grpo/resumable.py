@@ -4,20 +4,20 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from .. import checkpoints
+from ..run import checkpoints
 
 
 class WholeCheckpoints:
     """A checkpoint is whole or not taken for one, and holds the completions still to be used.
 
-    See [`trl_fsdp_qlora.checkpoints`].
+    See [`trl_fsdp_qlora.run.checkpoints`].
     """
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
 
         Raises:
-            trl_fsdp_qlora.checkpoints.CheckpointError: the output folder cannot be written, or there is no whole
+            trl_fsdp_qlora.run.checkpoints.CheckpointError: the output folder cannot be written, or there is no whole
                 checkpoint to resume from.
         """
         output_dir = self.args.output_dir

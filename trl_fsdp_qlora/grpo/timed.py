@@ -2,11 +2,11 @@
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from ..telemetry import PhaseClock, TelemetryCallback, token_counts, waste_metrics
+from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts, waste_metrics
 
 
 class TimedPhases:
-    """Seconds, peak bytes and waste of every phase as ordinary metrics, see [`trl_fsdp_qlora.telemetry`].
+    """Seconds, peak bytes and waste of every phase as ordinary metrics, see [`trl_fsdp_qlora.run.telemetry`].
 
     Each method is TRL's own inside a phase of `self.clock`.
     """

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..prefix_sharing.support import position_limit
-from ..token_selection import check_selection, select_tokens, step_generator, weight_gradient
+from ..scoring.token_selection import check_selection, select_tokens, step_generator, weight_gradient
 from .padded_cut import padded_cut
 
 logger = logging.getLogger(__name__)

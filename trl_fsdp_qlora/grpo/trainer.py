@@ -10,15 +10,20 @@ import torch
 from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
-from .. import checks
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..prefix_sharing import PrefixSharing
 from ..publishing.card import CardInfo, adapter_card
-from ..startup import StartupCallback
-from ..trl_seams import VISION_ARGUMENTS, split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
-from .aside import GeneratesAside
+from ..rollout.aside import GeneratesAside
+from ..run import input_checks as checks
+from ..run.startup import StartupCallback
+from ..upstream.trl import (
+    VISION_ARGUMENTS,
+    split_pixel_values_by_grid,
+    split_tensor_dict,
+    unsplit_pixel_values_by_grid,
+)
 from .config import EfficientGRPOConfig
 from .groups import EpochRepeatSampler, shuffle_groups
 from .resumable import WholeCheckpoints
@@ -31,13 +36,13 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, Sharde
 
     What differs is how: a prompt is computed once for all its completions and padding not at all
     ([`trl_fsdp_qlora.prefix_sharing`]), completions of one prompt stay together when a generation batch is sliced,
-    seconds and bytes of each phase are ordinary metrics ([`trl_fsdp_qlora.telemetry`]), a checkpoint is whole or not
-    taken for one and holds the completions still to be used ([`trl_fsdp_qlora.checkpoints`]), and bad input is told
+    seconds and bytes of each phase are ordinary metrics ([`trl_fsdp_qlora.run.telemetry`]), a checkpoint is whole or not
+    taken for one and holds the completions still to be used ([`trl_fsdp_qlora.run.checkpoints`]), and bad input is told
     before the first step.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, LoRA targets that match nothing.
-        trl_fsdp_qlora.checks.RewardError: (while training) a reward function that returns no rewards.
+        trl_fsdp_qlora.run.input_checks.RewardError: (while training) a reward function that returns no rewards.
     """
 
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..logprobs import add_scoring_head
+from ..scoring.logprobs import add_scoring_head
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .layout import BatchFacts, PackedLayout, SealedLayout, UnpackableBatch, pack, read_batch
 from .self_check import difference, without_dropout

@@ -16,10 +16,10 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from . import checkpoints
+from ..publishing.card import hardware, software
+from ..run import checkpoints
 from .datasets import DatasetError, hold_out, read_problems, to_prompts, without_overlap
 from .evaluation import Evaluation, evaluate
-from .publishing.card import hardware, software
 from .rewards import UnparsableGoldAnswer, get_reward
 
 
@@ -42,7 +42,7 @@ class ScriptArguments:
         system_prompt: put before every question.
         prompt_template: how a question becomes a prompt; must hold `{question}`.
         chat: let the tokenizer's chat template frame the prompt.
-        rewards: names of rewards, see `trl_fsdp_qlora.rewards.REWARDS`.
+        rewards: names of rewards, see `trl_fsdp_qlora.recipe.rewards.REWARDS`.
         answer_format: where a completion's final answer stands: auto, hash, tags, boxed or last_number.
         accuracy_steps: measure held-out accuracy every so many optimizer steps; 0 for before and after only.
         accuracy_samples: k of pass@k and majority@k after training; 0 for greedy decoding only.
@@ -110,7 +110,7 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset]:
     """(training prompts, held-out prompts) of a recipe, without overlap.
 
     Raises:
-        trl_fsdp_qlora.datasets.DatasetError: nothing is held out, or nothing is left.
+        trl_fsdp_qlora.recipe.datasets.DatasetError: nothing is held out, or nothing is left.
     """
     train = read_problems(args.dataset, args.dataset_split, args.dataset_config)
     if args.held_out:

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from trl_fsdp_qlora.stats import format_accuracy, pass_at_k, wilson_interval
+from trl_fsdp_qlora.recipe.stats import format_accuracy, pass_at_k, wilson_interval
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers.utils import logging
 
-from .trl_seams import get_callable_name, is_async_callable
+from ..upstream.trl import get_callable_name, is_async_callable
 
 logger = logging.get_logger(__name__)
 

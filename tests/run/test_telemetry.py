@@ -6,7 +6,7 @@ import torch
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.telemetry import MIB, PhaseClock, token_counts, waste_metrics
+from trl_fsdp_qlora.run.telemetry import MIB, PhaseClock, token_counts, waste_metrics
 
 
 def test_nested_phases_are_not_counted_twice():

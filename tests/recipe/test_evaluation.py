@@ -3,9 +3,9 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import prompts, tiny_model
-from trl_fsdp_qlora.evaluation import evaluate, majority
-from trl_fsdp_qlora.rewards import UnparsableGoldAnswer
-from trl_fsdp_qlora.small_base import character_tokenizer
+from trl_fsdp_qlora.recipe.evaluation import evaluate, majority
+from trl_fsdp_qlora.recipe.rewards import UnparsableGoldAnswer
+from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 
 class Oracle(torch.nn.Module):

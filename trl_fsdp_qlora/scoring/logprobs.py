@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..upstream.trl import ChunkedLogProbFunction, FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from .frozen_head import FrozenHeadLogProbFunction
-from .trl_seams import ChunkedLogProbFunction, FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 VOCABULARY_TILE = 8192
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.token_selection import (
+from trl_fsdp_qlora.scoring.token_selection import (
     capped_probability,
     check_selection,
     select_tokens,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_fsdp_qlora import frozen_head
-from trl_fsdp_qlora.frozen_head import FrozenHeadLogProbFunction
-from trl_fsdp_qlora.logprobs import add_scoring_head, score_positions
-from trl_fsdp_qlora.trl_seams import ChunkedLogProbFunction
+from trl_fsdp_qlora.scoring import frozen_head
+from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
+from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, score_positions
+from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
 N, H, V = 37, 24, 150
 

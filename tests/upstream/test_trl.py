@@ -4,7 +4,8 @@ import inspect
 import pytest
 import trl
 
-from trl_fsdp_qlora import EfficientGRPOTrainer, trl_seams
+from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.upstream import trl as trl_seams
 
 
 def test_the_installed_trl_fits():

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..fsdp2_qlora.generation import choose, gathered
-from ..trl_seams import unwrap_model_for_generation
+from ..upstream.trl import unwrap_model_for_generation
 
 
 class GeneratesAside:

@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from trl_fsdp_qlora import rewards
+from trl_fsdp_qlora.recipe import rewards
 
 
 @pytest.mark.parametrize(

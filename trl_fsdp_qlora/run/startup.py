@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from .fsdp2_qlora.prepare import dense_shapes
+from ..fsdp2_qlora.prepare import dense_shapes
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:

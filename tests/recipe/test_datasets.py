@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from trl_fsdp_qlora import datasets
-from trl_fsdp_qlora.rewards import UnparsableGoldAnswer
+from trl_fsdp_qlora.recipe import datasets
+from trl_fsdp_qlora.recipe.rewards import UnparsableGoldAnswer
 
 
 def write(path, rows):

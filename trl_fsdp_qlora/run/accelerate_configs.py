@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-_CHECKOUT = Path(__file__).resolve().parent.parent / "accelerate_configs"
+_CHECKOUT = Path(__file__).resolve().parent.parent.parent / "accelerate_configs"
 
 
 def _all() -> dict[str, Path]:

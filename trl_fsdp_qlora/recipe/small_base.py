@@ -97,7 +97,7 @@ def build_small_base(
     Args:
         output_dir: folder to create; an existing one is an error.
         seed: of the weights, the data and the order.
-        task: key of [`trl_fsdp_qlora.small_tasks.TASKS`].
+        task: key of [`trl_fsdp_qlora.recipe.small_tasks.TASKS`].
         dropped_carry: share of the taught sums whose carry is missing.
 
     Raises:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
-from .completions import generate, over_ranks
+from ..rollout.completions import generate, over_ranks
 from .rewards import answers_match, extract_answer, parse_gold, parse_number
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
@@ -90,24 +90,24 @@ def evaluate(
     Args:
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
         tokenizer: with a pad token; conversational prompts use its chat template.
-        dataset: columns `prompt` and `answer`, see [`trl_fsdp_qlora.datasets.to_prompts`].
+        dataset: columns `prompt` and `answer`, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions a batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
         temperature: of the samples.
         top_p: of the samples.
-        answer_format: see [`trl_fsdp_qlora.rewards.extract_answer`].
+        answer_format: see [`trl_fsdp_qlora.recipe.rewards.extract_answer`].
         seed: of the samples.
         progress: show a bar on the main rank.
         description: of the bar.
         lockstep: a forward is collective (weights sharded over the ranks): every rank generates equally often and as
-            long as the slowest. See [`trl_fsdp_qlora.grpo.aside.GeneratesAside.generating`].
+            long as the slowest. See [`trl_fsdp_qlora.rollout.aside.GeneratesAside.generating`].
 
     Returns:
         [`Evaluation`], the same on every rank.
 
     Raises:
-        trl_fsdp_qlora.rewards.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
+        trl_fsdp_qlora.recipe.rewards.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
     """
     started = time.perf_counter()
     rows = dataset.select_columns(["prompt", "answer"]).to_list()

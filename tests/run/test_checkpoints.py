@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from trl_fsdp_qlora import checkpoints
-from trl_fsdp_qlora.checkpoints import CheckpointError
+from trl_fsdp_qlora.run import checkpoints
+from trl_fsdp_qlora.run.checkpoints import CheckpointError
 
 
 def make(run, step, whole=True):

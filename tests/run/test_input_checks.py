@@ -7,7 +7,8 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import config, lora, trainer
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, checks
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.run import input_checks as checks
 
 PROMPTS = ["a", [{"role": "user", "content": "the second prompt"}], "c"]
 COLUMNS = {"completions": ["1", "2", "3"], "row": [10, 11, 12]}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny import lora, save_tiny_model
 from trl_fsdp_qlora.publishing.merge import MergeError, merge_adapter
 
-SCRIPT = Path(__file__).parents[1] / "recipes" / "merge.py"
+SCRIPT = Path(__file__).parents[2] / "recipes" / "merge.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""What every recipe needs: arguments, data, answers, rewards, accuracy, a record, pictures, small bases."""

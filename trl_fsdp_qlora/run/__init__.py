@@ -1,0 +1,1 @@
+"""What surrounds a run: checkpoints, telemetry, the start-up block, input checks, accelerate configs."""
