@@ -1,15 +1,18 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.publishing.card import changed_arguments
+from trl_fsdp_qlora.publishing import card
+from trl_fsdp_qlora.publishing.card import CardInfo, adapter_card, changed_arguments
 
 
 @pytest.fixture
@@ -27,19 +30,18 @@ def trained(tmp_path, monkeypatch):
 
 
 def test_metadata_and_recipe(trained):
-    card = ModelCard.load("adapter/README.md")
-    assert card.data.library_name == "peft"
-    assert card.data.base_model == "base"
-    assert card.data.datasets == ["someone/sums"]
-    assert card.data.pipeline_tag == "text-generation"
-    assert card.data.license == "other"
-    assert {"trl", "grpo", "lora", "trl-fsdp-qlora", "base_model:adapter:base"} <= set(card.data.tags)
-    recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", card.text, re.DOTALL)[1])
+    written = ModelCard.load("adapter/README.md")
+    assert written.data.library_name == "peft"
+    assert written.data.base_model == "base"
+    assert written.data.datasets == ["someone/sums"]
+    assert written.data.pipeline_tag == "text-generation"
+    assert written.data.license == "other"
+    assert {"trl", "grpo", "lora", "trl-fsdp-qlora", "base_model:adapter:base"} <= set(written.data.tags)
+    recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", written.text, re.DOTALL)[1])
     assert recipe["learning_rate"] == 1e-2
     assert recipe["lora"]["r"] == 4
-    assert "n=10" in card.text
-    assert "seed: 7" in card.text
-    assert str(trained.args.output_dir) not in ("", None)
+    assert "n=10" in written.text
+    assert "seed: 7" in written.text
 
 
 def test_the_quick_start_runs_as_printed(trained):
@@ -85,3 +87,63 @@ def test_token_settings_are_recipe_and_tokens_are_secret(tmp_path):
     changed = changed_arguments(args)
     assert changed["token_selection"] == "s_grpo"
     assert "hf_secret" not in map(str, changed.values())
+
+
+def test_the_licence_is_looked_up_once_per_run(tmp_path, monkeypatch, caplog):
+    asked = []
+
+    class Hub:
+        def model_info(self, model, timeout):
+            asked.append((model, timeout))
+            return SimpleNamespace(card_data=SimpleNamespace(license="mit"))
+
+    monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(card, "HfApi", Hub)
+    card.base_model_license.cache_clear()
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, save_strategy="steps", save_steps=1)
+    made.model.config._name_or_path = "someone/model"
+    made.train()
+    made.create_model_card()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 3
+    assert [model for model, _ in asked] == ["someone/model"]
+    assert asked[0][1] <= 10  # seconds: a network that does not answer holds up no checkpoint
+    assert ModelCard.load(str(tmp_path / "README.md")).data.license == "mit"
+
+
+@pytest.mark.parametrize("error", [OfflineModeIsEnabled("offline"), HFValidationError("no such name"), TimeoutError()])
+def test_a_licence_that_cannot_be_looked_up_is_said_once(error, monkeypatch):
+    def fail(self, *_, **__):
+        raise error
+
+    said = []
+    monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(card.HfApi, "model_info", fail)
+    monkeypatch.setattr(card.logger, "warning", lambda text, *values: said.append(text % values))
+    card.base_model_license.cache_clear()
+    assert card.base_model_license("someone/model") is card.base_model_license("someone/model") is None
+    assert len(said) == 1 and "someone/model" in said[0] and "--license" in said[0]
+
+
+def test_an_error_in_the_look_up_that_is_our_own_is_not_swallowed(monkeypatch):
+    def broken(self, *_, **__):
+        raise AttributeError("renamed upstream")
+
+    monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(card.HfApi, "model_info", broken)
+    card.base_model_license.cache_clear()
+    with pytest.raises(AttributeError):
+        card.base_model_license("someone/model")
+
+
+def test_a_card_is_redacted_whatever_field_a_secret_came_in_by(tmp_path):
+    args = config(EfficientGRPOConfig, tmp_path, hub_token="a plain token", run_name="x")
+    info = CardInfo(
+        dataset="https://bob:passw0rd@host/data",
+        results={"accuracy with a plain token": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"},
+        command=["accelerate", "launch", "a script.py", "--hub_token", "a plain token"],
+        quickstart_prompt="Bearer 0123456789abcdef",
+    )
+    text = str(adapter_card("base", "name", args, info, None, None))
+    for secret in ("a plain token", "passw0rd", "hf_AbCd", "0123456789abcdef"):
+        assert secret not in text
+    assert "accelerate launch 'a script.py' --hub_token \"$HUB_TOKEN\"\n" in text

@@ -74,7 +74,7 @@ class _AnyGroupSize(GRPOConfig):
             )
 
 
-@dataclass
+@dataclass(repr=False)
 class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
     """Configuration of [`AStarPOTrainer`]: every field of `EfficientGRPOConfig`, and those of A*-PO.
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from ..fsdp2_qlora.generation import check_mode
+from ..run import redaction
 from ..run.input_checks import batch_size_advice
 from .token_budget import check_config
 
 
-@dataclass
+@dataclass(repr=False)
 class EfficientGRPOConfig(GRPOConfig):
     """Every field of [`trl.GRPOConfig`], unchanged in meaning, and
 
@@ -105,8 +106,30 @@ class EfficientGRPOConfig(GRPOConfig):
         """`args` with this class's own fields at their defaults where it lacks them, so a plain TRL config serves."""
         if args is None or isinstance(args, cls):
             return args
-        args = copy.copy(args)
+        completed = copy.copy(args)
+        if type(args) is GRPOConfig:
+            completed.__class__ = cls  # so that what is said below of secrets holds for it too
         for item in fields(cls):
-            if not hasattr(args, item.name):
-                setattr(args, item.name, item.default)
-        return args
+            if not hasattr(completed, item.name):
+                setattr(completed, item.name, item.default)
+        return completed
+
+    # --- secrets stay in memory: `torch.save` puts a config into every checkpoint, trackers are sent `to_dict` --------
+
+    def __getstate__(self):
+        return redaction.without_secrets(self.__dict__)
+
+    def __copy__(self):
+        return self.__deepcopy__()
+
+    def __deepcopy__(self, memo=None):
+        # Copies within a process keep what a pickle leaves out.
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__ if memo is None else copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def to_dict(self):
+        return redaction.clean(super().to_dict())
+
+    def __repr__(self):
+        return redaction.redact(str(self))

@@ -1,7 +1,9 @@
 """The model card of a trained adapter: what it is, how it was made, and a quick start that runs as printed."""
 
+import functools
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from importlib.metadata import version
@@ -10,12 +12,18 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, constants
+from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
+from huggingface_hub.errors import HTTPError
+from transformers.utils import logging
+
+from ..run.redaction import clean, command_line, is_secret_name, portable, redact, secret_values
+
+logger = logging.get_logger(__name__)
 
 TAGS = ["trl", "grpo", "lora", "trl-fsdp-qlora"]
 # What a run sets that says nothing about the result.
-_NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub", "disable_tqdm", "local_rank"}
-
+_NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank"}
+_HUB_SECONDS = 5  # for asking the Hub for a licence: a card must not wait for a network that does not answer
 
 _TEMPLATE = """---
 {metadata}
@@ -54,7 +62,7 @@ class CardInfo:
         license: SPDX id; looked up in the base model's card where it is `None`.
         results: lines such as `"greedy pass@1 97.0% (n=1000, ...)"` by what was measured.
         recipe_file: the YAML that was run.
-        command: the launch line.
+        command: the words of the launch line; quoted, and without its secrets and machine paths, in the card.
         quickstart_prompt: a prompt (text, or messages) for the quick start.
         max_new_tokens: of the quick start.
         method: the algorithm, as a reader knows it.
@@ -64,7 +72,7 @@ class CardInfo:
     license: str | None = None
     results: dict[str, str] = field(default_factory=dict)
     recipe_file: str | None = None
-    command: str | None = None
+    command: Sequence[str] | None = None
     quickstart_prompt: Any = None
     max_new_tokens: int = 64
     method: str = "GRPO"
@@ -82,22 +90,29 @@ def software() -> str:
     return ", ".join(f"{name} {version(name)}" for name in names)
 
 
+@functools.lru_cache(maxsize=8)  # once per run: a card is written with every checkpoint
 def base_model_license(base_model: str) -> str | None:
-    """SPDX id from the card of a local folder or of the Hub; `None` where none is stated or the Hub is out of reach."""
+    """SPDX id from the card of a local folder or of the Hub; `None` where none is stated.
+
+    Where the card cannot be read (private, malformed, the Hub out of reach) the reason is logged.
+    """
     local = Path(base_model) / "README.md"
     try:
         if local.is_file():
             return ModelCard.load(str(local)).data.license
         if Path(base_model).exists() or constants.HF_HUB_OFFLINE:
             return None
-        return ModelCard.load(base_model).data.license
-    except Exception:  # a missing, private or malformed card must not cost the run that was just trained
+        data = HfApi().model_info(base_model, timeout=_HUB_SECONDS).card_data
+        return None if data is None else data.license
+    except (OSError, HTTPError, ValueError, yaml.YAMLError) as error:
+        reason = redact(str(error)).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        logger.warning(
+            "the card will say `license: other`: the licence of %s could not be looked up (%s). "
+            "Set license (`--license` of a recipe) to the right one.",
+            portable(base_model),
+            reason,
+        )
         return None
-
-
-def portable(path: str) -> str:
-    """What a published card may say of `path`: no absolute path of the machine it was made on."""
-    return Path(path).name if os.path.isabs(path) else path
 
 
 def changed_arguments(args: Any) -> dict[str, Any]:
@@ -108,10 +123,9 @@ def changed_arguments(args: Any) -> dict[str, Any]:
         value = value.value if isinstance(value, Enum) else value
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         plain = isinstance(value, (bool, int, float, str, list, type(None)))
-        secret = item.name.endswith("_token")  # hub_token, not token_selection or max_new_tokens
-        if item.init and plain and value != default and item.name not in _NOT_RECIPE and not secret:
+        if item.init and plain and value != default and item.name not in _NOT_RECIPE and not is_secret_name(item.name):
             changed[item.name] = portable(str(value)) if isinstance(value, str) else value
-    return changed
+    return clean(changed)
 
 
 def quick_start(base_model: str, adapter: str, prompt: Any, max_new_tokens: int) -> str:
@@ -182,19 +196,19 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
         "software": software(),
         "seed": args.seed,
         "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",
-        "command": info.command and f"`{info.command}`",
     }
+    command = f"\n\n```bash\n{command_line(info.command)}\n```" if info.command else ""
     adapter = hub_model_id or portable(str(args.output_dir))
-    return ModelCard(
-        _TEMPLATE.format(
-            metadata=data.to_yaml(),
-            name=name,
-            kind="A LoRA adapter for" if is_adapter else "A model fine-tuned from",
-            base=base,
-            method=info.method,
-            quick_start=quick_start(base, adapter, info.quickstart_prompt, info.max_new_tokens),
-            results=f"| measured | result |\n|---|---|\n{rows}" if rows else "No accuracy was measured in this run.",
-            made="\n".join(f"- {key}: {value}" for key, value in made.items() if value is not None),
-            recipe=yaml.safe_dump(recipe, sort_keys=True),
-        )
+    text = _TEMPLATE.format(
+        metadata=data.to_yaml(),
+        name=name,
+        kind="A LoRA adapter for" if is_adapter else "A model fine-tuned from",
+        base=base,
+        method=info.method,
+        quick_start=quick_start(base, adapter, info.quickstart_prompt, info.max_new_tokens),
+        results=f"| measured | result |\n|---|---|\n{rows}" if rows else "No accuracy was measured in this run.",
+        made="\n".join(f"- {key}: {value}" for key, value in made.items() if value is not None) + command,
+        recipe=yaml.safe_dump(recipe, sort_keys=True),
     )
+    # Whatever field a secret came in by: a card is what gets published.
+    return ModelCard(redact(text, secret_values(vars(args))))

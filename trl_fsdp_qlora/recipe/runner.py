@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ..publishing.card import hardware, software
-from ..run import checkpoints
+from ..run import checkpoints, redaction
 from .datasets import DatasetError, hold_out, read_problems, to_prompts, without_overlap
 from .evaluation import Evaluation, evaluate
 from .rewards import UnparsableGoldAnswer, get_reward
@@ -165,13 +165,13 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except (checkpoints.CheckpointError, ConfigError, DatasetError, UnparsableGoldAnswer, *errors) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {redaction.redact(str(error))}")
 
 
 def say(text: str) -> None:
     """Print on the main rank."""
     if PartialState().is_main_process:
-        print(text, flush=True)
+        print(redaction.redact(text), flush=True)
 
 
 class AccuracyCallback(TrainerCallback):
@@ -224,7 +224,7 @@ class RunRecord:
             self.content = json.loads(self.path.read_text(encoding="utf-8"))
 
     def put(self, **values) -> None:
-        self.content |= values
+        self.content |= redaction.clean(values)
         if PartialState().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             checkpoints.write_json(self.path, self.content)
@@ -284,8 +284,8 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         software=software(),
         processes=args.world_size,
         seed=args.seed,
-        dataset=script.dataset,
-        model=trainer.model.config._name_or_path,
+        dataset=redaction.portable(script.dataset),
+        model=redaction.portable(trainer.model.config._name_or_path),
     )
     resume = checkpoints.resolve_resume(args.output_dir, resume)
     if not script.skip_accuracy:
@@ -297,7 +297,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
     trainer.card_info.quickstart_prompt = test[0]["prompt"]
     trainer.card_info.max_new_tokens = args.max_completion_length
     argv = sys.argv
-    trainer.card_info.command = " ".join(["accelerate launch", *argv])
+    trainer.card_info.command = ["accelerate", "launch", *argv]
     trainer.card_info.recipe_file = argv[argv.index("--config") + 1] if "--config" in argv else None
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume)

@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..fsdp2_qlora.prepare import dense_shapes
+from .redaction import redact
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -77,4 +78,4 @@ class StartupCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            print(startup_block(self.trainer, state.max_steps, self.trainer.features()), flush=True)
+            print(redact(startup_block(self.trainer, state.max_steps, self.trainer.features())), flush=True)

@@ -7,7 +7,7 @@ from ..grpo.config import EfficientGRPOConfig
 OBJECTIVES = ("probability", "log_probability")
 
 
-@dataclass
+@dataclass(repr=False)
 class TSPMOConfig(EfficientGRPOConfig):
     """Every field of [`EfficientGRPOConfig`], and
 
