@@ -81,13 +81,13 @@ def main() -> None:
     for name, options in VARIANTS.items():
         for key, value in {"token_selection": "all", "skip_zero_advantage": True, **options}.items():
             setattr(trainer.args, key, value)
-        budgets[name] = TokenBudget(trainer)
+        budgets[name] = TokenBudget(trainer.args)
     measured = {name: {key: [] for key in ("seconds", "head_seconds", "bytes", "scored_share")} for name in VARIANTS}
     for run in range(-1, args.runs):
         for name, options in VARIANTS.items():
             # The draw's own parameters are read from the arguments at each step.
             trainer.args.token_selection_rate = options.get("token_selection_rate", 0.5)
-            trainer.token_budget, trainer.state.global_step = budgets[name], run + 1
+            trainer.budget, trainer.state.global_step = budgets[name], run + 1
             batch = two if name.startswith("two") else one
             clock.seconds = 0.0
             start = time.perf_counter()
@@ -99,7 +99,7 @@ def main() -> None:
             found["seconds"].append(seconds)
             found["head_seconds"].append(clock.seconds)
             found["bytes"].append(saved_bytes(trainer, batch))
-            skipping = trainer.token_budget.kept_by is None
+            skipping = trainer.budget.kept_by is None
             found["scored_share"].append(trainer._metrics["train"]["tokens/scored_share"][-1] if skipping else 1.0)
     totals = {
         name: {

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
@@ -351,3 +352,44 @@ def test_reference_is_the_adapters_initial_copy_where_training_continues_one(mak
     trainer.estimate_values()
     assert set(used) == {"ref"} and trainer.model.active_adapter == "default"
     assert "adapter" in trainer._describe_context()["reference"]
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt", "lora"])
+def test_the_reference_of_every_kind_of_adapter_is_the_base_model(tmp_path, model_dir, kind):
+    """Generation batches of two optimizer steps, for which TRL asks for the old log-probabilities too."""
+    adapter = {
+        "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "lora": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    }[kind]
+    trainer = AStarPOTrainer(
+        model_dir,
+        has_digit,
+        AStarPOConfig(
+            str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            steps_per_generation=2,
+            max_completion_length=6,
+            value_cache=str(tmp_path / "values.sqlite"),
+            value_samples=2,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=problems(8),
+        processing_class=tiny_tokenizer(),
+        peft_config=adapter,
+    )
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions(problems(8).to_list())
+    base = tiny_model()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    width = batch["completion_ids"].shape[1]
+    with torch.no_grad():
+        logits = base(ids, attention_mask=mask).logits[:, -width - 1 : -1] / trainer.temperature
+    want = logits.log_softmax(-1).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
+    kept = batch["completion_mask"].bool()
+    torch.testing.assert_close(batch["ref_per_token_logps"][kept], want[kept], atol=2e-4, rtol=1e-4)

@@ -13,7 +13,8 @@ from trl import GRPOTrainer
 
 from tests.tiny import LOSS_TYPES, lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.grpo.token_budget import Scope
+from trl_fsdp_qlora.grpo.padded_cut import padded_pass
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 from trl_fsdp_qlora.scoring.token_selection import TokenSelection
 
 
@@ -87,7 +88,7 @@ def test_skipped_completions_leave_the_packed_row(tmp_path):
 
 
 @pytest.mark.parametrize("objective", [{}, {"token_selection": "prefix_cut"}])
-def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective):
+def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective, monkeypatch):
     """Rows without and columns behind the last scored token; the rest as in a pass over everything."""
     ours = made(tmp_path, prefix_sharing="off", **objective)
     batch = batch_of(ours)
@@ -101,7 +102,9 @@ def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective):
     hook.remove()
     prompt = batch["prompt_ids"].shape[1]
     assert [rows for rows, _ in shapes] == [2] and prompt < shapes[0][1] <= prompt + 4
-    ours.token_budget.padded = lambda stock, call: stock(**call)
+    monkeypatch.setattr(
+        "trl_fsdp_qlora.grpo.trainer.padded_pass", lambda stock, request, whole_rows: request.padded(stock)
+    )
     assert_close(got, loss_and_gradients(ours, batch))
 
 
@@ -109,17 +112,17 @@ def test_rotary_tables_that_depend_on_the_row_keep_every_column(tmp_path):
     model = tiny_model()
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
     ours = made(tmp_path, prefix_sharing="off", model=model)
-    call = {"input_ids": torch.zeros(3, 9), "attention_mask": torch.ones(3, 9), "logits_to_keep": 4}
+    assert ours._keeps_columns
     seen = []
 
-    def stock(input_ids, attention_mask, logits_to_keep, **options):
+    def stock(model, input_ids, attention_mask, logits_to_keep, **options):
         seen.append((tuple(input_ids.shape), logits_to_keep))
         return torch.ones(len(input_ids), logits_to_keep), None, None
 
     scored = torch.zeros(3, 4, dtype=torch.bool)
     scored[1, 0] = True
-    with ours.token_budget.within(Scope(scored, None)):
-        logps, _, _ = ours.token_budget.padded(stock, call)
+    request = PassRequest(Kind.POLICY, model, scored_BC=scored).on(torch.zeros(3, 9), torch.ones(3, 9), 4)
+    logps, _, _ = padded_pass(stock, request, whole_rows=True)
     assert seen == [((1, 9), 4)] and logps.tolist() == [[0.0] * 4, [1.0] * 4, [0.0] * 4]
 
 
@@ -134,7 +137,7 @@ def test_rotary_tables_that_depend_on_the_row_keep_every_column(tmp_path):
 )
 def test_a_term_that_needs_every_completion_keeps_every_completion(tmp_path, changes, reason):
     ours = made(tmp_path, **changes)
-    assert reason in ours.token_budget.describe()[0]
+    assert reason in ours.budget.describe()[0]
     batch = batch_of(ours)
     batch["advantages"][:4] = 0.0
     assert_close(loss_and_gradients(ours, batch), loss_and_gradients(ours, batch, stock=True))

@@ -1,6 +1,7 @@
 """Run by test_passes.py in two processes: FSDP2 shards, each rank packs other rows; against one process, unsharded."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from prefix_sharing.helpers import (
 )
 
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 
 def main() -> None:
@@ -47,12 +49,13 @@ def main() -> None:
     assert all(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters() if p.ndim > 1)
 
     mine = parts[rank]
-    stock = lambda: (stock_log_probs(model, ids[mine], mask[mine])[0], None, None)  # noqa: E731
+    request = PassRequest(Kind.POLICY, model).on(ids[mine], mask[mine], COMPLETION)
+    padded = lambda request: (stock_log_probs(model, ids[mine], mask[mine])[0], None, None)  # noqa: E731
     with torch.no_grad():
-        old = sharing.log_probs("policy", model, ids[mine], mask[mine], COMPLETION, stock=stock, batch_size=2)[0]
+        old = sharing.log_probs(replace(request, kind=Kind.OLD, batch_size=2), padded).values[0]
     torch.testing.assert_close(old, expected[mine].detach(), atol=2e-5, rtol=1e-5)
-    logps = sharing.log_probs("policy", model, ids[mine], mask[mine], COMPLETION, stock=stock)[0]
-    assert sharing.active() and sharing.metrics["layers_cascade"] == 1
+    (logps, _, _), figures = sharing.log_probs(request, padded)
+    assert sharing.active() and figures["layers_cascade"] == 1
     torch.testing.assert_close(logps, expected[mine], atol=2e-5, rtol=1e-5)
     (logps * weight[mine]).sum().backward()
     found = [p.grad.full_tensor() for p in model.parameters()]

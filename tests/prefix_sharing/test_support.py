@@ -9,6 +9,7 @@ from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError, sharing
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (
     COMPLETION,
@@ -64,17 +65,15 @@ def test_unknown_choice_lists_the_known_ones():
         PrefixSharing("fast")
 
 
-def run(model, choice="auto", score_mask=None, **kwargs):
-    """One pass through `PrefixSharing`, with the padded reference beside it."""
+def run(model, choice="auto", score_mask=None, **options):
+    """One pass through `PrefixSharing` (its three values and its figures), with the padded reference beside it."""
     with_stock_head(model)
     packed = PrefixSharing(choice, temperature=0.9)
     packed.prepare("policy", model)
     ids, mask = awkward_batch()
-    with packed.scoring(score_mask):
-        result = packed.log_probs(
-            "policy", model, ids, mask, COMPLETION, stock=lambda: (*stock_log_probs(model, ids, mask), None), **kwargs
-        )
-    return packed, result, stock_log_probs(model, ids, mask)[0]
+    request = PassRequest(Kind.POLICY, model, scored_BC=score_mask).on(ids, mask, COMPLETION, **options)
+    values, figures = packed.log_probs(request, lambda request: (*stock_log_probs(model, ids, mask), None))
+    return packed, (*values, figures), stock_log_probs(model, ids, mask)[0]
 
 
 def keyword_dropping(model):
@@ -139,8 +138,9 @@ def test_batches_that_cannot_be_packed_run_padded(caplog):
     ids, mask = awkward_batch()
     mask[0, -COMPLETION + 2] = 0  # a hole
     stock = stock_log_probs(model, ids, mask)
-    result = packed.log_probs("policy", model, ids, mask, COMPLETION, stock=lambda: (*stock, None))
-    assert result[0] is stock[0]
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION)
+    values, figures = packed.log_probs(request, lambda request: (*stock, None))
+    assert values[0] is stock[0] and figures == {}
     assert "left padding" in caplog.text
     assert packed.active()  # the next batch is packed again
 
@@ -152,8 +152,8 @@ def test_rotary_tables_that_depend_on_the_longest_position(caplog):
         model = build(SUPPORTED["phi3"])
         config = tf.Phi3Config(**(model.config.to_dict() | {"original_max_position_embeddings": switch}))
         config.rope_parameters = longrope | {"original_max_position_embeddings": switch}
-        packed, result, stock = run(build(lambda config=config: tf.Phi3ForCausalLM(config)))
-        assert ("tokens_share" in packed.metrics) == bool(packed_share)
+        _packed, result, stock = run(build(lambda config=config: tf.Phi3ForCausalLM(config)))
+        assert ("tokens_share" in result[3]) == bool(packed_share)
         torch.testing.assert_close(result[0], stock, atol=2e-5, rtol=1e-5)
     assert "rows of 23 positions" in caplog.text
 
@@ -180,12 +180,12 @@ def test_score_mask_cuts_work_and_zeros_the_rest():
     score = torch.zeros(len(ids), COMPLETION, dtype=torch.bool)
     score[0, [0, 4]] = True
     score[2, 8] = True  # behind the completion's end: not a token
-    packed, result, stock = run(build(SUPPORTED["qwen3"]), score_mask=score)
+    _packed, result, stock = run(build(SUPPORTED["qwen3"]), score_mask=score)
     expected = stock * 0
     expected[0, [0, 4]] = stock[0, [0, 4]]
     torch.testing.assert_close(result[0], expected, atol=2e-5, rtol=1e-5)
     # One completion is left, up to the token before its last scored one: 14 prompt tokens and 4 of the completion.
-    assert packed.metrics["tokens_share"] == 18 / ids.numel()
+    assert result[3]["tokens_share"] == 18 / ids.numel()
 
 
 def test_nothing_to_score_still_reaches_every_parameter():

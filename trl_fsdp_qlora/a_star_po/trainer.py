@@ -9,6 +9,7 @@ from datasets import IterableDataset
 
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.completions import generate
+from ..scoring.request import Kind
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .evaluation import evaluate_rows
@@ -80,7 +81,6 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
             logger.warning(f"A*-PO has no ratio, no clip and no groups: {', '.join(ignored)} will be ignored.")
         self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
         self._start_values(given_rewards)
-        self._scoring = False
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         tags = [tags] if isinstance(tags, str) else list(tags or [])
@@ -99,7 +99,7 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         logger.debug(f"V* cache: {self.stage_one.cache.path}")
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
         if not isinstance(self.train_dataset, IterableDataset):
-            if not self._sharded:
+            if not self.rollout.is_sharded:
                 self.estimate_values()
             if self.args.filter_all_failed:
                 self._filter_all_failed()
@@ -114,11 +114,7 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         mode = "train" if self.model.training else "eval"
         if mode == "train" and not self._stage_one_done and not isinstance(self.train_dataset, IterableDataset):
             self.estimate_values()
-        self._scoring = True
-        try:
-            output = super()._generate_and_score_completions(inputs)
-        finally:
-            self._scoring = False
+        output = super()._generate_and_score_completions(inputs)
         output.pop("old_per_token_logps", None)
         device = self.accelerator.device
         prompt_ids = [
@@ -147,26 +143,18 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         logged.extend(advantage.tolist())
         return output
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        if self._scoring and self._pass_name(model) != "reference":
+    def _score(self, request, padded):
+        if request.kind is Kind.OLD:
             # TRL wants the old log-probabilities where a generation batch serves several optimizer steps. They are for
             # an importance ratio, which A*-PO does not have: save the forward.
-            return torch.zeros(input_ids.size(0), logits_to_keep, device=input_ids.device), None, None
-        return super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-        )
+            zeros_BC = torch.zeros(len(request.input_ids), request.logits_to_keep, device=request.input_ids.device)
+            return zeros_BC, None, None
+        return super()._score(request, padded)
 
     def _compute_loss(self, model, inputs):
         mode = "train" if self.model.training else "eval"
         mask_BC = inputs["completion_mask"]
-        logps_BC, entropies_BC, aux_loss = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], mask_BC], dim=1),
-            inputs["completion_ids"].size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-        )
+        logps_BC, entropies_BC, aux_loss = self._score_completions(self._loss_pass(model), inputs)
         ref_logps_BC, advantages_B = inputs["ref_per_token_logps"], inputs["advantages"]
         if self.args.objective == "regression":
             loss, implicit_B = regression_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.args.beta2)
@@ -212,7 +200,7 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
             return metrics
         if eval_dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
-        self._refuse_unprepared("evaluation")
+        self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
         with self.clock.phase("evaluate"), self.generating() as (model, lockstep):
             metrics = evaluate_rows(
                 list(eval_dataset),

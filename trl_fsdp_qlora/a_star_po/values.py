@@ -53,7 +53,7 @@ class ReferenceValues:
                 self.args.value_batch_size,
                 self.accelerator.process_index,
                 self.accelerator.num_processes,
-                any_rank=self._any_rank if self._sharded else None,
+                any_rank=self._any_rank if self.rollout.is_sharded else None,
             )
         return self._stage_one
 
@@ -61,7 +61,7 @@ class ReferenceValues:
         args = self.args
         if args.value_reference_version is not None:
             reference = {"version": args.value_reference_version}
-        elif self.ref_model is not None and not self._sharded:
+        elif self.ref_model is not None and not self.rollout.is_sharded:
             reference = reference_fingerprint(self.accelerator.unwrap_model(self.ref_model))
         else:
             model = self.accelerator.unwrap_model(self.model)
@@ -138,7 +138,7 @@ class ReferenceValues:
         Raises:
             RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
         """
-        self._refuse_unprepared("stage 1")
+        self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
         dataset = self.train_dataset if dataset is None else dataset
         started = time.perf_counter()
         items = {}

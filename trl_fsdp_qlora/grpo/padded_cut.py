@@ -1,9 +1,24 @@
 """What skipping and selection save where a model runs padded: rows and columns without a scored token."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
+from ..scoring.request import LogProbs, PassRequest
+
+
+def padded_pass(stock: Callable[..., LogProbs], request: PassRequest, whole_rows: bool = False) -> LogProbs:
+    """TRL's padded pass (`stock`) for a request, cut to what it asks for where it can be; see [`padded_cut`]."""
+    if request.scored_BC is None or request.vision:
+        return request.padded(stock)
+
+    def cut(model, *batch, **options):
+        bound = functools.partial(stock, model)
+        return padded_cut(bound, request.scored_BC, *batch, whole_rows=whole_rows, **options)
+
+    return request.padded(cut)
 
 
 def padded_cut(

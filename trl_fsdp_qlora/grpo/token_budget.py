@@ -1,7 +1,8 @@
 """Which tokens of a micro-batch the policy's forward and backward spend anything on.
 
-`TokenBudget` stands around TRL's `_compute_loss`: it chooses the tokens, hands them to the packed forward as its score
-mask, and leaves TRL's formulas and normalisers alone. Three things make that exact:
+`TokenBudget` chooses the tokens in front of TRL's `_compute_loss`; the trainer asks the pass for these alone
+([`trl_fsdp_qlora.scoring.request.PassRequest`]) and leaves TRL's formulas and normalisers alone. Three things make that
+exact:
 
 - a completion with zero advantage adds nothing to a loss without KL and entropy terms, so its tokens need no values;
 - a kept token's weight multiplies the gradient of its log-probability (`token_selection.weight_gradient`), so it
@@ -10,16 +11,12 @@ mask, and leaves TRL's formulas and normalisers alone. Three things make that ex
   ratio 1, KL 0, no gradient.
 """
 
-import contextlib
 import logging
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from ..prefix_sharing.support import position_limit
-from ..scoring.token_selection import check_selection, select_tokens, step_generator, weight_gradient
-from .padded_cut import padded_cut
+from ..scoring.token_selection import check_selection, select_tokens, step_generator
 
 logger = logging.getLogger(__name__)
 
@@ -68,23 +65,33 @@ def check_config(args: Any) -> None:
         raise ValueError(f"token_selection={strategy!r} cannot be right here: {reason}")
 
 
-class Scope(NamedTuple):
-    """Tokens to compute (`bool`) and the weight of their gradients, `(B, C)`; no weights: all one."""
+class Choice(NamedTuple):
+    """The tokens that one micro-batch spends anything on.
 
-    scored_BC: torch.Tensor
+    Attributes:
+        scored_BC, weight_BC: for the [`PassRequest`]; `None` where every token counts, with weight one.
+        inputs: of the loss, with zeros in what the log-probabilities are compared with where nothing is scored.
+        counts: float32 `(3,)`: tokens of the loss, those of completions that were not skipped, and those scored.
+    """
+
+    scored_BC: torch.Tensor | None
     weight_BC: torch.Tensor | None
+    inputs: dict[str, Any]
+    counts: torch.Tensor
 
 
 class TokenBudget:
-    """Token selection and skipping of zero-advantage completions for one trainer.
+    """Token selection and skipping of zero-advantage completions.
 
     Args:
-        trainer: an `EfficientGRPOTrainer`.
+        args: an `EfficientGRPOConfig`, or a `GRPOConfig` with its fields.
+        rank: of this process.
+        entropy_bonus, router_loss: whether the loss has these terms.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        args = trainer.args
+    def __init__(self, args: Any, rank: int = 0, entropy_bonus: bool = False, router_loss: bool = False):
+        self.args = args
+        self.rank = rank
         self.strategy = args.token_selection
         if self.strategy != "all":
             check_config(args)
@@ -92,34 +99,37 @@ class TokenBudget:
         self.kept_by = None
         if not args.skip_zero_advantage:
             self.kept_by = "switched off"
-        elif trainer.beta != 0.0:
-            self.kept_by = f"beta={trainer.beta} keeps every completion in the KL term"
-        elif trainer._entropy_bonus_enabled:
+        elif args.beta != 0.0:
+            self.kept_by = f"beta={args.beta} keeps every completion in the KL term"
+        elif entropy_bonus:
             self.kept_by = "the entropy bonus needs every completion"
-        elif trainer.top_entropy_quantile < 1.0:
+        elif args.top_entropy_quantile < 1.0:
             self.kept_by = "top_entropy_quantile needs every entropy"
-        elif trainer.aux_loss_enabled:
+        elif router_loss:
             self.kept_by = "the router loss is taken over every completion"
-        self.scope: Scope | None = None
         self.empty_batches = 0
 
-    def describe(self) -> list[str]:
-        """Lines for the start-up block."""
+    def describe(self, packed: bool = True) -> list[str]:
+        """Lines for the start-up block; `packed`: the policy's passes run on packed rows."""
         skipping = "on; entropy is over the tokens that are scored" if self.kept_by is None else f"no: {self.kept_by}"
         lines = [f"zero-advantage completions skipped: {skipping}"]
         if self.strategy != "all":
-            args = self.trainer.args
-            saving = "" if self.trainer.prefix_sharing.active() else " (padded: whole rows and columns only)"
+            saving = "" if packed else " (padded: whole rows and columns only)"
             lines.append(
-                f"token selection: {self.strategy}, rate {args.token_selection_rate}{saving}; entropy, KL and clip "
+                f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}; entropy, KL and clip "
                 "ratios are over the selected tokens"
             )
         return lines
 
-    def compute_loss(self, stock: Callable, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """`stock(model, inputs)`, with only the chosen tokens computed. Evaluation is left as it is."""
-        if not self.trainer.model.training or (self.kept_by is not None and self.strategy == "all"):
-            return stock(model, inputs)
+    def choose(self, inputs: dict[str, Any], step: int, micro_step: int) -> Choice | None:
+        """The tokens of a training micro-batch; `None` where there is nothing to choose.
+
+        Args:
+            inputs: of `GRPOTrainer._compute_loss`.
+            step, micro_step: what the draw depends on, beside the seed and the rank.
+        """
+        if self.kept_by is not None and self.strategy == "all":
+            return None
         mask_BC = inputs["completion_mask"].bool()
         if "tool_mask" in inputs:
             mask_BC = mask_BC & inputs["tool_mask"].bool()
@@ -128,52 +138,18 @@ class TokenBudget:
             advantages = inputs["advantages"]
             advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
             learning_BC = mask_BC & (advantages != 0).any(1, keepdim=True)
-        selection = self._select(learning_BC)
+        selection = self._select(learning_BC, step, micro_step)
         scored_BC = learning_BC if selection is None else selection.keep
         counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored_BC.sum()]).float()
-        everything = bool((counts[0] == counts[2]).item()) and selection is None
-        if everything:
-            loss = stock(model, inputs)
-        else:
-            compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if _per_token(inputs, key)}
-            with self.within(Scope(scored_BC, None if selection is None else selection.weight)):
-                loss = stock(model, {**inputs, **compared})
-        # Every rank takes part, also one that computed everything.
-        self._report(*self.trainer.accelerator.reduce(counts, reduction="sum").tolist())
-        return loss
+        if selection is None and bool((counts[0] == counts[2]).item()):
+            return Choice(None, None, inputs, counts)
+        compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if _per_token(inputs, key)}
+        return Choice(scored_BC, None if selection is None else selection.weight, {**inputs, **compared}, counts)
 
-    def narrow(self, logps_BC: torch.Tensor, entropies_BC: torch.Tensor | None):
-        """What a pass inside [`compute_loss`] returns: zeros where nothing is scored, weighted gradients elsewhere."""
-        if self.scope is None:
-            return logps_BC, entropies_BC
-        scored_BC, weight_BC = self.scope
-        logps_BC = torch.where(scored_BC, logps_BC, 0.0)
-        if weight_BC is not None:
-            logps_BC = weight_gradient(logps_BC, weight_BC)
-        return logps_BC, None if entropies_BC is None else torch.where(scored_BC, entropies_BC, 0.0)
-
-    def padded(self, stock: Callable, call: dict[str, Any]):
-        """A padded pass with TRL's arguments, cut to the scope where there is one."""
-        if self.scope is None:
-            return stock(**call)
-        whole_rows = position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)) != float("inf")
-        return padded_cut(stock, self.scope.scored_BC, **call, whole_rows=whole_rows)
-
-    @contextlib.contextmanager
-    def within(self, scope: Scope, nested: bool = False):
-        """Passes inside compute this scope only; with `nested`, beginnings that completions share once."""
-        self.scope = scope
-        try:
-            with self.trainer.prefix_sharing.scoring(scope.scored_BC, nested):
-                yield
-        finally:
-            self.scope = None
-
-    def _select(self, learning_BC: torch.Tensor):
+    def _select(self, learning_BC: torch.Tensor, step: int, micro_step: int):
         if self.strategy == "all":
             return None
-        trainer, args = self.trainer, self.trainer.args
-        micro_step = trainer._step % args.gradient_accumulation_steps
+        args = self.args
         return select_tokens(
             learning_BC,
             self.strategy,
@@ -181,13 +157,17 @@ class TokenBudget:
             always_first=args.token_selection_always_first,
             max_tokens=args.token_selection_max_tokens,
             weighting=args.token_selection_weighting,
-            generator=step_generator(
-                args.seed, trainer.state.global_step, micro_step, trainer.accelerator.process_index
-            ),
+            generator=step_generator(args.seed, step, micro_step, self.rank),
         )
 
-    def _report(self, valid: float, learning: float, scored: float) -> None:
-        metrics = self.trainer._metrics["train"]
+    def report(self, counts: torch.Tensor, metrics: dict[str, list]) -> None:
+        """Add the share of scored tokens to `metrics`, and correct the means that TRL took over all tokens.
+
+        Args:
+            counts: of a [`Choice`], summed over ranks.
+            metrics: the trainer's, after the loss.
+        """
+        valid, learning, scored = counts.tolist()
         metrics["tokens/scored_share"].append(scored / max(valid, 1.0))
         metrics["tokens/nothing_to_learn"].append(float(scored == 0))
         if scored == 0:

@@ -8,37 +8,41 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import is_peft_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from ..fsdp2_qlora.launch_checks import check_launch, check_reference
-from ..fsdp2_qlora.loading import load_for_launch
-from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
+from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing
+from ..prefix_sharing.support import position_limit
 from ..publishing.card import CardInfo, adapter_card
-from ..rollout.aside import GeneratesAside
+from ..rollout.rollout import Rollout
 from ..run import input_checks as checks
 from ..run.startup import StartupCallback
-from ..upstream.trl import (
-    VISION_ARGUMENTS,
-    split_pixel_values_by_grid,
-    split_tensor_dict,
-    unsplit_pixel_values_by_grid,
-)
-from .config import EfficientGRPOConfig
+from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
+from ..scoring.request import Kind, PassRequest
+from ..upstream.peft import is_reference
+from ..upstream.trl import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, shuffle_groups
+from .padded_cut import padded_pass
 from .resumable import WholeCheckpoints
-from .timed import TimedPhases
 from .token_budget import TokenBudget
 
 
-class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, ShardedQLoRAMixin, GRPOTrainer):
+class EfficientGRPOTrainer(GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
-    What differs is how: a prompt is computed once for all its completions and padding not at all
-    ([`trl_fsdp_qlora.prefix_sharing`]), completions of one prompt stay together when a generation batch is sliced,
-    seconds and bytes of each phase are ordinary metrics ([`trl_fsdp_qlora.run.telemetry`]), a checkpoint is whole or not
-    taken for one and holds the completions still to be used ([`trl_fsdp_qlora.run.checkpoints`]), and bad input is told
-    before the first step.
+    What differs is how, and who is asked for it:
+
+    - `prefix_sharing`: a prompt is computed once for all its completions, and padding not at all;
+    - `budget`: which tokens a micro-batch spends anything on;
+    - `rollout`: where completions come from;
+    - `sharding`: FSDP2 with a 4-bit base;
+    - `checkpointing`: a checkpoint is whole or not taken for one, and holds the completions still to be used;
+    - `clock`: seconds, bytes and waste of each phase, as ordinary metrics.
+
+    Completions of one prompt stay together when a generation batch is sliced, and bad input is told before the first
+    step.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, LoRA targets that match nothing.
@@ -47,62 +51,32 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, Sharde
 
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
 
-    def __init__(
-        self,
-        model,
-        reward_funcs=None,
-        args=None,
-        train_dataset=None,
-        eval_dataset=None,
-        processing_class=None,
-        reward_processing_classes=None,
-        callbacks=None,
-        optimizers=(None, None),
-        quantization_config=None,
-        peft_config=None,
-        tools=None,
-        rollout_func=None,
-        environment_factory=None,
-    ):
-        args = EfficientGRPOConfig.complete(args)
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = EfficientGRPOConfig(f"{name.split('/')[-1]}-GRPO")
-        if train_dataset is not None:
-            prompts = args.generation_batch_size // args.num_generations
-            checks.check_dataset(train_dataset, prompts, needs_prompt=environment_factory is None)
-        if reward_funcs is not None:
-            single = not isinstance(reward_funcs, list)
-            reward_funcs = [checks.guard_reward(reward) for reward in ([reward_funcs] if single else reward_funcs)]
-        check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
-        has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
-        check_reference(needs_reference=args.beta != 0.0 and not has_adapter)
-        model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
-        try:
-            super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
-        except ValueError as error:
-            explained = checks.explain_lora_targets(error, model)
-            if explained is None:
-                raise
-            raise explained from None
+    @functools.wraps(GRPOTrainer.__init__)
+    def __init__(self, *positional, **named):
+        given = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
+        given.pop("self")
+        call = checked_arguments(given)
+        with checks.explained_lora_targets(call["model"]):
+            super().__init__(**call)
         self.card_info = CardInfo()
+        self.checkpointing = WholeCheckpoints(self.args, self.accelerator)
+        self.rollout = Rollout(self.args, self.accelerator, self._dist)
         self._start_clock()
+        self._start_scoring()
         self.add_callback(StartupCallback(self))
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.sharding = Sharding(self.args, self.accelerator)
+
+    def _start_clock(self) -> None:
+        self.clock = PhaseClock(self.accelerator.device)
+        self.add_callback(TelemetryCallback(self.clock, lambda: self._metrics["train"]))
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
+
+    def _start_scoring(self) -> None:
+        policy = self.accelerator.unwrap_model(self.model)
         self.prefix_sharing = PrefixSharing(
             self.args.prefix_sharing,
             temperature=self.temperature,
@@ -110,12 +84,14 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, Sharde
             autocast=self.accelerator.autocast,
             entropy_gradient=self._entropy_bonus_enabled,
         )
-        self.prefix_sharing.prepare("policy", self.accelerator.unwrap_model(self.model))
+        self.prefix_sharing.prepare("policy", policy)
         if self.ref_model is not None:
             self.prefix_sharing.prepare("reference", self.accelerator.unwrap_model(self.ref_model))
-        self.token_budget = TokenBudget(self)
+        self._keeps_columns = position_limit(policy) != float("inf")
+        rank = self.accelerator.process_index
+        self.budget = TokenBudget(self.args, rank, self._entropy_bonus_enabled, self.aux_loss_enabled)
 
-    # --- groups stay whole -------------------------------------------------------------------------------------------
+    # --- a step: groups stay whole, each phase is on the clock ------------------------------------------------------
 
     def _get_train_sampler(self, dataset=None):
         return EpochRepeatSampler.like(super()._get_train_sampler(dataset))
@@ -128,7 +104,8 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, Sharde
         every = self.args.steps_per_generation * self.num_iterations
         if self._step % every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
-            self._log_waste(batch)
+            counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
+            self._add_metrics(self.clock.waste(counts))
             batch = split_pixel_values_by_grid(batch)
             rank_offset = self.accelerator.process_index * len(batch["prompt_ids"])
             batch = shuffle_groups(batch, self.num_generations, rank_offset)
@@ -136,45 +113,160 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, Sharde
             self._buffered_inputs = [unsplit_pixel_values_by_grid(slice_) for slice_ in slices]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
-    # --- the packed forward, behind TRL's own signature ------------------------------------------------------------
+    def _generate_and_score_completions(self, inputs):
+        with self.clock.phase("prepare"), self.sharding.gathered(self.model):
+            return super()._generate_and_score_completions(inputs)
+
+    def _generate(self, prompts):
+        with self.prefix_sharing.set_aside(), self.clock.phase("generate"):
+            return super()._generate(prompts)
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        turn = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
+        return self.rollout.training_turn(super()._generate_single_turn, *turn)
+
+    def generating(self, wrapped=None):
+        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`]."""
+        return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self.clock.phase("reward"):
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        with self.clock.phase("forward_backward"):
+            self.sharding.before_micro_batch(self.model)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def evaluate(self, *args, **kwargs):
+        with self.clock.phase("evaluate"):
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs):
+        if self.sharding.is_unprepared(self.model):
+            self.create_optimizer()
+            self.model, self.optimizer = self.sharding.prepare(self.model, self.optimizer)
+            self.model_wrapped = self.model
+        return super().evaluation_loop(*args, **kwargs)
+
+    # --- the loss, and the passes behind TRL's own signature ---------------------------------------------------------
+
+    def _compute_loss(self, model, inputs):
+        # TRL does nothing with `model` but hand it to `_get_per_token_logps_and_entropies`: the request travels as it.
+        micro_step = self._step % self.args.gradient_accumulation_steps
+        choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
+        if choice is None:
+            return super()._compute_loss(self._loss_pass(model), inputs)
+        request = self._loss_pass(model, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
+        loss = super()._compute_loss(request, choice.inputs)
+        # Every rank takes part, also one that computed everything.
+        self.budget.report(self.accelerator.reduce(choice.counts, reduction="sum"), self._metrics["train"])
+        return loss
+
+    def _loss_pass(self, model, **asked) -> PassRequest:
+        """The policy's pass of a loss, while training or evaluating."""
+        return PassRequest(Kind.POLICY if self.model.training else Kind.EVALUATION, model, **asked)
+
+    def _score_completions(self, request: PassRequest, inputs):
+        """Log-probabilities, entropies and router loss of a micro-batch, for losses that are not TRL's."""
+        return self._get_per_token_logps_and_entropies(
+            request,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )
 
     @functools.wraps(GRPOTrainer._get_per_token_logps_and_entropies)
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        padded = super()._get_per_token_logps_and_entropies
-        call = inspect.signature(padded).bind(model, *args, **kwargs).arguments
+        stock = super()._get_per_token_logps_and_entropies
+        request = model if isinstance(model, PassRequest) else self._rollout_pass(model)
+        call = inspect.signature(stock).bind(model, *args, **kwargs).arguments
         del call["model"]
-        role = "reference" if model is self.ref_model else "policy"
-        # The policy's own pass is part of forward and backward, or of evaluation; the others are phases themselves.
-        alone = self.model.training and not torch.is_grad_enabled()
-        with self.clock.phase(f"{self._pass_name(model)}_pass") if alone else nullcontext():
-            if any(call.get(name) is not None for name in VISION_ARGUMENTS):
-                logps, entropies, aux_loss = padded(model, **call)
-            else:
-                call = {name: value for name, value in call.items() if name not in VISION_ARGUMENTS}
-                stock = functools.partial(self.token_budget.padded, functools.partial(padded, model), call)
-                logps, entropies, aux_loss = self.prefix_sharing.log_probs(role, model, **call, stock=stock)
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in self.prefix_sharing.metrics.items():
-            metrics[f"prefix_sharing/{'policy' if torch.is_grad_enabled() else 'no_grad'}/{name}"].append(value)
-        return *self.token_budget.narrow(logps, entropies), aux_loss
+        return self._score(request.on(**call), functools.partial(padded_pass, stock, whole_rows=self._keeps_columns))
 
-    # --- tokens that teach nothing are not computed -----------------------------------------------------------------
+    def _rollout_pass(self, model) -> PassRequest:
+        """A pass that TRL asks for beside the loss, of a model as it is."""
+        if model is self.ref_model:
+            return PassRequest(Kind.REFERENCE, model, role="reference")
+        if is_reference(model):
+            return PassRequest(Kind.REFERENCE, model)
+        return PassRequest(Kind.POLICY if torch.is_grad_enabled() else Kind.OLD, model)
 
-    def _compute_loss(self, model, inputs):
-        return self.token_budget.compute_loss(super()._compute_loss, model, inputs)
+    def _score(self, request: PassRequest, padded):
+        """What `request` asks for, in TRL's three values; the pass is a phase itself where it is not part of one."""
+        is_phase = self.model.training and request.kind in (Kind.OLD, Kind.REFERENCE)
+        with self.clock.phase(f"{request.kind.value}_pass") if is_phase else nullcontext():
+            values, figures = self.prefix_sharing.log_probs(request, padded)
+        prefix = f"prefix_sharing/{'policy' if request.kind is Kind.POLICY else 'no_grad'}"
+        self._add_metrics({f"{prefix}/{name}": value for name, value in figures.items()})
+        return request.narrow(values)
 
-    def _generate(self, prompts):
-        with self.prefix_sharing.set_aside():
-            return super()._generate(prompts)
+    def _add_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
+
+        Raises:
+            trl_fsdp_qlora.run.checkpoints.CheckpointError: see [`WholeCheckpoints.resume_from`].
+        """
+        return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
+
+    def _save_checkpoint(self, model, trial):
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self.checkpointing.writing(folder):
+            super()._save_checkpoint(model, trial)
+        rollouts = {"step": self._step, "buffer": self._buffered_inputs}
+        self.checkpointing.complete(folder, rollouts, self.state.best_model_checkpoint)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        if not self.sharding.save_adapter(self.model, output_dir or self.args.output_dir, self._save):
+            return super().save_model(output_dir, _internal_call)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        if not self.sharding.save_optimizer(self.model, self.optimizer, self.lr_scheduler, output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not self.sharding.load_adapter(self.model if model is None else model, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if not self.sharding.load_optimizer(self.model, self.optimizer, self.lr_scheduler, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        rollouts = self.checkpointing.load_rollouts(checkpoint)
+        if rollouts is not None:
+            self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
+
+    def _load_best_model(self):
+        if not self.sharding.load_adapter(self.model, self.state.best_model_checkpoint):
+            super()._load_best_model()
 
     # --- what is said about a run ------------------------------------------------------------------------------------
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            logs.update(self.sharding.traffic(self.model, self.state.global_step))
+        return super().log(logs, *args, **kwargs)
+
+    @property
+    def base_bytes(self):
+        """Bytes of the base on this rank, measured when the model was prepared; `None` where it is not sharded."""
+        return self.sharding.base_bytes(self.model)
 
     def features(self) -> list[str]:
         """Lines of the start-up block: what is switched on, and what fell back and why."""
         cost = checks.split_group_cost(self.args.per_device_train_batch_size, self.num_generations)
         return [
             self.prefix_sharing.describe(),
-            *self.token_budget.describe(),
+            *self.budget.describe(self.prefix_sharing.active()),
             "whole groups in every micro-batch" if cost is None else cost,
             *([] if self.base_bytes is None else [str(self.base_bytes)]),
         ]
@@ -184,15 +276,13 @@ class EfficientGRPOTrainer(TimedPhases, WholeCheckpoints, GeneratesAside, Sharde
         if not self.is_world_process_zero():
             return
         model = self.accelerator.unwrap_model(self.model)
-        peft_config = model.peft_config["default"] if is_peft_model(model) else None
-        if dataset_name is not None:
-            self.card_info.dataset = dataset_name
+        self.card_info.dataset = dataset_name or self.card_info.dataset
         card = adapter_card(
             base_model=model.config._name_or_path,
             name=model_name or Path(self.args.output_dir).name,
             args=self.args,
             info=self.card_info,
-            peft_config=peft_config,
+            peft_config=model.peft_config["default"] if is_peft_model(model) else None,
             hub_model_id=self.hub_model_id if self.args.push_to_hub else None,
         )
         if tags:

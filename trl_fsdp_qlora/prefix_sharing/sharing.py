@@ -4,13 +4,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..scoring.logprobs import add_scoring_head
+from ..scoring.request import LogProbs, PassRequest, PassResult
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .layout import BatchFacts, PackedLayout, SealedLayout, UnpackableBatch, pack, read_batch
 from .self_check import difference, without_dropout
@@ -19,7 +20,6 @@ from .support import attention_layers, position_limit, unsupported_reason
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "off", *BACKENDS)
-LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 class PrefixSharingError(ValueError):
@@ -60,12 +60,6 @@ class PrefixSharing:
 
     Raises:
         PrefixSharingError: `choice` is none of the known ones.
-
-    Attributes:
-        score_mask_BC: which completion tokens the next passes have to score, see [`scoring`].
-        nested: compute equal beginnings of a group's completions once in the next passes, see [`scoring`].
-        metrics: of the last packed pass: tokens computed over tokens a padded forward computes, seconds until the
-            forward returned (on CUDA: was queued), and the share of attention layers each backend served.
     """
 
     def __init__(
@@ -83,9 +77,6 @@ class PrefixSharing:
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.autocast = autocast
         self.entropy_gradient = entropy_gradient
-        self.score_mask_BC: torch.Tensor | None = None
-        self.nested = False
-        self.metrics: dict[str, float] = {}
         self._states: dict[str, _ModelState] = {}
 
     def prepare(self, role: str, model: torch.nn.Module) -> None:
@@ -132,24 +123,6 @@ class PrefixSharing:
         return self._states[role].reason is None
 
     @contextlib.contextmanager
-    def scoring(self, score_mask_BC: torch.Tensor | None, nested: bool = False) -> Iterator[None]:
-        """Score only these completion tokens `(B, C)` (bool) in the passes inside; all others get zeros.
-
-        Tokens behind the last scored one of a completion are not computed at all, a completion without any leaves the
-        row. Whoever narrows the policy's tokens must also zero what it is compared with (old and reference
-        log-probabilities) at the same places: `exp(0 - old)` overflows, and infinity times a zero mask is not zero.
-
-        With `nested`, what completions of a group have in common behind the prompt is computed once too, where that
-        costs less.
-        """
-        before = self.score_mask_BC, self.nested
-        self.score_mask_BC, self.nested = score_mask_BC, nested
-        try:
-            yield
-        finally:
-            self.score_mask_BC, self.nested = before
-
-    @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """The models' own attention implementations inside, as generation expects them."""
         with contextlib.ExitStack() as stack:
@@ -158,49 +131,30 @@ class PrefixSharing:
                     stack.enter_context(set_aside(state.base))
             yield
 
-    def log_probs(
-        self,
-        role: str,
-        model: torch.nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        *,
-        stock: Callable[[], LogProbs],
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-    ) -> LogProbs:
-        """Log-probabilities, entropies and router loss of a padded batch, as stock computes them.
+    def log_probs(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> PassResult:
+        """What stock computes for this request, on packed rows where that is exact.
 
         Args:
-            role: as given to [`prepare`].
-            model: the root module, wrappers included; it is called once a packed row.
-            input_ids, attention_mask: `(B, P + C)`.
-            logits_to_keep: C.
-            stock: the padded pass on the same arguments.
-            batch_size: rows that a padded forward would hold at once; a packed row holds no more tokens than those.
-            compute_entropy, compute_aux_loss: what to return beside the log-probabilities.
+            request: its model is called once per packed row; a row holds no more tokens than `batch_size` padded ones.
+            padded: the padded pass, which serves where packing does not, and the first pass of each model is compared
+                with.
 
         Returns:
-            `(B, C)` log-probabilities, `(B, C)` entropies in nats or `None`, router loss or `None`. Zeros where nothing
-            was scored.
+            `(B, C)` log-probabilities, `(B, C)` entropies in nats or `None`, router loss or `None`, with zeros where
+            nothing was scored; and, of a packed pass, the tokens computed over those of a padded forward
+            (`tokens_share`), seconds until the forward returned (on CUDA: was queued), and the share of attention
+            layers that each backend served (`layers_<backend>`).
         """
-        self.metrics = {}
-        state = self._states[role]
-        if state.reason is not None:
-            return stock()
-        arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size)
-        if not state.checked:
-            self._check(role, arguments, stock)
-            if state.reason is not None:
-                return stock()
+        state = self._states[request.role]
+        if state.reason is None and not state.checked and not request.vision:
+            self._check(request, padded)
+        if state.reason is not None or request.vision:
+            return PassResult(padded(request), {})
         start = time.perf_counter()
-        result = self._packed(state, *arguments, compute_entropy, compute_aux_loss)
+        result = self._packed(request)
         if result is None:
-            return stock()
-        self.metrics["seconds"] = time.perf_counter() - start
-        return result
+            return PassResult(padded(request), {})
+        return result._replace(figures={**result.figures, "seconds": time.perf_counter() - start})
 
     def _give_up(self, role: str, reason: str) -> None:
         if self.choice != "auto":
@@ -211,37 +165,38 @@ class PrefixSharing:
         self._states[role].reason = reason
         logger.warning("Prefix sharing is off for the %s model, which runs padded as in stock TRL: %s.", role, reason)
 
-    def _check(self, role: str, arguments: tuple, stock: Callable[[], LogProbs]) -> None:
+    def _check(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> None:
         """Compare one packed pass with the padded one; on a mismatch on any rank, all ranks give the model up."""
-        state, model, device = self._states[role], arguments[0], arguments[1].device
+        state, device = self._states[request.role], request.input_ids.device
         problem, compared = None, False
-        with without_dropout(model):
+        with without_dropout(request.model):
             try:
-                result = self._packed(state, *arguments, False, False)
+                result = self._packed(replace(request, compute_entropy=False, compute_aux_loss=False))
             except UnsupportedAttention as error:
                 result, problem = None, str(error)
-            expected = stock()[0]
+            expected = padded(request)[0]
         if result is not None:
             with self.autocast():
                 half = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if half else state.dtype
-            problem, compared = difference(result[0], expected, dtype)
+            problem, compared = difference(result.values[0], expected, dtype)
         # A first batch in which nothing is scored decides nothing; ranks decide together.
         failed, state.checked = map(bool, _largest_over_ranks([int(problem is not None), int(compared)], device))
         if failed:
-            self._give_up(role, problem or "another rank found a difference between packed and padded pass")
+            self._give_up(request.role, problem or "another rank found a difference between packed and padded pass")
 
-    def _packed(
-        self, state, model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
-    ) -> LogProbs | None:
+    def _packed(self, request: PassRequest) -> PassResult | None:
         """All packed rows of a batch; `None` where some rank's masks cannot be packed."""
+        state = self._states[request.role]
+        input_ids, attention_mask, logits_to_keep = request.input_ids, request.attention_mask, request.logits_to_keep
+        batch_size, compute_aux_loss = request.batch_size, request.compute_aux_loss
         rows, width = input_ids.shape
         device = input_ids.device
         problem = None
         try:
             if width > state.position_limit:
                 raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {state.position_limit}")
-            facts = read_batch(input_ids, attention_mask, logits_to_keep, self.score_mask_BC)
+            facts = read_batch(input_ids, attention_mask, logits_to_keep, request.scored_BC)
         except UnpackableBatch as error:
             problem = str(error)
         several = batch_size is not None and batch_size < rows
@@ -273,26 +228,27 @@ class PrefixSharing:
                 logits_to_keep,
                 whole_rows=compute_aux_loss,
                 facts=facts.rows(part, scored=last > first),
-                pairs_per_token=state.pairs_per_token if self.nested else None,
+                pairs_per_token=state.pairs_per_token if request.nested else None,
             )
-            outputs = self._forward(state, model, layout, compute_aux_loss)
+            outputs = self._forward(state, request.model, layout, compute_aux_loss)
             tokens += layout.tokens
             calls += layout.layer_calls
             if last == first:
                 continue
             logps.append(layout.scatter(outputs.log_probs))
-            if compute_entropy:
+            if request.compute_entropy:
                 entropies.append(layout.scatter(outputs.entropy))
             if compute_aux_loss:
                 aux_losses.append(outputs.aux_loss)
-        self.metrics = {"tokens_share": tokens / (rows * width)}
+        figures = {"tokens_share": tokens / (rows * width)}
         for name in sorted(set(calls)):
-            self.metrics[f"layers_{name}"] = calls.count(name) / len(calls)
-        return (
+            figures[f"layers_{name}"] = calls.count(name) / len(calls)
+        values = (
             torch.cat(logps),
-            torch.cat(entropies) if compute_entropy else None,
+            torch.cat(entropies) if request.compute_entropy else None,
             torch.stack(aux_losses).mean() if compute_aux_loss else None,
         )
+        return PassResult(values, figures)
 
     def _forward(self, state: _ModelState, model, layout: PackedLayout, compute_aux_loss: bool):
         layout.backend = self.choice

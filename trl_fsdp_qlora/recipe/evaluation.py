@@ -101,7 +101,7 @@ def evaluate(
         progress: show a bar on the main rank.
         description: of the bar.
         lockstep: a forward is collective (weights sharded over the ranks): every rank generates equally often and as
-            long as the slowest. See [`trl_fsdp_qlora.rollout.aside.GeneratesAside.generating`].
+            long as the slowest. See [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`].
 
     Returns:
         [`Evaluation`], the same on every rank.

@@ -1,13 +1,17 @@
 """Bad input, told before the first step: what is wrong, where, and which line to change."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from ..upstream.peft import targets_not_found
 from ..upstream.trl import get_callable_name, is_async_callable
 
 logger = logging.get_logger(__name__)
@@ -184,17 +188,22 @@ def linear_names(model: nn.Module) -> list[str]:
     return sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
 
 
-def explain_lora_targets(error: ValueError, model: Any) -> ValueError | None:
-    """PEFT's error about targets that match nothing, with the names that would match; `None` for other errors."""
-    if "arget modules" not in str(error) or "not found" not in str(error):
-        return None
-    if isinstance(model, str):
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+@contextlib.contextmanager
+def explained_lora_targets(model: Any) -> Iterator[None]:
+    """PEFT's error about targets that match nothing, raised inside, comes with the names that would match.
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-    return ValueError(
-        f"{error} Linear layers of this model: {', '.join(linear_names(model))}. "
-        "Set lora_target_modules to some of these, or to all-linear."
-    )
+    Args:
+        model: or the name of one.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not targets_not_found(error):
+            raise
+        if isinstance(model, str):
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        raise ValueError(
+            f"{error} Linear layers of this model: {', '.join(linear_names(model))}. "
+            "Set lora_target_modules to some of these, or to all-linear."
+        ) from None

@@ -72,6 +72,7 @@ class PhaseClock:
         self.memory = PeakMemory(device)
         self.seconds: dict[str, float] = defaultdict(float)
         self.peak: dict[str, int] = defaultdict(int)
+        self.tokens = 0.0  # completion tokens of all ranks in this step
         self._open: list[str] = []
         self._since = 0.0
 
@@ -114,6 +115,11 @@ class PhaseClock:
                 return function(*args, **kwargs)
 
         return run
+
+    def waste(self, counts: torch.Tensor) -> dict[str, float]:
+        """The `waste/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
+        self.tokens += counts[-1].item()
+        return waste_metrics(counts)
 
     def drain(self) -> dict[str, float]:
         """The metrics since the last drain; forgets them."""
@@ -165,7 +171,6 @@ class TelemetryCallback(TrainerCallback):
     def __init__(self, clock: PhaseClock, metrics: Callable[[], dict[str, list]]):
         self.clock = clock
         self.metrics = metrics
-        self.tokens = 0.0
         self._step_started = None
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -179,8 +184,8 @@ class TelemetryCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         figures = self.clock.drain()
-        if self.tokens and self._step_started is not None:
-            figures["throughput/tokens_per_s"] = self.tokens / (time.perf_counter() - self._step_started)
-        self.tokens = 0.0
+        if self.clock.tokens and self._step_started is not None:
+            figures["throughput/tokens_per_s"] = self.clock.tokens / (time.perf_counter() - self._step_started)
+        self.clock.tokens = 0.0
         for name, value in figures.items():
             self.metrics()[name].append(value)

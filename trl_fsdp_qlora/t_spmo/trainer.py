@@ -3,7 +3,6 @@
 import torch
 from accelerate.utils import gather_object
 
-from ..grpo.token_budget import Scope
 from ..grpo.trainer import EfficientGRPOTrainer
 from .config import TSPMOConfig
 from .credit import group_credit
@@ -38,7 +37,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def features(self) -> list[str]:
         # GRPO's lines on skipping and selection do not apply here.
-        lines = [line for line in super().features() if line not in self.token_budget.describe()]
+        lines = [line for line in super().features() if line not in self.budget.describe()]
         return [*lines, f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -51,18 +50,21 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         ids, mask = output["completion_ids"], output["completion_mask"]
         all_ids, all_mask, first = self._whole_groups(ids, mask)
-        mode = "train" if self.model.training else "eval"
-        group_size = self.num_generations if mode == "train" else self.num_generations_eval
-        credit = group_credit(all_ids, all_mask, self._rewards.to(all_ids.device), group_size)
+        credit = group_credit(all_ids, all_mask, self._rewards.to(all_ids.device), self._group_size)
         credit_BC = credit.credit_BC[first : first + len(ids), : ids.shape[1]].to(ids.device)
-        if "tool_mask" in output:
-            credit_BC = credit_BC * output["tool_mask"]
-        output["advantages"] = credit_BC
-        metrics = self._metrics[mode]
-        metrics["t_spmo/transitions"].append(credit.transitions)
-        metrics["t_spmo/credited_transitions"].append(credit.credited)
-        metrics["t_spmo/repeated_share"].append((credit.forward - credit.distinct) / max(credit.forward, 1))
+        output["advantages"] = credit_BC * output["tool_mask"] if "tool_mask" in output else credit_BC
+        self._add_metrics(
+            {
+                "t_spmo/transitions": credit.transitions,
+                "t_spmo/credited_transitions": credit.credited,
+                "t_spmo/repeated_share": (credit.forward - credit.distinct) / max(credit.forward, 1),
+            }
+        )
         return output
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
 
     def _whole_groups(self, ids_BC, mask_BC):
         """Completions of all ranks, in the order of the gathered rewards, and the index of this rank's first."""
@@ -79,28 +81,21 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         return ids, mask, self.accelerator.process_index * len(mine)
 
     def _compute_loss(self, model, inputs):
-        training = self.model.training
-        mode, group_size = ("train", self.num_generations) if training else ("eval", self.num_generations_eval)
         credit_BC = inputs["advantages"]
-        scored_BC = credit_BC != 0
-        with self.token_budget.within(Scope(scored_BC, None), nested=True):
-            logps_BC, entropies_BC, aux_loss = self._get_per_token_logps_and_entropies(
-                model,
-                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                credit_BC.shape[1],
-                compute_entropy=True,
-                compute_aux_loss=self.aux_loss_enabled,
-            )
+        request = self._loss_pass(model, scored_BC=credit_BC != 0, nested=True)
+        logps_BC, entropies_BC, aux_loss = self._score_completions(request, inputs)
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
         # Mean over the groups of the optimizer step: rows of one group carry 1/|U| each and sum up to its objective.
-        loss = -(credit_BC * value_BC).sum() * group_size / len(credit_BC)
+        loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
-        counts = torch.stack([inputs["completion_mask"].sum(), scored_BC.sum(), entropies_BC.sum()]).float()
+        counts = torch.stack([inputs["completion_mask"].sum(), request.scored_BC.sum(), entropies_BC.sum()]).float()
         valid, scored, entropy = self.accelerator.reduce(counts.detach(), reduction="sum").tolist()
-        metrics = self._metrics[mode]
-        metrics["tokens/scored_share"].append(scored / max(valid, 1.0))
-        metrics["tokens/nothing_to_learn"].append(float(scored == 0))
-        metrics["entropy"].append(entropy / scored if scored else float("nan"))
-        return loss / (self.current_gradient_accumulation_steps if training else 1)
+        self._add_metrics(
+            {
+                "tokens/scored_share": scored / max(valid, 1.0),
+                "tokens/nothing_to_learn": float(scored == 0),
+                "entropy": entropy / scored if scored else float("nan"),
+            }
+        )
+        return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)

@@ -1,0 +1,127 @@
+"""`Sharding`: a 4-bit base sharded by FSDP2 and its plain PEFT adapter, for a trainer that asks at each point."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging
+
+from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
+from .generation import choose, gathered, keep_gathered
+from .prepare import has_sharded_adapter, has_sharded_base, shard_quantized_base, sharded_base_bytes
+
+if TYPE_CHECKING:
+    from .accounting import BaseBytes
+
+logger = logging.get_logger(__name__)
+
+
+class Sharding:
+    """What FSDP2 with a 4-bit base needs of a training run. Without them every hook leaves things to the trainer.
+
+    The model is handed to each hook, because wrapping replaces it. Hooks that return `bool` say whether they did the
+    work; every rank has to call them.
+
+    Args:
+        args: of the trainer; `fsdp_gather` and `fsdp_keep_gathered` where it has them.
+        accelerator: of the trainer, before it prepares a model.
+    """
+
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator):
+        self.args = args
+        self.accelerator = accelerator
+        self.traffic_step = 0
+        shard_quantized_base(accelerator)
+
+    def base_bytes(self, model: nn.Module) -> "BaseBytes | None":
+        """Bytes of the base on this rank, measured when the model was prepared; `None` where it is not sharded."""
+        return sharded_base_bytes(model)
+
+    def is_unprepared(self, model: nn.Module) -> bool:
+        """Whether `model` is to be sharded and was not yet (evaluation before training)."""
+        return self.accelerator.is_fsdp2 and not isinstance(model, FSDPModule)
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Shard the model; accelerate wants the optimizer with it, and evaluation alone gives it none."""
+        model, optimizer = self.accelerator.prepare(model, optimizer)
+        register_fsdp_forward_method(model, "generate")
+        return model, optimizer
+
+    def before_micro_batch(self, model: nn.Module) -> None:
+        """Keep the base gathered over the micro-batches of an optimizer step, if `fsdp_keep_gathered`."""
+        if getattr(self.args, "fsdp_keep_gathered", False) and has_sharded_base(model):
+            keep_gathered(model, last_micro_batch=self.accelerator.sync_gradients)
+
+    @contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[None]:
+        """Hold the whole model while weights do not change, if `args.fsdp_gather` and the free memory say so.
+
+        For generation, and the old and reference policies' passes: many forwards, no gradient, the same weights.
+        """
+        # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
+        if not isinstance(model, FSDPModule) or getattr(self.args, "use_vllm", False):
+            yield
+            return
+        mode = choose(model, self.accelerator.device, getattr(self.args, "fsdp_gather", "auto"))
+        with gathered(model) if mode == "once" else nullcontext():
+            yield
+
+    def traffic(self, model: nn.Module, step: int) -> dict[str, float]:
+        """What this rank received and sent per optimizer step since the last call."""
+        if not has_sharded_base(model):
+            return {}
+        found, steps = model.fsdp_traffic.take(), max(step - self.traffic_step, 1)
+        self.traffic_step = step
+        return {
+            "fsdp/gathers": found.gathers / steps,
+            "fsdp/gathered_mib": found.gathered_bytes / 2**20 / steps,
+            "fsdp/reduced_mib": found.reduced_bytes / 2**20 / steps,
+        }
+
+    def save_adapter(self, model: nn.Module, output_dir: str, write: Callable) -> bool:
+        """Gather a sharded adapter and let one rank `write(output_dir, state_dict=...)` it."""
+        if not has_sharded_adapter(model):
+            return False
+        adapter = gather_adapter(model)
+        if self.args.should_save:  # transformers 5.17 leaves it to the caller that one rank alone writes
+            write(output_dir, state_dict=adapter)
+        self.accelerator.wait_for_everyone()
+        return True
+
+    def load_adapter(self, model: nn.Module, checkpoint: str) -> bool:
+        """Load a plain PEFT adapter into a sharded one."""
+        if not has_sharded_adapter(model):
+            return False
+        logger.info(f"Loading the adapter from {checkpoint}.")
+        load_adapter(model, checkpoint)
+        return True
+
+    def save_optimizer(self, model: nn.Module, optimizer, scheduler, output_dir: str) -> bool:
+        """Write the whole optimizer state of a sharded adapter, and the scheduler's."""
+        if not has_sharded_adapter(model):
+            return False
+        state = gather_optimizer(optimizer)
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        return True
+
+    def load_optimizer(self, model: nn.Module, optimizer, scheduler, checkpoint: str | None) -> bool:
+        """Read what [`save_optimizer`] wrote."""
+        if checkpoint is None or not has_sharded_adapter(model):
+            return False
+        optimizer_file, scheduler_file = Path(checkpoint) / OPTIMIZER_NAME, Path(checkpoint) / SCHEDULER_NAME
+        if optimizer_file.is_file() and scheduler_file.is_file():
+            load_optimizer(optimizer, torch.load(optimizer_file, map_location="cpu", weights_only=True))
+            scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+        else:
+            logger.warning(f"{checkpoint} holds no {OPTIMIZER_NAME} and {SCHEDULER_NAME}: the optimizer starts anew")
+        return True

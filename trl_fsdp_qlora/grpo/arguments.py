@@ -1,0 +1,36 @@
+"""A trainer's arguments before TRL sees them: completed, checked, and with the base loaded as the launch needs it."""
+
+from typing import Any
+
+from accelerate.utils import is_peft_model
+
+from ..fsdp2_qlora.launch_checks import check_launch, check_reference
+from ..fsdp2_qlora.loading import load_for_launch
+from ..run import input_checks as checks
+from .config import EfficientGRPOConfig
+
+
+def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `trl.GRPOTrainer` to construct it with, from those the user gave.
+
+    Raises:
+        ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
+    """
+    model, args, peft_config = call["model"], call.get("args"), call.get("peft_config")
+    args = EfficientGRPOConfig.complete(args)
+    if args is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        args = EfficientGRPOConfig(f"{name.split('/')[-1]}-GRPO")
+    if call.get("train_dataset") is not None:
+        needs_prompt = call.get("environment_factory") is None
+        checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)
+    rewards = call.get("reward_funcs")
+    if rewards is not None:
+        rewards = [checks.guard_reward(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
+    quantization_config = call.get("quantization_config")
+    check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
+    has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
+    check_reference(needs_reference=args.beta != 0.0 and not has_adapter)
+    model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
+    loaded = {"model": model, "reward_funcs": rewards, "args": args, "quantization_config": quantization_config}
+    return {**call, **loaded}

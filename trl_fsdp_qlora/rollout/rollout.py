@@ -1,0 +1,88 @@
+"""`Rollout`: whatever draws completions asks here, training's own rollouts, accuracy and stage 1 alike."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..fsdp2_qlora.generation import choose, gathered
+from ..upstream.trl import unwrap_model_for_generation
+
+
+class Rollout:
+    """Where completions come from, on whatever the model is wrapped in.
+
+    Args:
+        args: of the trainer.
+        accelerator: of the trainer.
+        backend: TRL's `DistributedBackend`, which knows what shards the parameters.
+    """
+
+    def __init__(self, args: Any, accelerator: Accelerator, backend: Any):
+        self.args = args
+        self.accelerator = accelerator
+        self.backend = backend
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward is a collective operation, and possible only after `Trainer.train` prepared the model."""
+        return self.accelerator.num_processes > 1 and (self.backend.is_fsdp or self.backend.is_zero3)
+
+    def refuse_unprepared(self, what: str, model: nn.Module, wrapped: nn.Module) -> None:
+        """Raise where `what` needs a forward of a model that is still to be sharded.
+
+        Raises:
+            RuntimeError: says what to do instead.
+        """
+        prepared = wrapped is not model or any(isinstance(p, DTensor) for p in model.parameters())
+        if self.is_sharded and not prepared:
+            raise RuntimeError(
+                f"{what} needs a forward of a model that is sharded over ranks, and only train() prepares it: let train() "
+                f"run stage 1 in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
+            )
+
+    def training_turn(self, stock: Callable, *turn) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Completions of a generation batch, one per prompt row, and their log-probabilities where vLLM drew them.
+
+        Args:
+            stock: `GRPOTrainer._generate_single_turn`.
+            *turn: its arguments: token ids of the prompts, images, multimodal fields, completions per prompt, whether
+                tools returned images.
+        """
+        return stock(*turn)
+
+    @contextmanager
+    def generating(self, wrapped: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+        """A model for [`completions.generate`] beside training's own rollouts, without gradients. Every rank has to enter.
+
+        Accuracy, evaluation and V* draw for other prompts than a training batch's, with other numbers on each rank.
+        Under FSDP2 the weights are gathered once for the whole block, if `args.fsdp_gather` and the free memory say so:
+        each rank then generates on its own. Otherwise every forward is a collective operation.
+
+        Args:
+            wrapped: the policy or the reference model, as it was prepared.
+
+        Yields:
+            The unwrapped model, and whether it works in lockstep: every rank has to generate equally
+            often, and with `synced_gpus=True`.
+        """
+        mode = "per_layer"
+        if isinstance(wrapped, FSDPModule):
+            mode = choose(wrapped, self.accelerator.device, self.args.fsdp_gather)
+        with (
+            gathered(wrapped) if mode == "once" else nullcontext(),
+            unwrap_model_for_generation(
+                wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self.backend.summon_full_params(wrapped, recurse=False),
+        ):
+            yield model, self.is_sharded and mode != "once"
