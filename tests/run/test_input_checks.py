@@ -37,21 +37,80 @@ def test_wrong_returns_name_function_and_row():
         call(lambda **_: 1.0)
 
 
-def test_an_exception_names_the_row_it_comes_from():
-    def fragile(completions, **_):
-        return [1 / (int(completion) - 3) for completion in completions]
+class JudgeIsDown(Exception):
+    """A user's own exception, whose constructor takes what no other does."""
 
-    with pytest.raises(checks.RewardError, match=r"'fragile' raised ZeroDivisionError for row 12") as caught:
-        call(fragile)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    def __init__(self, code, *, retry):
+        super().__init__(f"HTTP {code}")
+        self.retry = retry
 
-    def whole_batch(completions, **_):
-        if len(completions) > 1:
-            raise RuntimeError("too many")
-        return [0.0]
 
-    with pytest.raises(checks.RewardError, match="for the batch as a whole: too many"):
-        call(whole_batch)
+def test_an_exception_keeps_its_type_names_function_and_batch_and_costs_one_call():
+    calls = []
+
+    def paid_judge(completions, **_):
+        calls.append(len(completions))
+        raise JudgeIsDown(503, retry=True) from OSError("no route")
+
+    with pytest.raises(JudgeIsDown, match="HTTP 503") as caught:
+        call(paid_judge)
+    assert calls == [3]
+    assert caught.value.retry and isinstance(caught.value.__cause__, OSError)
+    (note,) = caught.value.__notes__
+    assert "'paid_judge'" in note and "3 completions, rows 10, 11, 12 of the dataset" in note and "'a'" in note
+
+    async def async_judge(completions, **_):
+        calls.append(len(completions))
+        return [1 / (len(completions) - 3)]
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        asyncio.run(checks.guard_reward(async_judge)(prompts=PROMPTS, **COLUMNS))
+    assert calls == [3, 3]
+    assert "'async_judge'" in caught.value.__notes__[0]
+
+
+def test_a_wrong_signature_is_said_to_be_one():
+    def no_keywords(prompts, completions):
+        raise AssertionError("never called")
+
+    with pytest.raises(
+        checks.RewardSignatureError, match=r"'no_keywords' \(prompts, completions\) .*\*\*kwargs"
+    ) as caught:
+        call(no_keywords)
+    assert isinstance(caught.value, TypeError) and isinstance(caught.value.__cause__, TypeError)
+
+    class Judge:
+        def __call__(self, completions, solution, **_):
+            raise AssertionError("never called")
+
+    with pytest.raises(checks.RewardSignatureError, match=r"'Judge'.*Change solution: .*column of the dataset"):
+        call(Judge())
+
+    async def later(completions, solution, **_):
+        raise AssertionError("never called")
+
+    with pytest.raises(checks.RewardSignatureError, match="solution"):
+        asyncio.run(checks.guard_reward(later)(prompts=PROMPTS, **COLUMNS))
+
+    def inside(completions, **_):
+        return len(completions, 1)  # the function's own mistake is not blamed on its signature
+
+    with pytest.raises(TypeError, match="len") as caught:
+        call(inside)
+    assert not isinstance(caught.value, checks.RewardError)
+
+
+def test_training_stops_with_the_reward_functions_own_exception(tmp_path):
+    calls = []
+
+    def paid_judge(completions, **_):
+        calls.append(len(completions))
+        raise JudgeIsDown(503, retry=False)
+
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, reward=paid_judge)
+    with pytest.raises(JudgeIsDown):
+        made.train()
+    assert calls == [8]
 
 
 def test_nan_is_warned_about_once(caplog):

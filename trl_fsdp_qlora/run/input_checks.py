@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,11 @@ logger = logging.get_logger(__name__)
 
 
 class RewardError(ValueError):
-    """A reward function that returned something that is no reward, or raised."""
+    """A reward function that returned something that is no reward."""
+
+
+class RewardSignatureError(RewardError, TypeError):
+    """A reward function whose parameters do not take what the trainer passes."""
 
 
 def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
@@ -83,76 +88,107 @@ def split_group_cost(per_device: int, num_generations: int) -> str | None:
 
 
 def guard_reward(function: Any) -> Any:
-    """A reward function that says which function and which row when what it returns is no list of rewards.
+    """A reward function that says which function and which rows, when it fails or returns no list of rewards.
 
     Values TRL accepts pass through: numbers (also of numpy or torch), `None` and NaN, which TRL treats alike; the first
-    NaN is warned about. Models and model ids are left alone.
+    NaN is warned about. What the function raises is raised as it is, with a note that names function and batch; the
+    function is never called a second time (it may be a paid judge). Models and model ids are left alone.
 
     Raises (when called):
-        RewardError: wrong number of values, a value that is no number, or an exception, with the first row that raises.
+        RewardError: wrong number of values, or a value that is no number.
+        RewardSignatureError: the function cannot be called with what TRL passes.
     """
     if isinstance(function, (str, nn.Module)) or not callable(function):
         return function
     name = get_callable_name(function)
-    state = {"nan_warned": False}
+    said: set[str] = set()
 
-    def check(values: Any, prompts: Sequence, columns: dict) -> list:
+    @contextlib.contextmanager
+    def explained(prompts: Sequence, completions: Sequence, columns: dict) -> Iterator[None]:
         try:
-            values = list(values)
-        except TypeError:
-            raise RewardError(f"reward function {name!r} returned {values!r}, not a list of numbers") from None
-        if len(values) != len(prompts):
-            raise RewardError(
-                f"reward function {name!r} returned {len(values)} values for {len(prompts)} completions; it must "
-                "return one a completion"
-            )
-        for i, value in enumerate(values):
-            if value is None:
-                continue
-            number = None if isinstance(value, (str, bytes)) else _as_float(value)
-            if number is None:
-                raise RewardError(
-                    f"reward function {name!r} returned {value!r} for {_row(i, prompts, columns)}; rewards are "
-                    "numbers, or None for a completion it cannot judge"
-                )
-            if math.isnan(number) and not state["nan_warned"]:
-                state["nan_warned"] = True
-                logger.warning(
-                    "reward function %r returned NaN for %s; as with None, the completion is left out of its group's "
-                    "mean and of the update (said once)",
-                    name,
-                    _row(i, prompts, columns),
-                )
-        return values
-
-    def locate(error: Exception, row: int | None, prompts: Sequence, columns: dict) -> RewardError:
-        where = "for the batch as a whole" if row is None else f"for {_row(row, prompts, columns)}"
-        return RewardError(f"reward function {name!r} raised {type(error).__name__} {where}: {error}")
+            yield
+        except Exception as error:
+            passed = {"prompts": prompts, "completions": completions, **columns}
+            mismatch = _signature_mismatch(function, passed) if isinstance(error, TypeError) else None
+            if mismatch is not None:
+                raise RewardSignatureError(f"reward function {name!r} {mismatch}") from error
+            error.add_note(f"Raised by reward function {name!r} for {_batch(prompts, columns)}.")
+            raise
 
     if is_async_callable(function):
 
         @functools.wraps(function, updated=())
         async def guarded_async(prompts, completions, **columns):
-            try:
+            with explained(prompts, completions, columns):
                 values = await function(prompts=prompts, completions=completions, **columns)
-            except Exception as error:
-                raise locate(error, None, prompts, columns) from error
-            return check(values, prompts, columns)
+            return _rewards_in(values, name, prompts, columns, said)
 
         guarded = guarded_async
     else:
 
         @functools.wraps(function, updated=())
         def guarded(prompts, completions, **columns):
-            try:
+            with explained(prompts, completions, columns):
                 values = function(prompts=prompts, completions=completions, **columns)
-            except Exception as error:
-                row = _first_raising_row(function, prompts, completions, columns)
-                raise locate(error, row, prompts, columns) from error
-            return check(values, prompts, columns)
+            return _rewards_in(values, name, prompts, columns, said)
 
     guarded.__name__ = name
     return guarded
+
+
+def _rewards_in(values: Any, name: str, prompts: Sequence, columns: dict, said: set[str]) -> list:
+    """`values` as a list, if they are rewards of `prompts`; `said` keeps what was warned about."""
+    try:
+        values = iter(values)
+    except TypeError:
+        raise RewardError(f"reward function {name!r} returned {values!r}, not a list of numbers") from None
+    values = list(values)
+    if len(values) != len(prompts):
+        raise RewardError(
+            f"reward function {name!r} returned {len(values)} values for {len(prompts)} completions; it must "
+            "return one per completion"
+        )
+    for i, value in enumerate(values):
+        if value is None:
+            continue
+        number = None if isinstance(value, (str, bytes)) else _as_float(value)
+        if number is None:
+            raise RewardError(
+                f"reward function {name!r} returned {value!r} for {_row(i, prompts, columns)}; rewards are "
+                "numbers, or None for a completion it cannot judge"
+            )
+        if math.isnan(number) and "nan" not in said:
+            said.add("nan")
+            logger.warning(
+                "reward function %r returned NaN for %s; as with None, the completion is left out of its group's "
+                "mean and of the update (said once)",
+                name,
+                _row(i, prompts, columns),
+            )
+    return values
+
+
+def _signature_mismatch(function: Any, passed: dict[str, Any]) -> str | None:
+    """Why `function` cannot be called with the keywords `passed`, and what to change; `None` where it can."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have none
+        return None
+    try:
+        signature.bind(**passed)
+        return None
+    except TypeError as error:
+        reason = str(error)
+    parameters = signature.parameters.values()
+    keywords = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [name for name in required if name not in passed or name not in keywords]
+    change = (
+        f"{', '.join(missing)}: rename to what is passed, or add it as a column of the dataset"
+        if missing
+        else "end its parameters with **kwargs"
+    )
+    return f"{signature} cannot be called with what TRL passes ({reason}): {', '.join(passed)}. Change {change}."
 
 
 def _as_float(value: Any) -> float | None:
@@ -165,22 +201,21 @@ def _as_float(value: Any) -> float | None:
 def _row(i: int, prompts: Sequence, columns: dict) -> str:
     row = columns.get("row")
     number = f"row {row[i]} of the dataset" if row is not None else f"completion {i} of the batch"
-    text = prompts[i] if isinstance(prompts[i], str) else prompts[i][-1].get("content", "")
-    return f"{number} (prompt ends in {str(text)[-60:]!r})"
+    return f"{number} (prompt ends in {_end_of(prompts[i])!r})"
 
 
-def _first_raising_row(function: Callable, prompts: Sequence, completions: Sequence, columns: dict) -> int | None:
-    # Only after a failure: call the function row by row to name the one it fails on.
-    def is_column(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == len(prompts)
+def _end_of(prompt: Any) -> str:
+    return str(prompt if isinstance(prompt, str) else prompt[-1].get("content", ""))[-60:]
 
-    for i in range(len(prompts)):
-        row = {key: [value[i]] if is_column(value) else value for key, value in columns.items()}
-        try:
-            function(prompts=[prompts[i]], completions=[completions[i]], **row)
-        except Exception:
-            return i
-    return None
+
+def _batch(prompts: Sequence, columns: dict) -> str:
+    if not prompts:
+        return "an empty batch"
+    rows = columns.get("row")
+    different = list(dict.fromkeys(rows or ()))
+    shown = ", ".join(map(str, different[:8])) + (", …" if len(different) > 8 else "")
+    of_dataset = f", rows {shown} of the dataset" if different else ""
+    return f"a batch of {len(prompts)} completions{of_dataset}; its first prompt ends in {_end_of(prompts[0])!r}"
 
 
 def linear_names(model: nn.Module) -> list[str]:
