@@ -47,7 +47,9 @@ def worker(out: str, argv: list[str]) -> None:
 
     from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
     from trl_fsdp_qlora.publishing.card import hardware, software
-    from trl_fsdp_qlora.recipe.runner import ScriptArguments, load_data, parse_recipe, reward_functions
+    from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+    from trl_fsdp_qlora.recipe.data import load_data
+    from trl_fsdp_qlora.recipe.runner import reward_functions
 
     script, config, model = parse_recipe((ScriptArguments, AStarPOConfig, ModelConfig), argv)
     train, test = load_data(script)
@@ -159,7 +161,7 @@ def divided(processes: int, argv: list[str]) -> list[str]:
     from trl import ModelConfig
 
     from trl_fsdp_qlora import AStarPOConfig
-    from trl_fsdp_qlora.recipe.runner import ScriptArguments, parse_recipe
+    from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
     _, config, _ = parse_recipe((ScriptArguments, AStarPOConfig, ModelConfig), argv)
     batch, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps

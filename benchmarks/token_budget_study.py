@@ -28,8 +28,10 @@ from prefix_sharing import RESULTS, cpu_name, saved_bytes, step
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.evaluation import evaluate
-from trl_fsdp_qlora.recipe.runner import ScriptArguments, load_data, reward_functions
+from trl_fsdp_qlora.recipe.runner import reward_functions
 from trl_fsdp_qlora.recipe.small_base import build_small_base
 from trl_fsdp_qlora.recipe.small_tasks import TASKS
 from trl_fsdp_qlora.recipe.stats import wilson_interval

@@ -17,21 +17,16 @@ from trl import ModelConfig
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po.fingerprint import FingerprintError
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCacheError
-from trl_fsdp_qlora.recipe.runner import (
-    ScriptArguments,
-    build_trainer,
-    load_data,
-    parse_recipe,
-    run_main,
-    run_recipe,
-    say,
-)
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.data import load_data
+from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
+from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 
 @dataclass
 class AStarPOScriptArguments(ScriptArguments):
-    """[`trl_fsdp_qlora.recipe.runner.ScriptArguments`] and the stage to stop after."""
+    """[`trl_fsdp_qlora.recipe.arguments.ScriptArguments`] and the stage to stop after."""
 
     stage: str = field(
         default="train",

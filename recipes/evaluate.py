@@ -15,8 +15,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from trl_fsdp_qlora.publishing.card import hardware, software
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.evaluation import evaluate
-from trl_fsdp_qlora.recipe.runner import ScriptArguments, load_data, parse_recipe, run_main, say
+from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.checkpoints import write_json
 
 

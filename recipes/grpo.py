@@ -13,7 +13,10 @@ that was killed goes on with `--resume_from_checkpoint auto`.
 from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.recipe.runner import ScriptArguments, build_trainer, load_data, parse_recipe, run_main, run_recipe
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.data import load_data
+from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
+from trl_fsdp_qlora.recipe.script import run_main
 from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 

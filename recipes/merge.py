@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from trl_fsdp_qlora.publishing.merge import MergeError, merge_adapter
-from trl_fsdp_qlora.recipe.runner import parse_recipe, run_main, say
+from trl_fsdp_qlora.recipe.arguments import parse_recipe
+from trl_fsdp_qlora.recipe.script import run_main, say
 
 
 @dataclass

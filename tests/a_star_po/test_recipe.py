@@ -12,7 +12,7 @@ from trl import ModelConfig
 
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora import AStarPOConfig
-from trl_fsdp_qlora.recipe.runner import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*/a_star_po/*.yaml"))

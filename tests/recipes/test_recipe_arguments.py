@@ -8,8 +8,9 @@ from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig
 from trl_fsdp_qlora.recipe import small_base
+from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.datasets import DatasetError
-from trl_fsdp_qlora.recipe.runner import ConfigError, ScriptArguments, load_data, parse_recipe
 from trl_fsdp_qlora.recipe.small_base import habit_dataset
 from trl_fsdp_qlora.recipe.small_tasks import TASKS
 

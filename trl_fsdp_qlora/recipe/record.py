@@ -1,0 +1,83 @@
+"""What a run measures beside training: held-out accuracy on the way, and the record in `metrics.json`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import TrainerCallback
+
+from ..run import checkpoints, redaction
+from .evaluation import Evaluation
+from .script import say
+
+
+class AccuracyCallback(TrainerCallback):
+    """Measures held-out accuracy when training begins and every `steps` optimizer steps, on every rank.
+
+    Training begins with the model prepared, so a sharded one can generate. What is measured between steps is logged
+    with that step's metrics.
+
+    Args:
+        measure: returns an [`Evaluation`]; called on every rank.
+        begin: is given the one from before the first step; a run that resumes has none.
+        steps: interval; 0 never measures between steps.
+        metrics: gives the lists that the trainer logs the means of.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[..., Evaluation],
+        begin: Callable[[Evaluation], None] | None,
+        steps: int,
+        metrics: Callable[[], dict[str, list]],
+    ):
+        self.measure = measure
+        self.begin = begin
+        self.steps = steps
+        self.metrics = metrics
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.begin is not None and state.global_step == 0:
+            self.begin(self.measure(description="accuracy before training"))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.steps and state.global_step % self.steps == 0:
+            result = self.measure()
+            for name, value in (("accuracy", result.pass_at_1), ("accuracy/n", result.n)):
+                self.metrics()[name].append(value)
+            control.should_log = True
+
+
+class RunRecord:
+    """`metrics.json` of a run: settings, accuracy before and after, seconds, and the curves; written as it goes.
+
+    A resumed run keeps what its first part measured.
+    """
+
+    def __init__(self, output_dir: str | Path):
+        self.path = Path(output_dir) / "metrics.json"
+        self.content: dict[str, Any] = {}
+        if self.path.is_file():
+            self.content = json.loads(self.path.read_text(encoding="utf-8"))
+
+    def put(self, **values) -> None:
+        self.content |= redaction.clean(values)
+        if PartialState().is_main_process:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            checkpoints.write_json(self.path, self.content)
+
+    def draw(self) -> Path | None:
+        """Reward, accuracy and step time over the run, as a picture; `None` without matplotlib."""
+        try:
+            from .plots import draw_run
+        except ImportError:
+            say("no picture: matplotlib is not installed (pip install 'trl-fsdp-qlora[plots]')")
+            return None
+        return draw_run(self.content, self.path.with_name("training.png"))
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """One line for an [`Evaluation`] kept as a dict."""
+    return str(Evaluation(**{**result, "interval": tuple(result["interval"])}))
