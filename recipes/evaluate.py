@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.script import run_main, say
@@ -24,39 +24,26 @@ from trl_fsdp_qlora.run.checkpoints import write_json
 
 @dataclass
 class EvaluateArguments:
-    """What to measure, beside the data of `ScriptArguments`.
+    """What to measure, beside the data of `ScriptArguments`."""
 
-    Args:
-        model: base model, Hub id or folder.
-        adapter: PEFT adapter on top of it; none measures the base.
-        revision: of the base model.
-        dtype: of the weights, e.g. float32 or bfloat16; the checkpoint's own where it is not set.
-        load_in_4bit: quantize the base as a QLoRA run does; its adapter was trained on that base, not on the whole one.
-        bnb_4bit_quant_type: as in the recipe.
-        use_bnb_nested_quant: as in the recipe.
-        max_new_tokens: length limit of a completion.
-        batch_size: completions a batch, per rank.
-        samples: k of pass@k and majority@k; 0 for greedy decoding only.
-        temperature: of the samples.
-        top_p: of the samples.
-        seed: of the samples.
-        output: JSON file to write.
-    """
-
-    model: str = field(metadata={"help": "base model, Hub id or folder"})
-    adapter: str | None = None
-    revision: str = "main"
-    dtype: str | None = None
-    load_in_4bit: bool = False
-    bnb_4bit_quant_type: str = "nf4"
-    use_bnb_nested_quant: bool = False
-    max_new_tokens: int = 256
-    batch_size: int = 64
-    samples: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-    output: str | None = None
+    model: str = field(metadata={"help": "Base model, Hub id or folder."})
+    adapter: str | None = option(None, "PEFT adapter on top of it; none measures the base.")
+    revision: str = option("main", "Revision of the base model.")
+    dtype: str | None = option(
+        None, "Type of the weights: float32, bfloat16; the checkpoint's own where it is not set."
+    )
+    load_in_4bit: bool = option(
+        False, "Quantize the base as a QLoRA run does; its adapter was trained on that base, not on the whole one."
+    )
+    bnb_4bit_quant_type: str = option("nf4", "Quantization type of the 4-bit base, as in the recipe.")
+    use_bnb_nested_quant: bool = option(False, "Nested (double) quantization of the 4-bit base, as in the recipe.")
+    max_new_tokens: int = option(256, "Length limit of a completion.")
+    batch_size: int = option(64, "Completions per batch, per rank.")
+    samples: int = option(0, "k of pass@k and majority@k; 0 for greedy decoding only.")
+    temperature: float = option(1.0, "Temperature of the samples.")
+    top_p: float = option(1.0, "Nucleus (top-p) share that the samples are drawn from.")
+    seed: int = option(0, "Seed of the samples.")
+    output: str | None = option(None, "JSON file to write.")
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
 import runpy
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
-from trl import ModelConfig
+from trl import GRPOConfig, ModelConfig
 
-from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig
+from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
 from trl_fsdp_qlora.recipe import small_base
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.data import load_data
@@ -80,3 +81,17 @@ def test_the_small_base_is_built_for_the_task_that_is_asked_for(task, tmp_path, 
     runpy.run_path(str(RECIPES / "small_base.py"), run_name="__main__")
     assert taught == [(TASKS[task], 3, small_base.DROPPED_CARRY)]
     assert (tmp_path / "base" / "model.safetensors").is_file()
+
+
+def test_every_field_of_a_recipe_has_a_help_text():
+    evaluate = runpy.run_path(str(RECIPES / "evaluate.py"))["EvaluateArguments"]
+    a_star_po = runpy.run_path(str(RECIPES / "a_star_po.py"))["AStarPOScriptArguments"]
+    own = (EfficientGRPOConfig, TSPMOConfig, AStarPOConfig)
+    inherited = {item.name for item in fields(GRPOConfig)}
+    silent = [
+        f"{cls.__name__}.{item.name}"
+        for cls in (ScriptArguments, a_star_po, evaluate, *own)
+        for item in fields(cls)
+        if not item.metadata.get("help") and not (cls in own and item.name in inherited)
+    ]
+    assert silent == []

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from trl import TrlParser
@@ -14,47 +15,41 @@ class ConfigError(ValueError):
     """A recipe file or command line that cannot be used; names the key and the nearest known one."""
 
 
+def option(default: Any, help: str) -> Any:
+    """A dataclass field with the text that `--help` prints."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass
 class ScriptArguments:
-    """Data, rewards and accuracy of a recipe; everything else is the trainer's config.
+    """Data, rewards and accuracy of a recipe; everything else is the trainer's config. `--help` has a line for each."""
 
-    Args:
-        dataset: Hub id, local `.json`/`.jsonl` file, folder of `<split>.jsonl`, `addition` or `multiplication`.
-        dataset_config: configuration name of a Hub dataset.
-        dataset_split: split to train on.
-        eval_dataset: where the held-out problems come from; `dataset` where it is not set.
-        eval_split: split of the held-out problems.
-        held_out: take this many problems out of `dataset` instead of reading another split.
-        eval_problems: measure on at most this many held-out problems.
-        system_prompt: put before every question.
-        prompt_template: how a question becomes a prompt; must hold `{question}`.
-        chat: let the tokenizer's chat template frame the prompt.
-        rewards: names of rewards, see `trl_fsdp_qlora.recipe.rewards.REWARDS`.
-        answer_format: where a completion's final answer stands: auto, hash, tags, boxed or last_number.
-        accuracy_steps: measure held-out accuracy every so many optimizer steps; 0 for before and after only.
-        accuracy_samples: k of pass@k and majority@k after training; 0 for greedy decoding only.
-        accuracy_batch_size: completions a batch of the accuracy measurement, per rank.
-        skip_accuracy: train only; measure nothing.
-        license: SPDX id for the adapter's card.
-    """
-
-    dataset: str = field(metadata={"help": "Hub id, local file, folder, 'addition' or 'multiplication'."})
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    eval_dataset: str | None = None
-    eval_split: str = "test"
-    held_out: int = 0
-    eval_problems: int | None = None
-    system_prompt: str | None = None
-    prompt_template: str = "{question}"
-    chat: bool = True
-    rewards: list[str] = field(default_factory=lambda: ["exact_answer"])
-    answer_format: str = "auto"
-    accuracy_steps: int = 0
-    accuracy_samples: int = 0
-    accuracy_batch_size: int = 64
-    skip_accuracy: bool = False
-    license: str | None = None
+    dataset: str = field(
+        metadata={"help": "Hub id, local .json/.jsonl file, folder of <split>.jsonl, 'addition' or 'multiplication'."}
+    )
+    dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
+    dataset_split: str = option("train", "Split to train on.")
+    eval_dataset: str | None = option(None, "Where the held-out problems come from; `dataset` where it is not set.")
+    eval_split: str = option("test", "Split of the held-out problems.")
+    held_out: int = option(0, "Take this many problems out of `dataset` instead of reading another split.")
+    eval_problems: int | None = option(None, "Measure on at most this many held-out problems.")
+    system_prompt: str | None = option(None, "Put before every question.")
+    prompt_template: str = option("{question}", "How a question becomes a prompt; must hold {question}.")
+    chat: bool = option(True, "Let the tokenizer's chat template frame the prompt.")
+    rewards: list[str] = field(
+        default_factory=lambda: ["exact_answer"],
+        metadata={"help": "Names of rewards, see trl_fsdp_qlora.recipe.rewards.REWARDS."},
+    )
+    answer_format: str = option(
+        "auto", "Where a completion's final answer stands: auto, hash, tags, boxed or last_number."
+    )
+    accuracy_steps: int = option(
+        0, "Measure held-out accuracy every so many optimizer steps; 0 for before and after only."
+    )
+    accuracy_samples: int = option(0, "k of pass@k and majority@k after training; 0 for greedy decoding only.")
+    accuracy_batch_size: int = option(64, "Completions per batch of the accuracy measurement, per rank.")
+    skip_accuracy: bool = option(False, "Train only; measure nothing.")
+    license: str | None = option(None, "SPDX id for the adapter's card.")
 
 
 def parse_recipe(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple:

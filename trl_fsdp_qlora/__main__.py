@@ -1,4 +1,4 @@
-"""`trl-fsdp-qlora`: small helpers for the shell.
+"""`trl-fsdp-qlora`, or `python -m trl_fsdp_qlora`: small helpers for the shell.
 
 accelerate launch --config_file $(trl-fsdp-qlora config ddp_cpu) my_script.py
 """
@@ -6,11 +6,13 @@ accelerate launch --config_file $(trl-fsdp-qlora config ddp_cpu) my_script.py
 import argparse
 import sys
 
+from . import __version__
 from .run.accelerate_configs import accelerate_config, names
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="trl-fsdp-qlora", description="Helpers of trl-fsdp-qlora.")
+    parser.add_argument("--version", action="version", version=f"trl-fsdp-qlora {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="print the path of an accelerate config, or the names of all")
     config.add_argument("name", nargs="?", help=f"one of: {', '.join(names())}")
@@ -22,3 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         print(accelerate_config(arguments.name))
     except ValueError as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
