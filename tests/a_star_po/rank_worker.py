@@ -64,7 +64,7 @@ def main():
     trainer.train()
     result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     result["evaluation_after"] = trainer.evaluate(problems(13))
-    table = trainer.stage_one.cache.get(trainer._values)
+    table = trainer.values.stage_one.cache.get(trainer.values.known)
     result["table"] = {key.hex(): rewards.tolist() for key, rewards in table.items()}
     result["steps"] = [
         {name: log[name] for name in ("loss", "v_star", "reward", "advantage")}

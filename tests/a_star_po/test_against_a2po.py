@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.experimental.a2po import A2POConfig, A2POTrainer
 
-from trl_fsdp_qlora.a_star_po import values as values_module
+from trl_fsdp_qlora.a_star_po import trainer as trainer_module
 
 from .tiny import has_digit, problems, tiny_tokenizer
 
@@ -66,7 +66,7 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
         value_batch_size=5,
     )
     drawn = {}
-    original = values_module.generate
+    original = trainer_module.generate
 
     def recording(model, prompt_ids, *args, **kwargs):
         out = original(model, prompt_ids, *args, **kwargs)
@@ -74,7 +74,7 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
             drawn.setdefault(tuple(prompt), []).append(completion)
         return out
 
-    monkeypatch.setattr(values_module, "generate", recording)
+    monkeypatch.setattr(trainer_module, "generate", recording)
     ours.estimate_values()
 
     base = AutoModelForCausalLM.from_pretrained(model_dir)
@@ -86,7 +86,7 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
     theirs = stock(tmp_path, base)
     theirs.ref_model.generate = replay(drawn)
     theirs._estimate_optimal_values()
-    values = {item.row["prompt"]: ours._values[key] for key, item in ours._items(problems(ROWS).to_list())}
+    values = {item.row["prompt"]: ours.values.known[key] for key, item in ours.values.items(problems(ROWS).to_list())}
     assert values.keys() == theirs._optimal_values.keys()
     assert len(set(values.values())) > 2
     for prompt, value in values.items():

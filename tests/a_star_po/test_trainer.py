@@ -10,8 +10,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-from trl_fsdp_qlora.a_star_po import values as values_module
-from trl_fsdp_qlora.a_star_po.sampling import LocalScorer
+from trl_fsdp_qlora.a_star_po import trainer as trainer_module
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCache, ValueCacheError
 from trl_fsdp_qlora.recipe.stats import wilson_interval
 
@@ -33,7 +32,7 @@ def count_prompts(monkeypatch):
 
 
 def table(trainer):
-    return trainer.stage_one.cache.get(trainer._values)
+    return trainer.values.stage_one.cache.get(trainer.values.known)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
@@ -131,11 +130,11 @@ def test_more_samples_extend_an_entry_and_any_estimator_can_follow(make_trainer,
     new = table(eight)
     for key, rewards in new.items():
         assert rewards[:4].tolist() == old[key].tolist()
-        assert eight._values[key] == pytest.approx(rewards.mean())
+        assert eight.values.known[key] == pytest.approx(rewards.mean())
     highest = make_trainer(value_samples=4, value_estimator="max")
     highest.estimate_values()
     assert count_prompts == []
-    assert all(highest._values[key] == rewards[:4].max() for key, rewards in new.items())
+    assert all(highest.values.known[key] == rewards[:4].max() for key, rewards in new.items())
 
 
 def test_adaptive_counts_draw_less_where_the_value_is_sure(make_trainer, count_prompts):
@@ -188,7 +187,7 @@ def test_two_rows_with_one_prompt_and_different_answers_do_not_collide(make_trai
     trainer = make_trainer()
     rows = Dataset.from_dict({"prompt": ["1+1="] * 2, "answer": ["2", "="]})
     trainer.estimate_values(rows)
-    assert len(trainer._values) == 2
+    assert len(trainer.values.known) == 2
 
 
 @pytest.mark.parametrize("setting", ["estimate", "refuse"])
@@ -235,7 +234,7 @@ def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing
     trainer = make_trainer(rewards=too_large, value_batch_size=4)
     with pytest.raises(ValueError, match=r"reward 5 is outside value_reward_range=\[0, 1\]"):
         trainer.estimate_values()
-    kept = len(trainer.stage_one.cache)
+    kept = len(trainer.values.stage_one.cache)
     count_prompts.clear()
     trainer = make_trainer(rewards=too_large, value_reward_range=[0.0, 5.0], value_batch_size=4)
     trainer.estimate_values()
@@ -253,7 +252,7 @@ def test_unscorable_samples_are_left_out(make_trainer):
 
     trainer = make_trainer(rewards=sometimes, max_steps=3)
     trainer.train()
-    values = list(trainer._values.values())
+    values = list(trainer.values.known.values())
     assert any(map(math.isnan, values)) and all(math.isnan(v) or v == pytest.approx(1) for v in values)
     assert all(math.isfinite(log["loss"]) for log in trainer.state.log_history if "loss" in log)
 
@@ -273,7 +272,7 @@ def test_local_scorer_equals_trl(make_trainer, tmp_path):
     rows, ids = problems(6).to_list(), [[5, 6, 1], [7, 1], [8, 9, 10], [2], [3, 1], [4, 4]]
     completions = tiny_tokenizer().batch_decode(ids, skip_special_tokens=True)
     stock = trainer._calculate_rewards(rows, [row["prompt"] for row in rows], completions, ids)
-    torch.testing.assert_close(LocalScorer(trainer)(rows, completions, ids), stock.cpu(), equal_nan=True)
+    torch.testing.assert_close(trainer._scorer()(rows, completions, ids), stock.cpu(), equal_nan=True)
 
 
 @pytest.mark.parametrize("n", [13, 8])
@@ -342,13 +341,13 @@ def test_reference_is_the_adapters_initial_copy_where_training_continues_one(mak
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     trainer = make_trainer(model=model, full=True)  # no further peft_config
     used = []
-    original = values_module.generate
+    original = trainer_module.generate
 
     def spy(model, *args, **kwargs):
         used.append(model.active_adapter)
         return original(model, *args, **kwargs)
 
-    monkeypatch.setattr(values_module, "generate", spy)
+    monkeypatch.setattr(trainer_module, "generate", spy)
     trainer.estimate_values()
     assert set(used) == {"ref"} and trainer.model.active_adapter == "default"
     assert "adapter" in trainer._describe_context()["reference"]

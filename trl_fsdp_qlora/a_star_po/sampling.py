@@ -6,12 +6,15 @@ end in collective operations.
 
 import asyncio
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import GenerationConfig, TrainerState
 from trl.data_utils import apply_chat_template, is_conversational
 
 from ..upstream.trl import is_async_callable, parse_response
+from .config import AStarPOConfig
 
 
 def decode(processing_class, prompts: list, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list:
@@ -27,15 +30,24 @@ def decode(processing_class, prompts: list, prompt_ids: list[list[int]], complet
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
+@dataclass(frozen=True)
 class LocalScorer:
-    """Calls a GRPO trainer's reward functions as `GRPOTrainer._calculate_rewards` does, without gathering.
+    """Calls reward functions as `GRPOTrainer._calculate_rewards` does, without gathering.
 
-    Args:
-        trainer: whose `reward_funcs`, names, processing classes, state and event loop are used.
+    Attributes:
+        functions, processing_classes: K reward functions or models, and the tokenizers of the models.
+        state: of the trainer, as reward functions get it.
+        device: where the models are.
+        chat_template_kwargs: for the texts that reward models read.
+        async_loop: runs the functions that are coroutines; `None` where there are none.
     """
 
-    def __init__(self, trainer):
-        self.trainer = trainer
+    functions: list
+    processing_classes: list
+    state: TrainerState
+    device: torch.device
+    chat_template_kwargs: dict
+    async_loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, rows: list[dict], completions: list, completion_ids: list[list[int]]) -> torch.Tensor:
         """Rewards of R completions by K functions: float32 of shape `(R, K)` on the CPU, NaN where one says `None`.
@@ -43,21 +55,20 @@ class LocalScorer:
         Raises:
             trl_fsdp_qlora.run.input_checks.RewardError: a function that returned something that is no list of rewards.
         """
-        trainer = self.trainer
         prompts = [row["prompt"] for row in rows]
         columns = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
         kwargs = {name: [row[name] for row in rows] for name in columns}
         # Values of stage 1 belong to no training step, so what a reward function logs here goes nowhere.
-        kwargs |= {"trainer_state": trainer.state, "log_extra": _ignore, "log_metric": _ignore}
+        kwargs |= {"trainer_state": self.state, "log_extra": _ignore, "log_metric": _ignore}
         kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        rewards_RK = torch.zeros(len(rows), len(trainer.reward_funcs))
-        functions = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+        rewards_RK = torch.zeros(len(rows), len(self.functions))
+        functions = zip(self.functions, self.processing_classes, strict=True)
         for k, (function, processing_class) in enumerate(functions):
             if isinstance(function, nn.Module):
                 rewards_RK[:, k] = self._reward_model(function, processing_class, prompts, completions)
                 continue
             if is_async_callable(function):
-                values = asyncio.run_coroutine_threadsafe(_await(function, kwargs), trainer.async_loop).result()
+                values = asyncio.run_coroutine_threadsafe(_await(function, kwargs), self.async_loop).result()
             else:
                 values = function(**kwargs)
             values = [math.nan if value is None else value for value in values]
@@ -67,16 +78,33 @@ class LocalScorer:
     def _reward_model(self, model, processing_class, prompts, completions) -> torch.Tensor:
         if is_conversational({"prompt": prompts[0]}):
             texts = [
-                apply_chat_template({"messages": p + c}, processing_class, **self.trainer.chat_template_kwargs)["text"]
+                apply_chat_template({"messages": p + c}, processing_class, **self.chat_template_kwargs)["text"]
                 for p, c in zip(prompts, completions, strict=True)
             ]
         else:
             texts = [p + c for p, c in zip(prompts, completions, strict=True)]
         inputs = processing_class(
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-        ).to(self.trainer.accelerator.device)
+        ).to(self.device)
         with torch.inference_mode():
             return model(**inputs).logits[:, 0].float().cpu()
+
+
+def generation_config(
+    args: AStarPOConfig, pad_token_id: int, eos_token_ids: list[int], sample: bool
+) -> GenerationConfig:
+    """How the reference policy is sampled, or the policy decodes greedily."""
+    settings = {
+        "max_new_tokens": args.max_completion_length,
+        "pad_token_id": pad_token_id,
+        "eos_token_id": eos_token_ids,
+        "repetition_penalty": args.repetition_penalty,
+        "do_sample": sample,
+    }
+    if sample:
+        settings |= {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        settings |= args.generation_kwargs or {}
+    return GenerationConfig(**settings, disable_compile=True)
 
 
 def combine(rewards_RK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:

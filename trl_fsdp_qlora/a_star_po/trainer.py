@@ -1,21 +1,26 @@
 """`AStarPOTrainer`: A*-PO on top of the drop-in GRPO trainer."""
 
 import textwrap
+from contextlib import contextmanager
 from typing import ClassVar
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import IterableDataset
+from torch import nn
 
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.completions import generate
 from ..scoring.request import Kind
+from ..upstream.trl import use_adapter
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .evaluation import evaluate_rows
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .sampling import LocalScorer, combine
-from .values import ReferenceValues
+from .sampling import LocalScorer, combine, decode, generation_config
+from .stage_one import Item, Report
+from .values import ReferenceValues, describe_context
 
 logger = get_logger(__name__)
 
@@ -33,7 +38,7 @@ _GRPO_ONLY = (
 )
 
 
-class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
+class AStarPOTrainer(EfficientGRPOTrainer):
     """A*-PO (arXiv 2505.20686): V* of every prompt once from the reference policy, then one completion per prompt.
 
     Takes the arguments of [`EfficientGRPOTrainer`], with an [`AStarPOConfig`]. The reference policy is the base model
@@ -80,7 +85,17 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         if ignored:
             logger.warning(f"A*-PO has no ratio, no clip and no groups: {', '.join(ignored)} will be ignored.")
         self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
-        self._start_values(given_rewards)
+        # The cache identifies the user's own functions, not what the trainer wrapped them in.
+        self._given_rewards = given_rewards
+        self.values = ReferenceValues(
+            self.args,
+            self.accelerator,
+            self.clock,
+            self.reward_weights.cpu(),
+            lambda prompts: self._tokenize_prompts(prompts)[0],
+            self._draw,
+            lockstep=self.rollout.is_sharded,
+        )
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         tags = [tags] if isinstance(tags, str) else list(tags or [])
@@ -94,16 +109,79 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         ]
         return [*lines, *super().features()]
 
+    # --- stage 1 -----------------------------------------------------------------------------------------------------
+
     def train(self, *args, **kwargs):
         # Opened now, while rank 0 still holds the whole reference policy to identify.
-        logger.debug(f"V* cache: {self.stage_one.cache.path}")
+        self.values.open(self._describe_context)
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
         if not isinstance(self.train_dataset, IterableDataset):
             if not self.rollout.is_sharded:
                 self.estimate_values()
             if self.args.filter_all_failed:
-                self._filter_all_failed()
+                self.train_dataset = self.values.without_all_failed(self.train_dataset)
         return super().train(*args, **kwargs)
+
+    def estimate_values(self, dataset=None) -> Report:
+        """Stage 1 for every row of `dataset` (default: the training dataset): sample what the cache lacks.
+
+        All ranks have to call it. Interrupted at any time, it continues where it stopped.
+
+        Returns:
+            [`Report`] of this rank.
+
+        Raises:
+            RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
+        """
+        self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
+        self.values.open(self._describe_context)
+        return self.values.estimate(self.train_dataset if dataset is None else dataset)
+
+    def _describe_context(self) -> dict:
+        model, adapter = self.accelerator.unwrap_model(self.model), None
+        if self.ref_model is not None and not self.rollout.is_sharded:
+            model = self.accelerator.unwrap_model(self.ref_model)
+        elif "ref" in getattr(model, "peft_config", {}):
+            adapter = "ref"
+        functions = [
+            loaded if isinstance(loaded, nn.Module) else given
+            for loaded, given in zip(self.reward_funcs, self._given_rewards, strict=True)
+        ]
+        return describe_context(self.args, model, adapter, self.eos_token_ids, functions, self.reward_func_names)
+
+    @contextmanager
+    def _reference_policy(self):
+        if self.ref_model is not None:
+            with self.generating(self.ref_model) as made:
+                yield made
+        else:
+            adapter = "ref" if "ref" in self.accelerator.unwrap_model(self.model).peft_config else None
+            with self.generating() as (model, lockstep), use_adapter(model, adapter_name=adapter):
+                yield model, lockstep
+
+    def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
+        repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
+        prompt_ids, rows = [item.prompt_ids for item in repeated], [item.row for item in repeated]
+        with self._reference_policy() as (model, lockstep):
+            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=lockstep)
+        completions = decode(self.processing_class, [row["prompt"] for row in rows], prompt_ids, ids)
+        rewards = self._scorer()(rows, completions, ids).double().numpy()
+        return np.split(rewards, np.cumsum(counts)[:-1])
+
+    def _generation_config(self, sample: bool):
+        return generation_config(self.args, self._tokenizer.pad_token_id, self.eos_token_ids, sample)
+
+    def _scorer(self) -> LocalScorer:
+        return LocalScorer(
+            self.reward_funcs,
+            self.reward_processing_classes,
+            self.state,
+            self.accelerator.device,
+            self.chat_template_kwargs,
+            getattr(self, "async_loop", None),
+        )
+
+    # --- stage 2 -----------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -111,37 +189,32 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs):
-        mode = "train" if self.model.training else "eval"
-        if mode == "train" and not self._stage_one_done and not isinstance(self.train_dataset, IterableDataset):
+        endless = isinstance(self.train_dataset, IterableDataset)
+        if self.model.training and not self.values.estimated and not endless:
             self.estimate_values()
         output = super()._generate_and_score_completions(inputs)
         output.pop("old_per_token_logps", None)
-        device = self.accelerator.device
-        prompt_ids = [
-            ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=True)
-        ]
-        values_B = self._values_of(inputs, prompt_ids).to(device)
+        prompts = zip(output["prompt_ids"], output["prompt_mask"], strict=True)
+        values_B = self.values.of(inputs, [ids[mask.bool()].tolist() for ids, mask in prompts])
         rewards = combine(self._rewards_of_batch, self.reward_weights)
         check_reward_range(rewards, self.args.sample_plan)
-        rank = self.accelerator.process_index
-        target_B = rewards[rank * len(inputs) : (rank + 1) * len(inputs)] - values_B
-        target = self.accelerator.gather(target_B)
-        if self.args.objective == "advantage_weighted":
-            advantage = normalised_advantage(target)
-            output["advantages"] = advantage[rank * len(inputs) : (rank + 1) * len(inputs)]
-        else:
-            advantage = target
-            output["advantages"] = target_B
-        metrics = self._metrics[mode]
+        first = self.accelerator.process_index * len(inputs)
+        mine = slice(first, first + len(inputs))
+        target = self.accelerator.gather(rewards[mine] - values_B.to(self.accelerator.device))
+        advantage = normalised_advantage(target) if self.args.objective == "advantage_weighted" else target
+        output["advantages"] = advantage[mine]
+        self._log_advantages(rewards, target, advantage)
+        return output
+
+    def _log_advantages(self, rewards, target, advantage) -> None:
+        """In the place of what TRL logged about groups."""
         # A group of one has no standard deviation.
-        metrics.pop("frac_reward_zero_std", None)
-        metrics["v_star"].append((rewards - target).nanmean().item())
-        metrics["advantage"].append(target.nanmean().item())
+        self._metrics["train" if self.model.training else "eval"].pop("frac_reward_zero_std", None)
+        self._add_metrics({"v_star": (rewards - target).nanmean().item(), "advantage": target.nanmean().item()})
         logged = self._logs["advantages"]
         for _ in range(min(len(target), len(logged))):
             logged.pop()
         logged.extend(advantage.tolist())
-        return output
 
     def _score(self, request, padded):
         if request.kind is Kind.OLD:
@@ -152,35 +225,36 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         return super()._score(request, padded)
 
     def _compute_loss(self, model, inputs):
-        mode = "train" if self.model.training else "eval"
         mask_BC = inputs["completion_mask"]
         logps_BC, entropies_BC, aux_loss = self._score_completions(self._loss_pass(model), inputs)
-        ref_logps_BC, advantages_B = inputs["ref_per_token_logps"], inputs["advantages"]
-        if self.args.objective == "regression":
-            loss, implicit_B = regression_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.args.beta2)
-            self._record(mode, "implicit_reward", implicit_B.sum(), implicit_B.numel())
-            delta_BC = (ref_logps_BC - logps_BC).detach()
-            kl_BC = (delta_BC.exp() - delta_BC - 1) * mask_BC
-        else:
-            loss, kl_BC = advantage_weighted_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.beta)
-        self._record(mode, "kl", kl_BC.sum(), mask_BC.sum())
-        self._record(mode, "entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
+        loss, kl_BC = self._objective(logps_BC, inputs["ref_per_token_logps"], mask_BC, inputs["advantages"])
+        self._record("kl", kl_BC.sum(), mask_BC.sum())
+        self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
         if self._entropy_bonus_enabled:  # without it, the log-probabilities may come without an entropy to derive
             loss = loss - self.entropy_coef * (entropies_BC * mask_BC).sum() / mask_BC.sum().clamp(min=1)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
         # `Trainer` leaves the division to the trainer, as for GRPO.
-        return loss / (self.current_gradient_accumulation_steps if mode == "train" else 1)
+        return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
 
-    def _record(self, mode: str, name: str, total, count) -> None:
+    def _objective(self, logps_BC, ref_logps_BC, mask_BC, advantages_B):
+        """The loss without its bonuses, and the KL estimate of each token."""
+        if self.args.objective == "advantage_weighted":
+            return advantage_weighted_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.beta)
+        loss, implicit_B = regression_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.args.beta2)
+        self._record("implicit_reward", implicit_B.sum(), implicit_B.numel())
+        delta_BC = (ref_logps_BC - logps_BC).detach()
+        return loss, (delta_BC.exp() - delta_BC - 1) * mask_BC
+
+    def _record(self, name: str, total, count) -> None:
         """Mean over all ranks of a metric."""
         pair = torch.stack(
             [torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device) for x in (total, count)]
         )
         total, count = self.accelerator.reduce(pair, reduction="sum").tolist()
-        self._metrics[mode][name].append(total / max(count, 1))
+        self._add_metrics({name: total / max(count, 1)})
 
-    # Evaluation
+    # --- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Greedy accuracy on every problem exactly once, spread over the ranks, with n and a 95% Wilson interval.
@@ -190,30 +264,17 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         Returns:
             `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`, `_completion_length`, `_runtime`.
         """
-        eval_dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        if isinstance(eval_dataset, dict):
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if isinstance(dataset, dict):
             metrics = {}
-            for name, dataset in eval_dataset.items():
-                metrics |= self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}")
+            for name, part in dataset.items():
+                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return metrics
-        if eval_dataset is None:
+        if dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
-        self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
-        with self.clock.phase("evaluate"), self.generating() as (model, lockstep):
-            metrics = evaluate_rows(
-                list(eval_dataset),
-                self._tokenize_prompts,
-                lambda ids: generate(model, ids, self._generation_config(sample=False), synced_gpus=lockstep),
-                self.processing_class,
-                LocalScorer(self),
-                self.reward_weights.cpu(),
-                solved_from=(self.args.value_reward_range or [0.0, 1.0])[1],
-                batch_size=self.args.per_device_eval_batch_size,
-                lockstep=lockstep,
-            )
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self._accuracy(list(dataset)).items()}
         # TRL's `log` adds the training metrics it has collected while the model is in training mode.
         was_training = self.model.training
         self.model.eval()
@@ -221,3 +282,18 @@ class AStarPOTrainer(ReferenceValues, EfficientGRPOTrainer):
         self.model.train(was_training)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _accuracy(self, rows: list[dict]) -> dict[str, float]:
+        self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
+        with self.clock.phase("evaluate"), self.generating() as (model, lockstep):
+            return evaluate_rows(
+                rows,
+                self._tokenize_prompts,
+                lambda ids: generate(model, ids, self._generation_config(sample=False), synced_gpus=lockstep),
+                self.processing_class,
+                self._scorer(),
+                self.reward_weights.cpu(),
+                solved_from=(self.args.value_reward_range or [0.0, 1.0])[1],
+                batch_size=self.args.per_device_eval_batch_size,
+                lockstep=lockstep,
+            )
