@@ -19,6 +19,7 @@ def test_one_completion_is_the_default_and_any_batch_size_fits():
         GRPOConfig(**BASE, num_generations=1)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # what TRL renamed is passed on as well
 @pytest.mark.parametrize(
     "settings",
     [
@@ -30,16 +31,25 @@ def test_one_completion_is_the_default_and_any_batch_size_fits():
         {"pad_to_multiple_of": "none"},
         {"scale_rewards": False},
         {"scale_rewards": "batch"},
+        {"use_transformers_paged": True},
+        {"vllm_importance_sampling_cap": 2.5},
     ],
 )
 def test_with_two_completions_it_derives_what_trl_derives(settings):
-    """`_AnyGroupSize` writes TRL's `__post_init__` again; where TRL accepts the group size, the results must agree."""
     settings = {**BASE, "num_generations": 2, **settings}
     ours, stock = AStarPOConfig(**settings), GRPOConfig(**settings)
     different = {"beta", "entropy_coef", "vllm_importance_sampling_correction"}  # A*-PO's own defaults
     for field in dataclasses.fields(GRPOConfig):
         if field.name not in different and field.name != "logging_dir":
             assert getattr(ours, field.name) == getattr(stock, field.name), field.name
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trls_own_checks_run_for_one_completion_too():
+    assert AStarPOConfig(**BASE, use_transformers_paged=True).use_transformers_continuous_batching
+    assert type(AStarPOConfig(**BASE).num_generations) is int
+    with pytest.raises(ValueError, match="vllm_importance_sampling_clip_min"):
+        AStarPOConfig(**BASE, vllm_importance_sampling_clip_min=3.0, vllm_importance_sampling_clip_max=2.0)
 
 
 @pytest.mark.parametrize(

@@ -22,56 +22,26 @@ def default_value_cache() -> str:
 class _AnyGroupSize(GRPOConfig):
     """`GRPOConfig.__post_init__` without its rule that a group has two completions or more.
 
-    GRPO needs the rule for its advantages; A*-PO has V* in their place. TRL checks everything in one method, so that
-    method is written again here, less what only concerns GRPO. It sits between `EfficientGRPOConfig` and
-    `GRPOConfig` in the method resolution order, so every class above keeps its own checks;
-    `tests/a_star_po/test_config.py` holds its results against TRL's.
+    GRPO needs the rule for its advantages; A*-PO has V* in their place. It sits between `EfficientGRPOConfig` and
+    `GRPOConfig` in the method resolution order, so every class above keeps its own checks.
     """
 
     def __post_init__(self):
-        super(GRPOConfig, self).__post_init__()
-        if isinstance(self.pad_to_multiple_of, str):  # the command line passes text
-            text = self.pad_to_multiple_of.lower()
-            self.pad_to_multiple_of = None if text in ("none", "null", "auto") else int(text)
-        parallelism = self.parallelism_config
-        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError("sequence-dim parallelism (cp_size or sp_size > 1) is not supported; set both to 1")
-        if self.log_completions_hub_repo is not None and not self.log_completions:
-            raise ValueError("log_completions_hub_repo is set, but log_completions is False; set it to True")
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size is not supported, because the generation batch is derived from the batch size; "
-                "set it to False and lower per_device_train_batch_size instead"
-            )
         if self.num_generations < 1:
             raise ValueError(f"num_generations={self.num_generations} is not a number of completions; A*-PO uses 1")
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
-        self._derive_generation_batch()
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"vllm_importance_sampling_clip_min ({low}) must be less than vllm_importance_sampling_clip_max ({high})"
-            )
+        count = self.num_generations
+        self.num_generations = _NotBelowTwo(count)
+        try:
+            super().__post_init__()
+        finally:
+            self.num_generations = count
 
-    def _derive_generation_batch(self) -> None:
-        step = self.per_device_train_batch_size * self.world_size
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise ValueError("'generation_batch_size' and 'steps_per_generation' can not be both configured")
-        if self.generation_batch_size is not None:
-            if self.generation_batch_size % step:
-                raise ValueError(
-                    f"generation_batch_size ({self.generation_batch_size}) must be divisible by the global batch size "
-                    f"({step})"
-                )
-            self.steps_per_generation = self.generation_batch_size // step
-        else:
-            self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
-            self.generation_batch_size = step * self.steps_per_generation
-        if self.generation_batch_size % self.num_generations:
-            raise ValueError(
-                f"generation_batch_size ({self.generation_batch_size}) must be divisible by num_generations "
-                f"({self.num_generations})"
-            )
+
+class _NotBelowTwo(int):
+    """A number of completions that TRL's check for two or more lets pass; in every other way the number it is."""
+
+    def __lt__(self, other):
+        return False if other == 2 else int(self) < other
 
 
 @dataclass(repr=False)
