@@ -119,7 +119,13 @@ class StageOne:
         order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
         chunks = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         chunks = [chunk for chunk in chunks if missing.intersection(chunk)]
-        bar = tqdm(total=len(items), initial=report.already_known, desc="V*", unit="prompt", disable=not progress)
+        bar = tqdm(
+            total=len(items),
+            initial=report.already_known,
+            desc="V*",
+            unit="prompt",
+            disable=None if progress else True,
+        )
         shown = time.monotonic()
         jobs = self._jobs(chunks)
         while True:

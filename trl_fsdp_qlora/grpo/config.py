@@ -43,6 +43,9 @@ class EfficientGRPOConfig(GRPOConfig):
         fsdp_keep_gathered (`bool`, *optional*, defaults to `False`):
             Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step, instead of for
             each forward and backward. Every rank then holds the whole 4-bit base while it trains.
+        show_completions (`int`, *optional*, defaults to `2`):
+            Completions printed with their rewards some ten times in a run, from the lowest reward to the highest; `0` for
+            none. With `log_completions` TRL's own table is printed instead.
     """
 
     prefix_sharing: str = field(
@@ -82,6 +85,12 @@ class EfficientGRPOConfig(GRPOConfig):
         default=False,
         metadata={
             "help": "FSDP2 with a 4-bit base: gather once an optimizer step, not in every forward and backward."
+        },
+    )
+    show_completions: int = field(
+        default=2,
+        metadata={
+            "help": "Completions shown with their rewards, some ten times in a run; 0 for none. log_completions is TRL's."
         },
     )
 

@@ -17,6 +17,7 @@ from ..prefix_sharing.support import position_limit
 from ..publishing.card import CardInfo, adapter_card
 from ..rollout.rollout import Rollout
 from ..run import input_checks as checks
+from ..run import terminal
 from ..run.startup import StartupCallback
 from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.request import Kind, PassRequest
@@ -64,6 +65,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self._start_clock()
         self._start_scoring()
         self.add_callback(StartupCallback(self))
+        terminal.take_over(self, call.get("callbacks") or ())
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()

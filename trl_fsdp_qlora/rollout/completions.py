@@ -85,7 +85,9 @@ def over_ranks(
     batches = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
     mine = batches[state.process_index :: state.num_processes]
     results = []
-    for batch in tqdm(mine, desc=description, disable=not (description and state.is_main_process), leave=False):
+    # `disable=None`: a bar only where there is a terminal to draw it in.
+    hidden = None if description and state.is_main_process else True
+    for batch in tqdm(mine, desc=description, disable=hidden, leave=False):
         results += zip(batch, score(batch, generate(batch)), strict=True)
     if lockstep:
         for _ in range(-(-len(batches) // state.num_processes) - len(mine)):

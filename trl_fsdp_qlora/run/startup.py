@@ -9,6 +9,8 @@ from transformers import TrainerCallback
 from ..fsdp2_qlora.prepare import dense_shapes
 from .redaction import redact
 
+_PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
+
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """`{"trainable": (parameters, bytes), "frozen": (parameters, bytes)}` of the whole model, over all ranks.
@@ -39,8 +41,10 @@ def startup_block(trainer: Any, steps: int, features: list[str]) -> str:
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
     new = completions / trainer.num_iterations
     parameters = parameter_bytes(trainer.model)
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no mixed precision"
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters()})
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters()}))
+    mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    precision = dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
+    every = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps
     rows = [
         (
             "optimizer step",
@@ -50,32 +54,62 @@ def startup_block(trainer: Any, steps: int, features: list[str]) -> str:
         (
             "generation batch",
             f"{args.generation_batch_size} completions = {args.generation_batch_size // group} prompts × {group}, "
-            f"every {args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps:g} "
-            "optimizer steps",
+            + ("every optimizer step" if every == 1 else f"every {every:g} optimizer steps"),
         ),
         ("whole run", f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"),
     ]
     for kind, (count, size) in parameters.items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
     rows += [
-        (
-            "hardware",
-            f"{ranks} process{'es' if ranks > 1 else ''} on {args.device.type}, {args.distributed_state.distributed_type.value}",
-        ),
-        ("precision", f"{precision}; parameters in {', '.join(dtypes)}"),
+        ("hardware", _hardware(args)),
+        ("precision", precision),
         ("rollouts", "vLLM (" + trainer.vllm_mode + ")" if trainer.use_vllm else "transformers"),
     ]
     rows += [("", line) if i else ("switched on", line) for i, line in enumerate(features)]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(["trl-fsdp-qlora", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    width = max(len(name) for name, _ in rows) + 1
+    return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
+
+
+def _hardware(args: Any) -> str:
+    ranks = args.world_size
+    layouts = {
+        "FSDP": "weights sharded over them by FSDP",
+        "DEEPSPEED": "DeepSpeed",
+        "MULTI_GPU": "a copy of the model in each (DDP)",
+        "MULTI_CPU": "a copy of the model in each (DDP)",
+    }
+    kind = args.distributed_state.distributed_type.value
+    layout = layouts.get(kind, kind) if ranks > 1 or kind in ("FSDP", "DEEPSPEED") else None
+    where = {"cpu": "the CPU", "cuda": "CUDA"}.get(args.device.type, args.device.type)
+    return f"{ranks} process{'es' if ranks > 1 else ''} on {where}" + (f", {layout}" if layout else "")
+
+
+def first_prompt(trainer: Any) -> str | None:
+    """The first training prompt as the model reads it, special tokens and all, with its length.
+
+    `None` where that cannot be said before training: prompts with images or environments, and streamed data.
+    """
+    data = trainer.train_dataset
+    columns = set(getattr(data, "column_names", None) or ())
+    plain = not trainer._is_vlm and trainer.environment_factories is None and not columns & {"image", "images"}
+    if not plain or "prompt" not in columns or not hasattr(data, "__getitem__"):
+        return None
+    ids = trainer._tokenize_prompts([data[0]["prompt"]])[0][0]
+    text = trainer.processing_class.decode(ids)
+    if len(text) > _PROMPT_CHARACTERS:
+        half = _PROMPT_CHARACTERS // 2
+        text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    return f"the first training prompt, {len(ids)} tokens:\n{lines}"
 
 
 class StartupCallback(TrainerCallback):
-    """Prints the start-up block once, on the main rank."""
+    """Prints the start-up block and the first prompt once, on the main rank."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            print(redact(startup_block(self.trainer, state.max_steps, self.trainer.features())), flush=True)
+            block = startup_block(self.trainer, state.max_steps, self.trainer.features())
+            print(redact("\n".join(filter(None, (block, first_prompt(self.trainer))))), flush=True)
