@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import cascade, flex, tree, two_part
+from .agreement import is_out_of_memory, reason_of
 from .layout import PackedLayout, SealedLayout
 
 PREFIX = "prefix_sharing_"
@@ -97,10 +98,17 @@ def _prefix_shared_attention(
     if prefix_layout is None:
         return own_function(module, query, key, value, attention_mask, **kwargs)
     layout = prefix_layout.layout
-    call = _describe(module, query, key, value, layout, base, own_function, kwargs)
-    name, backend = _choose(call)
+    try:
+        call = _describe(module, query, key, value, layout, base, own_function, kwargs)
+        name, backend = _choose(call)
+        out = backend.attend(call)
+    except (UnsupportedAttention, RuntimeError) as error:
+        if layout.problems is None or layout.is_computed or is_out_of_memory(error):
+            raise
+        layout.problems.append(reason_of(error))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
     layout.layer_calls.append(name)
-    return backend.attend(call), None
+    return out, None
 
 
 def _describe(module, query, key, value, layout, base, own_function, kwargs) -> AttentionCall:

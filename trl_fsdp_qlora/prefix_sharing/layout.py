@@ -48,6 +48,9 @@ class PackedLayout:
             k <= q < end_T[k]. Its groups count as single rows. `None` for every other row.
         backend: `"auto"` or the name of the attention backend to use.
         layer_calls: backend name for each attention layer that saw this layout, in order, recomputation included.
+        problems: where this is a list, a layer that cannot be computed notes why and gives zeros, so that this rank meets
+            the others in every collective of the forward; where it is `None`, such a layer raises.
+        is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
         cache: index tensors that a backend derived from the layout, kept for the next layer.
     """
 
@@ -68,6 +71,8 @@ class PackedLayout:
     end_T: np.ndarray | None = None
     backend: str = "auto"
     layer_calls: list[str] = field(default_factory=list)
+    problems: list[str] | None = None
+    is_computed: bool = False
     cache: dict = field(default_factory=dict)
 
     @property

@@ -4,7 +4,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +13,12 @@ from transformers import PreTrainedModel
 
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
+from ..upstream.fsdp import forget_forward
+from .agreement import is_out_of_memory, largest_over_ranks, reason_of, rewindable
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
+from .dropout import other_dropout, without_dropout
 from .layout import BatchFacts, PackedLayout, SealedLayout, UnpackableBatch, pack, read_batch
-from .self_check import difference, without_dropout
+from .self_check import GradientCheck, compare
 from .support import attention_layers, position_limit, unsupported_reason
 
 logger = logging.getLogger(__name__)
@@ -36,16 +40,34 @@ class _ModelState:
     dtype: torch.dtype = torch.float32
     pairs_per_token: float | None = None  # for nested rows, see `layout.pack`
     reason: str | None = None  # why it runs padded
-    checked: bool = False  # its first packed pass was compared with the padded one
+    dropout: str | None = None  # a line on what draws other masks
+    # What was compared with the padded pass: the backends that rows used, and whether gradients were compared too.
+    compared: set[tuple[frozenset[str], bool]] = field(default_factory=set)
+
+    def is_compared(self, uses: frozenset[str] | None, gradients: bool) -> bool:
+        """Whether a pass with these backends (with any, for `None`) was compared, gradients included if asked for."""
+        return any(
+            (uses is None or uses == known) and (with_gradients or not gradients)
+            for known, with_gradients in self.compared
+        )
 
 
-def _largest_over_ranks(values: list[int], device: torch.device) -> list[int]:
-    """Element-wise maximum over ranks; the values themselves in a single process."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return values
-    tensor = torch.tensor(values, device=device)
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
-    return tensor.tolist()
+class _Attempt(NamedTuple):
+    """A pass on packed rows, as all ranks left it.
+
+    Attributes:
+        result: `None` where every rank runs this batch padded.
+        uses: backends of this rank's rows, and `"shared prompts"`; empty where there was nothing to score.
+        problem: why the model cannot use packed rows, known to every rank.
+        comparable: some rank computed packed rows with something to score in them.
+        new: some rank's rows use backends that were never compared with the padded pass.
+    """
+
+    result: PassResult | None
+    uses: frozenset[str] = frozenset()
+    problem: str | None = None
+    comparable: bool = False
+    new: bool = False
 
 
 class PrefixSharing:
@@ -107,6 +129,7 @@ class PrefixSharing:
             return self._give_up(role, str(error))
         add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32, self.entropy_gradient)
         state.base = base
+        state.dropout = other_dropout(model)
         state.layers = attention_layers(base)
         state.position_limit = position_limit(base)
         # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
@@ -114,9 +137,11 @@ class PrefixSharing:
         state.dtype = base.get_input_embeddings().weight.dtype
 
     def describe(self, role: str = "policy") -> str:
-        """One line for a start-up report: what runs packed, or why not."""
-        reason = self._states[role].reason
-        return f"prefix sharing: {self.choice}" if reason is None else f"prefix sharing: off, {reason}"
+        """A line for a start-up report: what runs packed, or why not, and what draws differently there."""
+        state = self._states[role]
+        if state.reason is not None:
+            return f"prefix sharing: off, {state.reason}"
+        return "; ".join([f"prefix sharing: {self.choice}", *([] if state.dropout is None else [state.dropout])])
 
     def active(self, role: str = "policy") -> bool:
         """Whether passes of this model run packed."""
@@ -146,15 +171,29 @@ class PrefixSharing:
             layers that each backend served (`layers_<backend>`).
         """
         state = self._states[request.role]
-        if state.reason is None and not state.checked and not request.vision:
-            self._check(request, padded)
         if state.reason is not None or request.vision:
             return PassResult(padded(request), {})
         start = time.perf_counter()
-        result = self._packed(request)
-        if result is None:
+        gradients = _checks_gradients(request)
+        if not state.is_compared(None, gradients):
+            self._check(request, padded)
+        attempt = _Attempt(None)
+        with rewindable(request.input_ids.device) as rewind:
+            if state.reason is None:
+                attempt = self._attempt(request, padded)
+            if attempt.new:
+                attempt = _Attempt(None)  # its activations go before the passes to compare are made
+                rewind()
+                self._check(request, padded)
+                if state.reason is None:
+                    attempt = self._attempt(request, padded)
+            if attempt.problem is not None:
+                rewind()
+                self._give_up(request.role, attempt.problem)
+        if attempt.result is None:
             return PassResult(padded(request), {})
-        return result._replace(figures={**result.figures, "seconds": time.perf_counter() - start})
+        values, figures = attempt.result
+        return PassResult(values, {**figures, "seconds": time.perf_counter() - start} if figures else {})
 
     def _give_up(self, role: str, reason: str) -> None:
         if self.choice != "auto":
@@ -166,73 +205,119 @@ class PrefixSharing:
         logger.warning("Prefix sharing is off for the %s model, which runs padded as in stock TRL: %s.", role, reason)
 
     def _check(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> None:
-        """Compare one packed pass with the padded one; on a mismatch on any rank, all ranks give the model up."""
+        """Compare a packed pass with the padded one; on a mismatch on any rank, all ranks give the model up."""
         state, device = self._states[request.role], request.input_ids.device
-        problem, compared = None, False
+        request = replace(request, compute_entropy=False, compute_aux_loss=False)
+        attempts, gradients = [], _checks_gradients(request)
+
+        def packed() -> torch.Tensor | None:
+            attempt = self._attempt(request, padded)
+            attempts.append(attempt._replace(result=None))
+            return attempt.result.values[0] if attempt.comparable else None
+
         with without_dropout(request.model):
-            try:
-                result = self._packed(replace(request, compute_entropy=False, compute_aux_loss=False))
-            except UnsupportedAttention as error:
-                result, problem = None, str(error)
-            expected = padded(request)[0]
-        if result is not None:
-            with self.autocast():
-                half = torch.is_autocast_enabled(device.type)
-            dtype = torch.get_autocast_dtype(device.type) if half else state.dtype
-            problem, compared = difference(result.values[0], expected, dtype)
-        # A first batch in which nothing is scored decides nothing; ranks decide together.
-        failed, state.checked = map(bool, _largest_over_ranks([int(problem is not None), int(compared)], device))
-        if failed:
-            self._give_up(request.role, problem or "another rank found a difference between packed and padded pass")
-
-    def _packed(self, request: PassRequest) -> PassResult | None:
-        """All packed rows of a batch; `None` where some rank's masks cannot be packed."""
-        state = self._states[request.role]
-        input_ids, attention_mask, logits_to_keep = request.input_ids, request.attention_mask, request.logits_to_keep
-        batch_size, compute_aux_loss = request.batch_size, request.compute_aux_loss
-        rows, width = input_ids.shape
-        device = input_ids.device
-        problem = None
-        try:
-            if width > state.position_limit:
-                raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {state.position_limit}")
-            facts = read_batch(input_ids, attention_mask, logits_to_keep, request.scored_BC)
-        except UnpackableBatch as error:
-            problem = str(error)
-        several = batch_size is not None and batch_size < rows
-        if several or problem:
-            cuts = (
-                []
-                if problem
-                else _cut(facts, batch_size * width, logits_to_keep, batch_size if compute_aux_loss else None)
+            problem = compare(
+                request.model, packed, lambda: padded(request)[0], _scored(request), self._compute_dtype(state, device)
             )
+        (attempt,) = attempts
+        (failed,) = largest_over_ranks([int(problem is not None)], device)
+        if attempt.problem or failed:
+            reason = attempt.problem or problem or "another rank found a difference between packed and padded pass"
+            self._give_up(request.role, reason)
+        elif attempt.uses:
+            state.compared.add((attempt.uses, gradients))
+
+    def _compute_dtype(self, state: _ModelState, device: torch.device) -> torch.dtype:
+        with self.autocast():
+            half = torch.is_autocast_enabled(device.type)
+        return torch.get_autocast_dtype(device.type) if half else state.dtype
+
+    def _attempt(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> _Attempt:
+        """A pass on packed rows. All ranks take equally many forwards, and then agree on what came of them.
+
+        Raises:
+            PrefixSharingError: on every rank, where one rank's batch cannot be packed and a backend was named.
+        """
+        state, device = self._states[request.role], request.input_ids.device
+        facts, unpackable = self._read(request)
+        cuts = [(0, len(request.input_ids))]
+        if request.batch_size is not None and request.batch_size < len(request.input_ids):
+            if facts is not None:
+                cuts = self._cut(request, facts)
             # Each row is one forward of the root module, and ranks must agree on how often that happens.
-            most, unpackable = (
-                _largest_over_ranks([len(cuts), int(problem is not None)], device) if several else (1, 1)
-            )
-            if unpackable:
-                if self.choice != "auto":
-                    raise PrefixSharingError(f"prefix_sharing={self.choice!r}: {problem}")
-                logger.warning("A batch runs padded: %s.", problem or "another rank's masks cannot be packed")
-                return None
+            most, stop = largest_over_ranks([len(cuts), int(unpackable is not None)], device)
+            if stop:
+                self._refuse_batch(unpackable)
+                return _Attempt(None)
             cuts += [(0, 0)] * (most - len(cuts))
-        else:
-            cuts = [(0, rows)]
+        result, uses, problem = None, frozenset(), None
+        try:
+            if unpackable:  # the one forward that the other ranks' row is
+                result = PassResult(padded(request), {})
+            else:
+                result, uses = self._packed(request, facts, cuts)
+        except Exception as error:
+            if unpackable or is_out_of_memory(error):
+                raise
+            forget_forward(request.model)
+            problem = reason_of(error)
+        new = bool(uses) and not state.is_compared(uses, _checks_gradients(request))
+        named = self.choice != "auto"
+        flags = [problem is not None, bool(uses), new, bool(unpackable) and named]
+        failed, comparable, new, refused = map(bool, largest_over_ranks(list(map(int, flags)), device))
+        if refused or unpackable:
+            self._refuse_batch(unpackable)
+        if failed:
+            return _Attempt(None, problem=problem or "another rank's packed pass failed")
+        return _Attempt(result, uses, comparable=comparable, new=new)
 
-        logps, entropies, aux_losses, tokens, calls = [], [], [], 0, []
+    def _refuse_batch(self, problem: str | None) -> None:
+        """Say that a batch runs padded; an error where a backend was named, on every rank alike."""
+        problem = problem or "another rank's batch cannot be packed"
+        if self.choice != "auto":
+            raise PrefixSharingError(
+                f"prefix_sharing={self.choice!r}: {problem}; use prefix_sharing='auto' to run such batches padded"
+            )
+        logger.warning("A batch runs padded: %s.", problem)
+
+    def _read(self, request: PassRequest) -> tuple[BatchFacts | None, str | None]:
+        """The batch as the host sees it, or why it cannot be packed."""
+        width, limit = request.input_ids.shape[1], self._states[request.role].position_limit
+        if width > limit:
+            return None, f"rows of {width} positions switch the rotary tables at {limit}"
+        try:
+            return read_batch(
+                request.input_ids, request.attention_mask, request.logits_to_keep, request.scored_BC
+            ), None
+        except UnpackableBatch as error:
+            return None, str(error)
+
+    def _cut(self, request: PassRequest, facts: BatchFacts) -> list[tuple[int, int]]:
+        budget = request.batch_size * request.input_ids.shape[1]
+        return _cut(facts, budget, request.logits_to_keep, request.batch_size if request.compute_aux_loss else None)
+
+    def _packed(
+        self, request: PassRequest, facts: BatchFacts, cuts: list[tuple[int, int]]
+    ) -> tuple[PassResult, frozenset[str]]:
+        """All packed rows of a batch, and what they used.
+
+        Raises:
+            UnsupportedAttention: after the last forward, where a layer could not be computed.
+        """
+        state, compute_aux_loss = self._states[request.role], request.compute_aux_loss
+        logps, entropies, aux_losses, layouts = [], [], [], []
         for first, last in cuts:
             part = slice(first, last) if last > first else slice(0, 1)
             layout = pack(
-                input_ids[part],
-                attention_mask[part],
-                logits_to_keep,
+                request.input_ids[part],
+                request.attention_mask[part],
+                request.logits_to_keep,
                 whole_rows=compute_aux_loss,
                 facts=facts.rows(part, scored=last > first),
                 pairs_per_token=state.pairs_per_token if request.nested else None,
             )
-            outputs = self._forward(state, request.model, layout, compute_aux_loss)
-            tokens += layout.tokens
-            calls += layout.layer_calls
+            layouts.append(layout)
+            outputs = self._forward(request.model, layout, compute_aux_loss)
             if last == first:
                 continue
             logps.append(layout.scatter(outputs.log_probs))
@@ -240,7 +325,16 @@ class PrefixSharing:
                 entropies.append(layout.scatter(outputs.entropy))
             if compute_aux_loss:
                 aux_losses.append(outputs.aux_loss)
-        figures = {"tokens_share": tokens / (rows * width)}
+        for layout in layouts:
+            if layout.problems:
+                raise UnsupportedAttention(layout.problems[0])
+            if len(layout.layer_calls) != state.layers:
+                raise UnsupportedAttention(
+                    f"the prefix-aware attention ran {len(layout.layer_calls)} times in a forward of {state.layers} "
+                    "attention layers (its layers drop the keyword, or do not use AttentionInterface)"
+                )
+        calls = [name for layout in layouts for name in layout.layer_calls]
+        figures = {"tokens_share": sum(layout.tokens for layout in layouts) / request.input_ids.numel()}
         for name in sorted(set(calls)):
             figures[f"layers_{name}"] = calls.count(name) / len(calls)
         values = (
@@ -248,10 +342,12 @@ class PrefixSharing:
             torch.cat(entropies) if request.compute_entropy else None,
             torch.stack(aux_losses).mean() if compute_aux_loss else None,
         )
-        return PassResult(values, figures)
+        uses = set(calls) | ({"shared prompts"} if any(layout.num_families for layout in layouts) else set())
+        return PassResult(values, figures), frozenset(uses if facts.scored_BC.any() else ())
 
-    def _forward(self, state: _ModelState, model, layout: PackedLayout, compute_aux_loss: bool):
+    def _forward(self, model, layout: PackedLayout, compute_aux_loss: bool):
         layout.backend = self.choice
+        layout.problems = []
         extra = {}
         if compute_aux_loss:
             extra = {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
@@ -265,12 +361,18 @@ class PrefixSharing:
                 score_targets_N=layout.score_targets_N,
                 **extra,
             )
-        if len(layout.layer_calls) != state.layers:
-            raise UnsupportedAttention(
-                f"the prefix-aware attention ran {len(layout.layer_calls)} times in a forward of {state.layers} "
-                "attention layers (its layers drop the keyword, or do not use AttentionInterface)"
-            )
+        layout.is_computed = True
         return outputs
+
+
+def _checks_gradients(request: PassRequest) -> bool:
+    return torch.is_grad_enabled() and GradientCheck.possible(request.model)
+
+
+def _scored(request: PassRequest) -> torch.Tensor:
+    """Completion tokens whose values are wanted, `(B, C)`."""
+    mask_BC = request.attention_mask[:, -request.logits_to_keep :].bool()
+    return mask_BC if request.scored_BC is None else mask_BC & request.scored_BC.bool()
 
 
 def _cut(facts: BatchFacts, budget: int, completion_width: int, rows_at_once: int | None) -> list[tuple[int, int]]:

@@ -7,6 +7,8 @@ import inspect
 
 from transformers import PreTrainedModel
 
+from .dropout import attention_reason
+
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -32,8 +34,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return f"{name} adds ALiBi biases by distance in the row"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return f"{name} attends in both directions"
-    if getattr(config, "attention_dropout", 0.0):
-        return f"attention_dropout={config.attention_dropout} draws differently on a packed row"
+    dropout = attention_reason(model)
+    if dropout is not None:
+        return dropout
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not use transformers' AttentionInterface"
     if "position_ids" not in inspect.signature(type(model.base_model).forward).parameters:

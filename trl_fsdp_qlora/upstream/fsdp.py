@@ -11,6 +11,7 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 # Torch 2.12 shards integer parameters as they are.
 SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
@@ -56,3 +57,48 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
 
 def _without_cast(sharded, policy: MixedPrecisionPolicy) -> None:
     type(sharded).init_dtype_attrs(sharded, replace(policy, param_dtype=None))
+
+
+def sharded_trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters of an FSDP2 model as its optimizer knows them, also while units hold whole ones."""
+    managed = [sharded for _, state in units(model) for group in param_groups(state) for sharded in group.fsdp_params]
+    own = {id(getattr(sharded, "_unsharded_param", None)) for sharded in managed}
+    own |= {id(sharded.sharded_param) for sharded in managed}
+    parameters = [sharded.sharded_param for sharded in managed]
+    parameters += [parameter for parameter in model.parameters() if id(parameter) not in own]
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def has_unreduced_gradients(model: nn.Module) -> bool:
+    """Whether an earlier micro-batch left gradients that FSDP2 has still to reduce and shard."""
+    return any(
+        sharded.unsharded_accumulated_grad is not None
+        or getattr(getattr(sharded, "_unsharded_param", None), "grad", None) is not None
+        for _, state in units(model)
+        for group in param_groups(state)
+        for sharded in group.fsdp_params
+    )
+
+
+@contextmanager
+def reducing(model: nn.Module) -> Iterator[None]:
+    """Every backward inside reduces and shards its gradients, also between the micro-batches of an optimizer step."""
+    groups = [group for _, state in units(model) for group in param_groups(state)]
+    before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+    for group in groups:
+        group.reduce_grads = group.all_reduce_grads = True
+    try:
+        yield
+    finally:
+        for group, (reduce, all_reduce) in zip(groups, before, strict=True):
+            group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+
+
+def forget_forward(model: nn.Module) -> None:
+    """Let an FSDP2 model start a new forward after one that an error ended; nothing for other models."""
+    for _, state in units(model):
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        for group in param_groups(state):
+            group._training_state = TrainingState.IDLE
+            group.reshard()

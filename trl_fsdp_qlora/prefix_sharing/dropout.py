@@ -1,0 +1,92 @@
+"""Where a model draws at random while it trains, read off its modules, whatever the fields of its config are called.
+
+A packed row has another shape than a padded batch, so a mask is drawn for other numbers: unbiased, not the same. For
+dropout of attention's weights a packed pass has none at all, and layers left out at random are left out of other rows.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
+# A module of attention keeps the dropout of its weights under one of these, as a number or as a `Dropout`.
+_ATTENTION_NAMES = {"dropout", "dropout_p", "dropout_prob", "attn_dropout", "attention_dropout", "attn_pdrop"}
+# What a number for a functional call is called: dropout, layerdrop, drop_path, a router's jitter.
+_DRAWS = ("drop", "jitter")
+
+
+class Draw(NamedTuple):
+    """One place that draws: `getattr(module, attribute)` is its probability (or, of router jitter, its width)."""
+
+    name: str
+    module: torch.nn.Module
+    attribute: str
+
+    @property
+    def value(self) -> float:
+        return getattr(self.module, self.attribute)
+
+
+def draws(model: torch.nn.Module) -> list[Draw]:
+    """Every place of `model` that draws in training mode: `Dropout` modules, and numbers kept for functional calls."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd):
+            attributes = ["p"]
+        else:
+            attributes = [key for key in vars(module) if any(word in key.lower() for word in _DRAWS)]
+        for attribute in attributes:
+            value = getattr(module, attribute)
+            if isinstance(value, float) and value > 0.0:
+                found.append(Draw(name, module, attribute))
+    return found
+
+
+def attention_reason(model: torch.nn.Module) -> str | None:
+    """Why draws in attention, or layers left out at random, keep `model` off packed rows; `None` where there are none."""
+    modules = dict(model.named_modules())
+    for draw in draws(model):
+        if "layerdrop" in draw.attribute.lower():
+            return f"{draw.attribute}={draw.value:g} leaves layers out at random, others on a packed row"
+        owner, _, own_name = draw.name.rpartition(".") if draw.attribute == "p" else (draw.name, "", draw.attribute)
+        if own_name in _ATTENTION_NAMES and _is_attention(modules[owner]):
+            return f"{type(modules[owner]).__name__}.{own_name}={draw.value:g} (attention dropout) has no counterpart on a packed row"
+    return None
+
+
+def other_dropout(model: torch.nn.Module) -> str | None:
+    """A line on dropout outside of attention (LoRA's, residual), which draws other masks on a packed row, or `None`."""
+    kinds: dict[str, float] = {}
+    for draw in draws(model):
+        path = draw.name.split(".")
+        kind = next((part for part in path if "drop" in part.lower()), draw.attribute)
+        kinds[kind] = max(kinds.get(kind, 0.0), draw.value)
+    if not kinds:
+        return None
+    listed = ", ".join(f"{kind} {value:g}" for kind, value in sorted(kinds.items()))
+    return (
+        f"dropout ({listed}) draws other masks on packed rows than on padded ones: unbiased, but not stock's numbers"
+    )
+
+
+@contextlib.contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Nothing draws inside. Modes stay as they are.
+
+    Gradient checkpointing only happens in training mode, so a pass that is to be compared has to stay in it, and
+    bitsandbytes repacks a 4-bit weight for good the first time its layer runs in evaluation mode on some CPUs.
+    """
+    found = [(draw, draw.value) for draw in draws(model)]
+    for draw, _ in found:
+        setattr(draw.module, draw.attribute, 0.0)
+    try:
+        yield
+    finally:
+        for draw, value in found:
+            setattr(draw.module, draw.attribute, value)
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower() or type(module).__name__.lower().endswith("attn")
