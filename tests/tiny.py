@@ -3,8 +3,8 @@
 from peft import LoraConfig
 from trl import GRPOConfig
 
+from trl_fsdp_qlora.recipe.answers import completion_text
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.recipe.rewards import completion_text
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trl_fsdp_qlora.recipe.rewards import extract_answer
+from trl_fsdp_qlora.recipe.answers import extract_answer
 from trl_fsdp_qlora.rollout.completions import generate
 
 CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz?.,:"

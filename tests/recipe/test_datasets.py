@@ -3,7 +3,7 @@ import json
 import pytest
 
 from trl_fsdp_qlora.recipe import datasets
-from trl_fsdp_qlora.recipe.rewards import UnparsableGoldAnswer
+from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
 
 
 def write(path, rows):

@@ -3,8 +3,8 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import prompts, tiny_model
+from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.recipe.evaluation import evaluate, majority
-from trl_fsdp_qlora.recipe.rewards import UnparsableGoldAnswer
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 

@@ -1,51 +1,9 @@
-from fractions import Fraction
+import time
 
 import pytest
 
 from trl_fsdp_qlora.recipe import rewards
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234", 1234),
-        ("$12.50", Fraction(25, 2)),
-        ("3/4", Fraction(3, 4)),
-        ("-7", -7),
-        ("\u22127", -7),
-        ("5.0", 5),
-        ("no answer", None),
-        ("", None),
-        ("1 or 2", None),
-        ("12 apples", 12),
-        (".5", Fraction(1, 2)),
-        ("1/0", None),
-        ("-$3", -3),
-        (51.0, 51),
-        (7, 7),
-    ],
-)
-def test_parse_number(text, value):
-    assert rewards.parse_number(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "answer_format", "answer"),
-    [
-        ("so 3 + 4 = 7\n#### 7", "auto", "7"),
-        ("#### 1\n#### 2", "hash", "2"),
-        ("#### ", "hash", None),
-        ("<answer> 12 </answer>", "auto", "12"),
-        (r"thus \boxed{\frac{1}{2}}", "auto", r"\frac{1}{2}"),
-        ("it costs $5, then $1,200.", "auto", "$1,200"),
-        ("12 - 5", "auto", "5"),
-        ("x = -5", "auto", "-5"),
-        ("none", "auto", None),
-        ("7", "hash", None),
-    ],
-)
-def test_extract_answer(text, answer_format, answer):
-    assert rewards.extract_answer(text, answer_format) == answer
+from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
 
 
 def test_exact_answer_takes_plain_and_conversational_completions():
@@ -57,21 +15,11 @@ def test_exact_answer_takes_plain_and_conversational_completions():
         rewards.exact_answer_reward("hashes")
 
 
-def test_gsm8k_gold_and_latex_gold():
-    pytest.importorskip("math_verify")
-    assert rewards.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72
-    gold = rewards.parse_gold(r"\frac{1}{2}", 0)
-    assert rewards.answers_match("0.5", gold)
-    assert rewards.answers_match(r"\frac{2}{4}", gold)
-    assert not rewards.answers_match(r"\frac{2}{3}", gold)
-    assert rewards.answers_match(r"\frac{3}{4}", Fraction(3, 4))
-
-
 @pytest.mark.parametrize("gold", ["no answer", "", "about five", "1 or 2"])
 def test_an_unparsable_gold_answer_is_an_error_that_names_the_row(gold):
-    with pytest.raises(rewards.UnparsableGoldAnswer, match="row 17"):
+    with pytest.raises(UnparsableGoldAnswer, match="row 17"):
         rewards.exact_answer_reward()(completions=["1", "2"], answer=["1", gold], row=[3, 17])
-    with pytest.raises(rewards.UnparsableGoldAnswer, match="row 17"):
+    with pytest.raises(UnparsableGoldAnswer, match="row 17"):
         rewards.graded_reward(completions=["1", "2"], answer=["1", gold], row=[3, 17])
 
 
@@ -96,3 +44,31 @@ def test_graded_reward_follows_the_blog():
 def test_unknown_reward_lists_the_known():
     with pytest.raises(ValueError, match="'exact'; known: exact_answer, tag_format, graded"):
         rewards.get_reward("exact")
+
+
+def test_no_completion_takes_a_reward_long():
+    tags = [
+        "<reasoning>",
+        "</reasoning>",
+        "<answer>",
+        "</answer>",
+        "\\boxed{",
+        "{",
+        "}",
+        "####",
+        " ",
+        "\n",
+        "9",
+        "1/",
+        "-",
+    ]
+    tags += ["</reasoning><answer>", "<answer>9", "$ ", "9,999", ".", "9.", "- 1 ", "1e9", " 9 "]
+    texts = [
+        ("<reasoning>" + tag * (100_000 // len(tag)) + end)[-110_000:] for tag in tags for end in ("", "</answer>x")
+    ]
+    texts += ["<reasoning>" + "</reasoning>" * 5000 + "<answer>" * 5000 + "</answer>" * 5000]
+    gold = ["7"] * len(texts)
+    before = time.process_time()
+    for reward in (rewards.exact_answer_reward(), rewards.graded_reward, rewards.tag_format_reward):
+        assert len(reward(completions=texts, answer=gold)) == len(texts)
+    assert time.process_time() - before < 0.2 * 3 * len(texts)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_fsdp_qlora.recipe import small_base
-from trl_fsdp_qlora.recipe.rewards import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.recipe.small_base import build_small_base, character_tokenizer, habit_dataset, new_model
 from trl_fsdp_qlora.recipe.small_tasks import TASKS, sum_without_carries, sum_without_carry, two_digit_pairs
 

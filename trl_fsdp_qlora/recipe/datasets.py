@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from .rewards import parse_gold
+from .answers import parse_gold
 from .small_tasks import TASKS, two_digit_pairs
 
 
@@ -81,7 +81,7 @@ def read_problems(source: str, split: str = "train", config: str | None = None) 
 
     Raises:
         DatasetError: no such file, unknown columns, no rows.
-        trl_fsdp_qlora.recipe.rewards.UnparsableGoldAnswer: names the row.
+        trl_fsdp_qlora.recipe.answers.UnparsableGoldAnswer: names the row.
     """
     rows = _task_rows(source, split) if source in TASKS else _read_rows(source, split, config)
     if not rows:

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
 from ..rollout.completions import generate, over_ranks
-from .rewards import answers_match, extract_answer, parse_gold, parse_number
+from .answers import answers_match, extract_answer, parse_gold, parse_number
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
 
@@ -96,7 +96,7 @@ def evaluate(
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
         temperature: of the samples.
         top_p: of the samples.
-        answer_format: see [`trl_fsdp_qlora.recipe.rewards.extract_answer`].
+        answer_format: see [`trl_fsdp_qlora.recipe.answers.extract_answer`].
         seed: of the samples.
         progress: show a bar on the main rank.
         description: of the bar.
@@ -107,7 +107,7 @@ def evaluate(
         [`Evaluation`], the same on every rank.
 
     Raises:
-        trl_fsdp_qlora.recipe.rewards.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
+        trl_fsdp_qlora.recipe.answers.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
     """
     started = time.perf_counter()
     rows = dataset.select_columns(["prompt", "answer"]).to_list()

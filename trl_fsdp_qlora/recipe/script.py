@@ -7,9 +7,9 @@ import torch
 from accelerate import PartialState
 
 from ..run import checkpoints, redaction
+from .answers import UnparsableGoldAnswer
 from .arguments import ConfigError
 from .datasets import DatasetError
-from .rewards import UnparsableGoldAnswer
 
 
 def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:

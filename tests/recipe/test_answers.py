@@ -1,0 +1,174 @@
+import logging
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils import logging as hf_logging
+
+from trl_fsdp_qlora.recipe import answers, math_worker
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234", 1234),
+        ("$12.50", Fraction(25, 2)),
+        ("3/4", Fraction(3, 4)),
+        ("-7", -7),
+        ("\u22127", -7),
+        ("5.0", 5),
+        ("no answer", None),
+        ("", None),
+        ("1 or 2", None),
+        ("12 apples", 12),
+        (".5", Fraction(1, 2)),
+        ("1/0", None),
+        ("-$3", -3),
+        ("1/0/0", None),
+        ("1/2/3", None),
+        ("1/0 = 5", None),
+        ("05/06/2024", None),
+        ("1.2.3", None),
+        ("1,2345", None),
+        ("3,14", None),
+        ("1,234,567.5", Fraction(2469135, 2)),
+        ("1e3", 1000),
+        ("2.5E-1", Fraction(1, 4)),
+        ("1e999999999", None),
+        ("1e-999999999", None),
+        ("9" * 5000, None),
+        ("1/" + "9" * 5000, None),
+        ("-" + " " * 4096 + "7", 7),
+        ("\n" * 4096, None),
+        (" / ".join(["1"] * 5000), None),
+        (float("nan"), None),
+        (float("inf"), None),
+        (51.0, 51),
+        (7, 7),
+    ],
+)
+def test_parse_number(text, value):
+    assert answers.parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer_format", "answer"),
+    [
+        ("so 3 + 4 = 7\n#### 7", "auto", "7"),
+        ("#### 1\n#### 2", "hash", "2"),
+        ("#### ", "hash", None),
+        ("<answer> 12 </answer>", "auto", "12"),
+        (r"thus \boxed{\frac{1}{2}}", "auto", r"\frac{1}{2}"),
+        ("it costs $5, then $1,200.", "auto", "$1,200"),
+        ("12 - 5", "auto", "5"),
+        ("x = -5", "auto", "-5"),
+        ("none", "auto", None),
+        ("<answer>1</answer> or <answer>2</answer> <answer>", "auto", "2"),
+        ("</answer> <answer> 3", "tags", None),
+        ("\\boxed{1} \\boxed{{2", "boxed", None),
+        ("7", "hash", None),
+    ],
+)
+def test_extract_answer(text, answer_format, answer):
+    assert answers.extract_answer(text, answer_format) == answer
+
+
+def test_gsm8k_gold_and_latex_gold():
+    pytest.importorskip("math_verify")
+    assert answers.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72
+    gold = answers.parse_gold(r"\frac{1}{2}", 0)
+    assert answers.answers_match("0.5", gold)
+    assert answers.answers_match(r"\frac{2}{4}", gold)
+    assert not answers.answers_match(r"\frac{2}{3}", gold)
+    assert answers.answers_match(r"\frac{3}{4}", Fraction(3, 4))
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        "9" * 5000,
+        pytest.param(10**5000, id="long"),
+        float("nan"),
+        "1/0",
+        "1/0/0",
+        "\\frac{1}{" * 5000,
+        "x" * 100_000,
+        "",
+    ],
+)
+def test_a_gold_answer_without_a_value_names_its_row_in_few_words(gold):
+    with pytest.raises(answers.UnparsableGoldAnswer, match="row 3 ") as caught:
+        answers.parse_gold(gold, 3)
+    assert len(str(caught.value)) < 400
+
+
+PIECES = [
+    "0",
+    "9",
+    "123",
+    ",",
+    ".",
+    "-",
+    "\u2212",
+    "+",
+    "/",
+    "e",
+    "E",
+    "$",
+    "%",
+    " ",
+    "\n",
+    "\t",
+    "\\",
+    "{",
+    "}",
+    "^",
+    "####",
+]
+PIECES += ["<answer>", "</answer>", "\\boxed{", "\\frac", "x", ")", "٣", "1,234", "1e9", "- ", " / "]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=6), st.integers(1, 100_000), st.sampled_from(PIECES))
+def test_whatever_a_model_writes_is_read_in_time_linear_in_its_length(pieces, length, end):
+    piece = "".join(pieces)
+    text = piece * (length // len(piece) + 1) + end
+    before = time.process_time()  # of this process: what else the machine does is not the parser's doing
+    for answer_format in answers.ANSWER_FORMATS:
+        answer = answers.extract_answer(text, answer_format)
+        assert answer is None or answer == answer.strip() != ""
+        answers.parse_number(answer or text)
+    assert time.process_time() - before < 1.0  # five formats of 0.2 s; a pattern that is not linear takes minutes
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.fractions(max_denominator=10**6), st.sampled_from(["{}", " {} ", "it is {}.", "{} apples", "= {}"]))
+def test_a_fraction_is_read_as_python_reads_it(value, around):
+    assert answers.parse_number(around.format(value)) == value
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(-(10**15), 10**15), st.integers(0, 6), st.integers(-20, 20))
+def test_a_decimal_is_read_as_python_reads_it(whole, places, exponent):
+    text = f"{whole / 10**places:,.{places}f}"
+    assert answers.parse_number(text) == Fraction(text.replace(",", ""))
+    assert answers.parse_number(f"{whole}e{exponent}") == Fraction(f"{whole}e{exponent}")
+
+
+def test_latex_without_math_verify_is_said_once_with_what_to_install(monkeypatch, caplog):
+    monkeypatch.setattr(math_worker, "installed", lambda: False)
+    answers._warn_latex_scores_0.cache_clear()
+    hf_logging.enable_propagation()
+    with caplog.at_level(logging.WARNING):
+        assert not answers.answers_match("1.5", Fraction(1, 2))
+        assert not answers.answers_match("one half", Fraction(1, 2))
+        assert not caplog.records  # nothing that math-verify would have been asked
+        assert not answers.answers_match(r"\frac{1}{2}", Fraction(1, 2))
+        assert not answers.answers_match(r"2^{-1}", Fraction(1, 2))
+    hf_logging.disable_propagation()
+    (record,) = caplog.records
+    assert "pip install 'trl-fsdp-qlora[math]'" in record.getMessage()
+    with pytest.raises(answers.UnparsableGoldAnswer, match=r"trl-fsdp-qlora\[math\]"):
+        answers.parse_gold(r"\frac{1}{2}", 0)

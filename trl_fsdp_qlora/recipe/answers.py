@@ -1,0 +1,218 @@
+"""Answers: what a completion gives as its final one, what a dataset holds as the right one, and whether they agree.
+
+Every function takes time linear in its text, whatever a model writes; texts, digits and exponents are bounded, and
+LaTeX is compared by math-verify in another process with a deadline ([`trl_fsdp_qlora.recipe.math_worker`]).
+"""
+
+import functools
+import math
+import re
+from collections import deque
+from fractions import Fraction
+from typing import Any
+
+from transformers.utils import logging
+
+from . import math_worker
+
+logger = logging.get_logger(__name__)
+
+Completion = str | list[dict[str, Any]]
+
+ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number")
+MAX_TEXT = 100_000  # characters at the end of a completion in which its answer is looked for
+MAX_LATEX = 2_000  # characters of an expression that math-verify is asked about
+MAX_DIGITS = 1_000  # of a number; more, or an exponent beyond it, is no answer
+INSTALL_MATH = "pip install 'trl-fsdp-qlora[math]'"
+
+# A number is taken as far as it goes and never given up for a shorter one ((?>…)), and blanks within it are few: a
+# pattern that may divide a run of blanks or digits in every way takes minutes for one completion. What was taken may
+# still be none, as `1.2.3`, `3,14,1` or 05/06/2024; `_value` says.
+_DIGITS = r"(?>\.?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?)"
+NUMBER = re.compile(
+    rf"(?<![\w.])(?:(?P<sign>[-+\u2212])\s{{0,4}})?(?:[$€£]\s{{0,4}})?(?P<digits>{_DIGITS})"
+    rf"(?P<below>(?>\s{{0,4}}/\s{{0,4}}{_DIGITS})*)(?:\s{{0,4}}%)?"
+)
+_PLAIN = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+_LATEX = re.compile(r"[\\^]")
+
+
+class UnparsableGoldAnswer(ValueError):
+    """A gold answer of the dataset from which no value can be read."""
+
+
+def completion_text(completion: Completion) -> str:
+    """The assistant's text of a plain or conversational completion."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(message["content"] or "" for message in completion if message.get("role") == "assistant")
+
+
+def _value(match: re.Match) -> Fraction | None:
+    """Of a [`NUMBER`]; `None` for a division by zero, a chain of divisions (a date), and what is too long to be meant."""
+    parts = [match["digits"], *match["below"].split("/")[1:]]
+    values = [_plain_value(part.strip()) for part in parts[:3]]
+    if None in values or len(values) > 2 or (len(values) == 2 and values[1] == 0):
+        return None
+    value = values[0] if len(values) == 1 else values[0] / values[1]
+    negative = match["sign"] in ("-", "\u2212") and not _is_binary_minus(match.string, match.start())
+    return -value if negative else value
+
+
+def _plain_value(digits: str) -> Fraction | None:
+    if len(digits) > MAX_DIGITS:
+        return None
+    mantissa, _, exponent = digits.lower().partition("e")
+    if not _PLAIN.fullmatch(mantissa):
+        return None
+    # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
+    if exponent and (len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS):
+        return None
+    return Fraction(mantissa.replace(",", "")) * Fraction(10) ** int(exponent or 0)
+
+
+def _is_binary_minus(text: str, position: int) -> bool:
+    # In "12 - 5" the minus belongs to the operation, in "= -5" to the number.
+    before = text[max(position - 64, 0) : position].rstrip()
+    return bool(before) and (before[-1].isdigit() or before[-1] == ")")
+
+
+def parse_number(text: str | int | float) -> Fraction | None:
+    """The one number that `text` consists of, or `None` where it is not one number and nothing else but a unit.
+
+    `"5.0"` -> 5, `"$1,234"` -> 1234, `"3/4"` -> 3/4, `"1e3"` -> 1000, `"12 apples"` -> 12, `"no answer"` -> None,
+    `"1 or 2"` -> None, `"1/0"` -> None, `"1/2/3"` -> None.
+    """
+    if isinstance(text, float):
+        return Fraction(str(text)) if math.isfinite(text) else None
+    if isinstance(text, int):
+        return Fraction(text) if abs(text) < 10**MAX_DIGITS else None
+    matches = NUMBER.finditer(text)
+    first = next(matches, None)
+    return None if first is None or next(matches, None) is not None else _value(first)
+
+
+def extract_answer(text: str, answer_format: str = "auto") -> str | None:
+    """What a completion gives as its final answer, as text; `None` where it gives none.
+
+    Args:
+        text: the completion; the answer is looked for in its last 100,000 characters.
+        answer_format: `"hash"`: after the last `####`; `"tags"`: inside the last `<answer>` element; `"boxed"`: inside
+            the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
+            there.
+
+    Raises:
+        ValueError: unknown `answer_format`.
+    """
+    if answer_format not in ANSWER_FORMATS:
+        raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
+    text = text[-MAX_TEXT:]
+    if answer_format in ("auto", "hash") and "####" in text:
+        return text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip() or None
+    if answer_format in ("auto", "tags"):
+        inside = _last_tagged(text)
+        if inside is not None:
+            return inside.strip() or None
+    if answer_format in ("auto", "boxed"):
+        inside = _last_boxed(text)
+        if inside is not None:
+            return inside.strip() or None
+    if answer_format in ("auto", "last_number"):
+        for last in deque(NUMBER.finditer(text), maxlen=1):
+            answer = last.group()
+            if last["sign"] and _is_binary_minus(text, last.start()):
+                answer = answer[1:]
+            return answer.strip()
+    return None
+
+
+def _last_tagged(text: str) -> str | None:
+    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+    return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for brace in re.finditer(r"[{}]", text[start:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[start + len("\\boxed{") : start + brace.start()]
+    return None
+
+
+def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
+    """A gold answer as an exact number, or as LaTeX where `math-verify` reads it.
+
+    GSM8K's own `... #### 42` is understood.
+
+    Raises:
+        UnparsableGoldAnswer: neither; the message names the row.
+    """
+    text = answer
+    if isinstance(answer, str):
+        text = (extract_answer(answer, "hash") or "") if "####" in answer else answer
+    number = parse_number(text)
+    if number is not None and (not isinstance(text, str) or "\\" not in text):
+        return number
+    if isinstance(text, str) and _is_latex(text) and math_worker.installed() and _parses(text):
+        return text
+    is_long_integer = isinstance(answer, int) and parse_number(answer) is None  # Python refuses to print it
+    shown = f"an integer of {answer.bit_length()} bits" if is_long_integer else repr(answer)
+    shown = shown if len(shown) <= 120 else shown[:117] + "..."
+    raise UnparsableGoldAnswer(
+        f"the gold answer of row {row} cannot be read as a number"
+        f"{'' if math_worker.installed() else f' (LaTeX answers need: {INSTALL_MATH})'}: {shown}. "
+        "Correct the row or leave it out of the dataset."
+    )
+
+
+def answers_match(given: str | None, gold: Fraction | str) -> bool:
+    """Whether the text `given` has the value `gold` (see [`parse_gold`]); numbers are compared exactly.
+
+    LaTeX is compared by math-verify; what it cannot decide within its deadline does not match.
+    """
+    if given is None:
+        return False
+    number = parse_number(given)
+    if isinstance(gold, Fraction) and number is not None and "\\" not in given:
+        return number == gold
+    if (number is None and not _is_latex(given)) or len(given) > MAX_LATEX:
+        return False
+    if not math_worker.installed():
+        _warn_latex_scores_0()
+        return False
+    gold_text = gold if isinstance(gold, str) else rf"\frac{{{gold.numerator}}}{{{gold.denominator}}}"
+    return _equal(f"${gold_text}$", given if number is not None else f"${given}$")
+
+
+def _is_latex(text: str) -> bool:
+    # Only what looks like a formula: math-verify also finds numbers in plain sentences, which would accept any gold.
+    return len(text) <= MAX_LATEX and _LATEX.search(text) is not None
+
+
+@functools.cache
+def _math_verify() -> math_worker.MathVerify:
+    return math_worker.MathVerify()
+
+
+# The completions of a group often give the same answer, and every one has the same gold; what took too long once is not
+# asked again.
+@functools.lru_cache(maxsize=16_384)
+def _parses(text: str) -> bool:
+    return bool(_math_verify().parses(f"${text}$"))
+
+
+@functools.lru_cache(maxsize=16_384)
+def _equal(gold: str, given: str) -> bool:
+    return bool(_math_verify().equal(gold, given))
+
+
+@functools.cache  # once
+def _warn_latex_scores_0() -> None:
+    logger.warning(
+        "an answer in LaTeX cannot be compared without math-verify and scores 0, right or wrong (said once). "
+        f"Install it: {INSTALL_MATH}"
+    )
