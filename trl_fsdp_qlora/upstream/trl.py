@@ -17,6 +17,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
     RepeatSampler,
+    ensure_master_addr_port,
     get_callable_name,
     is_async_callable,
     maybe_gather_lm_head_ctx,
@@ -33,6 +34,7 @@ __all__ = [
     "FusedCausalLMOutput",
     "RepeatSampler",
     "UnsupportedTRLVersion",
+    "ensure_master_addr_port",
     "get_callable_name",
     "is_async_callable",
     "maybe_gather_lm_head_ctx",

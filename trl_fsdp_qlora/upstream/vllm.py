@@ -1,0 +1,31 @@
+"""What is borrowed from TRL's vLLM code and from vLLM itself, checked when it is first used."""
+
+from trl.experimental.async_grpo.async_grpo_trainer import round_lora_rank, validate_lora_for_vllm_sync
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
+
+from .trl import check_seams
+
+__all__ = ["VLLMClient", "VLLMGeneration", "extract_logprobs", "round_lora_rank", "validate_lora_for_vllm_sync"]
+
+_INIT = (
+    "self model accelerator processing_class mode structured_outputs_regex server_base_url server_host server_port "
+    "server_timeout group_port tensor_parallel_size gpu_memory_utilization max_model_length max_num_seqs "
+    "enable_sleep_mode model_impl trust_remote_code repetition_penalty temperature top_p top_k min_p "
+    "max_completion_length logprobs generation_kwargs"
+)
+EXPECTED = {
+    "VLLMGeneration.__init__": (VLLMGeneration.__init__, _INIT),
+    "VLLMGeneration._init_vllm": (VLLMGeneration._init_vllm, "self"),
+    "VLLMGeneration.sync_weights": (VLLMGeneration.sync_weights, "self"),
+    "VLLMGeneration.generate": (VLLMGeneration.generate, "self prompts images num_generations profiler"),
+    "VLLMClient.generate": (
+        VLLMClient.generate,
+        "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens logprobs "
+        "structured_outputs_regex generation_kwargs",
+    ),
+    "extract_logprobs": (extract_logprobs, "all_outputs"),
+    "round_lora_rank": (round_lora_rank, "adapter_rank"),
+    "validate_lora_for_vllm_sync": (validate_lora_for_vllm_sync, "model"),
+}
+check_seams(EXPECTED)
