@@ -51,6 +51,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     """
 
     _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
+    _weighs_in_loss = True  # it has no ratio: no pass is made for weights that nothing reads
     _name = "A*-PO"
     _paper: ClassVar = {
         "title": "Accelerating RL for LLM Reasoning with Optimal Advantage Regression",

@@ -6,8 +6,18 @@ from accelerate.utils import is_peft_model
 
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
+from ..rollout.sync_choice import choose_sync
 from ..run import input_checks as checks
 from .config import EfficientGRPOConfig
+
+
+def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
+    """The config of the adapter that a trainer's arguments train (or `None`), and whether they name a quantized base."""
+    model, peft_config = call["model"], call.get("peft_config")
+    if peft_config is None and not isinstance(model, str) and is_peft_model(model):
+        peft_config = model.peft_config[model.active_adapters[0]]
+    config = call.get("quantization_config") or getattr(getattr(model, "config", None), "quantization_config", None)
+    return peft_config, config is not None
 
 
 def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -28,6 +38,7 @@ def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if rewards is not None:
         rewards = [checks.guard_reward(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
     quantization_config = call.get("quantization_config")
+    choose_sync(args, *adapter_and_base(call))  # refuses what vLLM cannot serve before anything is loaded
     check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
     has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
     check_reference(needs_reference=args.beta != 0.0 and not has_adapter)

@@ -35,6 +35,10 @@ class EfficientGRPOConfig(GRPOConfig):
         token_selection_weighting (`str`, *optional*, defaults to `"auto"`):
             `"self_normalized"` (S-GRPO's own, the default for `"s_grpo"`) or `"horvitz_thompson"` (unbiased, the
             default for the others).
+        rollout_sync (`str`, *optional*, defaults to `"auto"`):
+            With vLLM, what is sent to the engine after an optimizer step: `"adapter"` (the LoRA adapter alone, under a
+            name of its own for each version), `"merge"` (TRL's way: every weight, with the adapter merged into it), or
+            `"auto"`: the adapter where the base is quantized, sharded, or served elsewhere.
         fsdp_gather (`str`, *optional*, defaults to `"auto"`):
             Under FSDP2, how weights come together while completions are generated and scored, and while accuracy is
             measured. `"once"`: the whole model is gathered for the phase (a 4-bit base as it is packed); `"per_layer"`:
@@ -76,6 +80,10 @@ class EfficientGRPOConfig(GRPOConfig):
     token_selection_weighting: str = field(
         default="auto",
         metadata={"help": "'self_normalized', 'horvitz_thompson', or 'auto': the former for 's_grpo' only."},
+    )
+    rollout_sync: str = field(
+        default="auto",
+        metadata={"help": "With vLLM, what is sent after a step: 'adapter', 'merge' (all weights), or 'auto'."},
     )
     fsdp_gather: str = field(
         default="auto",

@@ -4,9 +4,12 @@ import functools
 import inspect
 import os
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -15,7 +18,11 @@ from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing
 from ..prefix_sharing.support import position_limit
 from ..publishing.card import CardInfo, adapter_card
+from ..rollout.correction import importance_weights
 from ..rollout.rollout import Rollout
+from ..rollout.start import start_engine
+from ..rollout.sync_choice import choose_sync, warnings_for, withheld
+from ..rollout.watch import SAMPLED, EngineWatch, sampled_mask, weight_metrics
 from ..run import input_checks as checks
 from ..run import terminal
 from ..run.startup import StartupCallback
@@ -23,11 +30,14 @@ from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.request import Kind, PassRequest
 from ..upstream.peft import is_reference
 from ..upstream.trl import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
-from .arguments import checked_arguments
+from .arguments import adapter_and_base, checked_arguments
 from .groups import EpochRepeatSampler, shuffle_groups
 from .padded_cut import padded_pass
 from .resumable import WholeCheckpoints
 from .token_budget import TokenBudget
+
+logger = get_logger(__name__)
+_SENT = {"adapter": "the adapter alone", "merge": "all weights, the adapter merged"}
 
 
 class EfficientGRPOTrainer(GRPOTrainer):
@@ -57,11 +67,13 @@ class EfficientGRPOTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
         given.pop("self")
         call = checked_arguments(given)
-        with checks.explained_lora_targets(call["model"]):
+        self.sync = choose_sync(call["args"], *adapter_and_base(given))
+        with checks.explained_lora_targets(call["model"]), withheld(call["args"], self.sync.mode == "adapter"):
             super().__init__(**call)
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator)
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
+        self._start_engine()
         self._start_clock()
         self._start_scoring()
         self.add_callback(StartupCallback(self))
@@ -70,6 +82,16 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
         self.sharding = Sharding(self.args, self.accelerator)
+
+    def _start_engine(self) -> None:
+        if self.sync.mode == "adapter":
+            self.use_vllm, self._last_loaded_step = True, -1
+            self.vllm_generation = start_engine(self.args, self.model, self.accelerator, self._tokenizer)
+        half = self.accelerator.mixed_precision != "no" or self.accelerator.device.type != "cpu"
+        self.watch = EngineWatch(self.accelerator, half, keeps_versions=is_peft_model(self.model))
+        if self.accelerator.is_main_process:
+            for warning in warnings_for(self.args, self.sync):
+                logger.warning(warning)
 
     def _start_clock(self) -> None:
         self.clock = PhaseClock(self.accelerator.device)
@@ -116,8 +138,14 @@ class EfficientGRPOTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs):
-        with self.clock.phase("prepare"), self.sharding.gathered(self.model):
-            return super()._generate_and_score_completions(inputs)
+        # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can wait.
+        wanted = self.vllm_importance_sampling_correction
+        self.vllm_importance_sampling_correction = wanted and not self._weighs_in_loss
+        try:
+            with self.clock.phase("prepare"), self.sharding.gathered(self.model):
+                return super()._generate_and_score_completions(inputs)
+        finally:
+            self.vllm_importance_sampling_correction = wanted
 
     def _generate(self, prompts):
         with self.prefix_sharing.set_aside(), self.clock.phase("generate"):
@@ -125,7 +153,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         turn = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
-        return self.rollout.training_turn(super()._generate_single_turn, *turn)
+        held = self._last_loaded_step if self.use_vllm else None
+        drawn = self.rollout.training_turn(super()._generate_single_turn, *turn)
+        if self.use_vllm and self._last_loaded_step != held:
+            self.watch.synced(self.model)
+        return drawn
 
     def generating(self, wrapped=None):
         """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`]."""
@@ -158,9 +190,9 @@ class EfficientGRPOTrainer(GRPOTrainer):
         micro_step = self._step % self.args.gradient_accumulation_steps
         choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
         if choice is None:
-            return super()._compute_loss(self._loss_pass(model), inputs)
+            return super()._compute_loss(*self._weighed(self._loss_pass(model), inputs))
         request = self._loss_pass(model, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
-        loss = super()._compute_loss(request, choice.inputs)
+        loss = super()._compute_loss(*self._weighed(request, choice.inputs))
         # Every rank takes part, also one that computed everything.
         self.budget.report(self.accelerator.reduce(choice.counts, reduction="sum"), self._metrics["train"])
         return loss
@@ -169,8 +201,40 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """The policy's pass of a loss, while training or evaluating."""
         return PassRequest(Kind.POLICY if self.model.training else Kind.EVALUATION, model, **asked)
 
+    @property
+    def _weighs_in_loss(self) -> bool:
+        """Old log-probabilities are the loss's own: one optimizer step per generation batch, every token scored."""
+        every = self.args.steps_per_generation * self.num_iterations
+        by_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+        aligned = self.args.gradient_accumulation_steps % every == 0
+        return self.use_vllm and aligned and not self._is_vlm and not (by_sequence and self.budget.strategy != "all")
+
+    def _weighed(self, request: PassRequest, inputs):
+        """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
+        if not self.use_vllm or SAMPLED not in inputs or self._is_vlm:
+            return request, inputs
+        values = self._score_completions(request, inputs)
+        if self.vllm_importance_sampling_correction and "importance_sampling_ratio" not in inputs:
+            mask_BC = sampled_mask(inputs)
+            weights = importance_weights(values[0], inputs[SAMPLED], mask_BC, self.args)
+            self._add_metrics(weight_metrics(weights, mask_BC, self.accelerator))
+            inputs = {**inputs, "importance_sampling_ratio": weights}
+        return replace(request, values=values), inputs
+
     def _score_completions(self, request: PassRequest, inputs):
-        """Log-probabilities, entropies and router loss of a micro-batch, for losses that are not TRL's."""
+        """Log-probabilities, entropies and router loss of a micro-batch, on completions that are the policy's for sure."""
+        watched = self.model.training and self.watch.due and SAMPLED in inputs
+        before = partial(self._log_probs_before, request.model)
+        old_BC = self.watch.probe(inputs, request.scored_BC, before) if watched else None
+        values = self._padded_batch(request, inputs)
+        if watched:
+            self._add_metrics(self.watch.judge(inputs, values[0], request.scored_BC, old_BC))
+        return values
+
+    def _log_probs_before(self, model, inputs):
+        return self._padded_batch(PassRequest(Kind.PROBE, model), inputs)[0]
+
+    def _padded_batch(self, request: PassRequest, inputs):
         return self._get_per_token_logps_and_entropies(
             request,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
@@ -184,6 +248,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
         request = model if isinstance(model, PassRequest) else self._rollout_pass(model)
+        if request.values is not None:
+            return request.values
         call = inspect.signature(stock).bind(model, *args, **kwargs).arguments
         del call["model"]
         return self._score(request.on(**call), functools.partial(padded_pass, stock, whole_rows=self._keeps_columns))
@@ -198,7 +264,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _score(self, request: PassRequest, padded):
         """What `request` asks for, in TRL's three values; the pass is a phase itself where it is not part of one."""
-        is_phase = self.model.training and request.kind in (Kind.OLD, Kind.REFERENCE)
+        is_phase = self.model.training and request.kind in (Kind.OLD, Kind.PROBE, Kind.REFERENCE)
         with self.clock.phase(f"{request.kind.value}_pass") if is_phase else nullcontext():
             values, figures = self.prefix_sharing.log_probs(request, padded)
         prefix = f"prefix_sharing/{'policy' if request.kind is Kind.POLICY else 'no_grad'}"
@@ -270,6 +336,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self.prefix_sharing.describe(),
             *self.budget.describe(self.prefix_sharing.active()),
             "whole groups in every micro-batch" if cost is None else cost,
+            *([f"vLLM gets {_SENT[self.sync.mode]}: {self.sync.reason}"] if self.use_vllm else []),
             *([] if self.base_bytes is None else [str(self.base_bytes)]),
         ]
 

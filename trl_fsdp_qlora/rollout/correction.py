@@ -1,5 +1,7 @@
 """Importance weights between the engine's policy and the trainer's, as TRL computes them, where the policy's pass is."""
 
+from typing import Any
+
 import torch
 
 
@@ -7,9 +9,7 @@ def importance_weights(
     policy_BC: torch.Tensor,
     sampled_BC: torch.Tensor,
     mask_BC: torch.Tensor,
-    mode: str,
-    clip_min: float | None,
-    clip_max: float | None,
+    args: Any,
 ) -> torch.Tensor:
     """Truncated or masked importance weights exp(log π_trainer − log π_engine).
 
@@ -20,8 +20,7 @@ def importance_weights(
         policy_BC: the trainer's log-probabilities when the batch was drawn; no gradient is taken through them.
         sampled_BC: the engine's; NaN where it gave none, which counts as no difference.
         mask_BC: completion tokens, tool results left out.
-        mode: `vllm_importance_sampling_mode`.
-        clip_min, clip_max: bounds; `None` for none.
+        args: with `vllm_importance_sampling_mode`, `..._clip_min` and `..._clip_max`.
 
     Returns:
         `(B, C)` for the token modes, `(B, 1)` for the sequence modes.
@@ -29,6 +28,8 @@ def importance_weights(
     Raises:
         ValueError: an unknown mode.
     """
+    mode = args.vllm_importance_sampling_mode
+    clip_min, clip_max = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
     level, _, treatment = mode.partition("_")
     if level not in ("token", "sequence") or treatment not in ("truncate", "mask"):
         raise ValueError(

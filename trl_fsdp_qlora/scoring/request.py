@@ -23,6 +23,7 @@ class Kind(Enum):
     POLICY = "policy"  # of the loss, with gradients
     EVALUATION = "evaluation"  # of the loss, without
     OLD = "old_policy"  # the policy that generated
+    PROBE = "sync_proof"  # the policy as it was at the sync before, on a few rows
     REFERENCE = "reference"  # another model, or the policy with its adapter off
 
 
@@ -45,6 +46,7 @@ class PassRequest:
         batch_size: rows that a padded forward would hold at once.
         compute_entropy, compute_aux_loss: what to return beside the log-probabilities.
         vision: TRL's further arguments that are not `None`, for models with images.
+        values: of this very pass, where it was made ahead of the loss (its weights needed the log-probabilities).
     """
 
     kind: Kind
@@ -60,6 +62,7 @@ class PassRequest:
     compute_entropy: bool = False
     compute_aux_loss: bool = False
     vision: dict[str, Any] = field(default_factory=dict)
+    values: LogProbs | None = None
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)

@@ -25,6 +25,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     """
 
     _tag_names = ["trl", "t-spmo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
+    _weighs_in_loss = True  # it has no ratio: no pass is made for weights that nothing reads
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         if args is None:

@@ -1,0 +1,143 @@
+"""The weights that a 4-bit base really computes with, as an ordinary checkpoint that an inference engine can load.
+
+QLoRA trains an adapter on the *rounded* base. An engine that served the unrounded one would sample from another policy; one
+that quantizes by itself is slower and rounds its own way. So the packed weights are dequantized once, with bitsandbytes'
+own function, and the engine serves exactly those.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from .adapter_sync import RolloutError
+
+SHARD_BYTES = 4 * 2**30
+_DONE = "dequantized.json"
+
+
+def has_packed_base(model: nn.Module) -> bool:
+    """Whether a layer of `model` is a 4-bit one of bitsandbytes."""
+    return any(type(module).__name__ == "Linear4bit" for module in model.modules())
+
+
+def _tensors(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """`(name in an ordinary checkpoint, dense weight)`, one at a time."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    packed = {
+        f"{name}.weight": module for name, module in base.named_modules() if type(module).__name__ == "Linear4bit"
+    }
+    written: set[int] = set()
+    for name, tensor in base.state_dict().items():
+        if tensor.data_ptr() in written:
+            continue  # a tied head
+        written.add(tensor.data_ptr())
+        plain = name.replace(".base_layer.", ".")
+        if ".lora_" in plain or ".absmax" in plain or ".quant_" in plain or ".nested_" in plain:
+            continue
+        if name in packed:
+            weight = packed[name].weight
+            tensor = dequantize_4bit(weight.data, weight.quant_state).reshape(weight.quant_state.shape)
+        yield plain, (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
+
+
+def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
+    digest = hashlib.blake2b(f"{dtype} {base.config.to_json_string()}".encode(), digest_size=16)
+    for name, tensor in base.state_dict().items():
+        if ".lora_" not in name:
+            digest.update(name.encode())
+            digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def dequantized_base(
+    model: PreTrainedModel, tokenizer, cache: str | Path, dtype: torch.dtype = torch.bfloat16, progress: bool = True
+) -> Path:
+    """Write the dense weights of a 4-bit model into `cache`, once per content.
+
+    Args:
+        model: a quantized model, wrapped by PEFT or not, with its weights on this rank and not yet sharded.
+        tokenizer: saved beside it.
+        cache: folder of such copies; a copy of the same weights in the same dtype is used again.
+        dtype: of the copy.
+        progress: show a bar.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        RolloutError: the disk has no room for it.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    folder = Path(cache) / _fingerprint(base, dtype)
+    if (folder / _DONE).is_file():
+        return folder
+    needed = sum(_dense_numel(module) for module in base.modules()) * dtype.itemsize
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < 1.05 * needed:
+        raise RolloutError(
+            f"the dequantized base takes {needed / 2**30:.1f} GiB and {folder.parent} has {free / 2**30:.1f} GiB free: "
+            "free some, or set TRL_FSDP_QLORA_CACHE to a folder with room"
+        )
+    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        scratch.mkdir()
+        weight_map = _write_shards(_tensors(base, dtype), scratch, needed, progress)
+        index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
+        (scratch / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        config = base.config.to_dict()
+        config.pop("quantization_config", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (scratch / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+        tokenizer.save_pretrained(scratch)
+        base.generation_config.save_pretrained(scratch)
+        (scratch / _DONE).write_text(json.dumps({"bytes": needed, "dtype": str(dtype)}) + "\n", encoding="utf-8")
+        os.replace(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _dense_numel(module: nn.Module) -> int:
+    """Elements of a module's own weights, as if they were not packed."""
+    if type(module).__name__ == "Linear4bit":
+        return module.in_features * module.out_features + (0 if module.bias is None else module.bias.numel())
+    if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        return 0  # the adapter's
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _write_shards(tensors: Iterator, folder: Path, total: int, progress: bool) -> dict[str, str]:
+    weight_map: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    held = number = 0
+
+    def flush() -> None:
+        nonlocal shard, held, number
+        if shard:
+            number += 1
+            name = f"model-{number:05d}.safetensors"
+            save_file(shard, folder / name, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(shard, name))
+        shard, held = {}, 0
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc="dequantizing the base", disable=not progress) as bar:
+        for name, tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if held + size > SHARD_BYTES:
+                flush()
+            shard[name] = tensor
+            held += size
+            bar.update(size)
+    flush()
+    return weight_map

@@ -1,0 +1,83 @@
+"""Starting the engine of a run whose policy is an adapter."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+
+from .adapter_sync import AdapterVersions, RolloutError, served_rank
+from .dequantized_base import dequantized_base, has_packed_base
+from .engine import AdapterEngine
+
+
+def cache_folder() -> Path:
+    """`$TRL_FSDP_QLORA_CACHE`, or `trl_fsdp_qlora` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TRL_FSDP_QLORA_CACHE") or Path(base) / "trl_fsdp_qlora").expanduser()
+
+
+def start_engine(args: Any, model: PeftModel, accelerator: Accelerator, tokenizer) -> AdapterEngine:
+    """The engine that `args` describes, colocated or a server's, holding the base that `model` trains on. Collective.
+
+    Args:
+        args: of the trainer.
+        model: with its adapter; its weights may be on rank 0 alone (FSDP2), but are not sharded yet.
+        accelerator, tokenizer: of the trainer.
+
+    Raises:
+        RolloutError: on every rank.
+    """
+    peft_config = model.peft_config[model.active_adapters[0]]
+    base = model.name_or_path
+    if has_packed_base(model) and args.vllm_mode == "colocate":
+        base = _shared_dequantized(model, accelerator, tokenizer)
+    return AdapterEngine(
+        base=base,
+        peft_config=peft_config,
+        max_lora_rank=served_rank(peft_config),
+        versions=AdapterVersions(f"policy-{os.getpid()}", Path(args.output_dir) / ".rollout"),
+        model=model,
+        accelerator=accelerator,
+        processing_class=tokenizer,
+        mode=args.vllm_mode,
+        structured_outputs_regex=args.vllm_structured_outputs_regex,
+        server_base_url=args.vllm_server_base_url,
+        server_host=args.vllm_server_host,
+        server_port=args.vllm_server_port,
+        group_port=args.vllm_group_port,
+        server_timeout=args.vllm_server_timeout,
+        tensor_parallel_size=args.vllm_tensor_parallel_size,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        max_model_length=args.vllm_max_model_length,
+        max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        enable_sleep_mode=args.vllm_enable_sleep_mode,
+        model_impl=args.vllm_model_impl,
+        trust_remote_code=args.trust_remote_code,
+        repetition_penalty=args.repetition_penalty,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        max_completion_length=args.max_completion_length,
+        logprobs=0,
+        generation_kwargs=args.generation_kwargs,
+    )
+
+
+def _shared_dequantized(model: PeftModel, accelerator: Accelerator, tokenizer) -> str:
+    folder = problem = None
+    if accelerator.is_main_process:
+        # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
+        dtype = torch.float32 if accelerator.device.type == "cpu" else torch.bfloat16
+        try:
+            folder = str(dequantized_base(model, tokenizer, cache_folder() / "dequantized", dtype))
+        except (RolloutError, OSError) as error:
+            problem = str(error)
+    folder, problem = broadcast_object_list([folder, problem], from_process=0)
+    if problem is not None:
+        raise RolloutError(problem)
+    return folder

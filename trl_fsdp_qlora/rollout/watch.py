@@ -1,0 +1,119 @@
+"""`EngineWatch`: asks, after each sync and before an optimizer step, whether the engine samples from the policy."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from .sync_proof import AdapterSnapshot, SyncProof
+
+# Rows of the first micro-batch whose log-probabilities are taken once more, under the adapter of the sync before.
+PROBE_ROWS = 2
+SAMPLED = "sampling_per_token_logps"
+
+
+class EngineWatch:
+    """Proof of each sync ([`SyncProof`]), and the adapter of the sync before to compare with.
+
+    Args:
+        accelerator: of the trainer; its ranks decide together.
+        half: engine or trainer computes in half precision.
+        keeps_versions: keep the trainable weights of two syncs (an adapter; of a whole model it would be too much).
+    """
+
+    def __init__(self, accelerator: Accelerator, half: bool, keeps_versions: bool):
+        self.accelerator = accelerator
+        self.proof = SyncProof(half)
+        self.keeps_versions = keeps_versions
+        self.version = 0
+        self.due = False
+        self._current: AdapterSnapshot | None = None
+        self._previous: AdapterSnapshot | None = None
+
+    def synced(self, model: torch.nn.Module) -> None:
+        """Call after each sync, with the weights as they were sent."""
+        self.version += 1
+        self.due = True
+        if self.keeps_versions:
+            self._previous, self._current = self._current, AdapterSnapshot(model)
+
+    @contextmanager
+    def weights_before(self):
+        """The policy has the weights of the sync before inside. Enter before a pass whose gradient is wanted."""
+        self._previous.exchange()
+        try:
+            yield
+        finally:
+            self._previous.exchange()
+
+    def probe(self, inputs: dict[str, Any], scored_BC: torch.Tensor | None, score: Callable) -> torch.Tensor | None:
+        """Log-probabilities of the first rows under the adapter before, with zeros elsewhere; `None` where none is kept.
+
+        Args:
+            inputs: of the loss.
+            scored_BC: tokens whose values the loss wants; the probe takes rows that have some.
+            score: log-probabilities `(rows, C)` of a batch of those rows, without gradient.
+        """
+        if self._previous is None:
+            return None
+        rows_B = torch.ones_like(inputs["completion_mask"][:, 0]) if scored_BC is None else scored_BC.any(1)
+        rows = rows_B.nonzero()[:, 0].tolist()[:PROBE_ROWS] or [0]
+        keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        with self.weights_before(), torch.no_grad():
+            values = score({key: inputs[key][rows] for key in keys})
+        old_BC = torch.full_like(inputs[SAMPLED], float("nan"))
+        old_BC[rows] = values.to(old_BC.dtype)
+        return old_BC
+
+    def judge(
+        self, inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC: torch.Tensor | None, old_BC
+    ) -> dict[str, float]:
+        """Compare the engine's values with the policy's; the figures are metrics. Collective.
+
+        Raises:
+            StaleRolloutError: on every rank; no optimizer step was made on the batch.
+        """
+        self.due = False
+        mask_BC = sampled_mask(inputs) if scored_BC is None else sampled_mask(inputs) & scored_BC
+        policy_BC = policy_BC.detach()
+        sums = SyncProof.batch_sums(inputs[SAMPLED], policy_BC, mask_BC)
+        everyone = self.accelerator.gather(sums.to(torch.float32 if sums.device.type == "mps" else sums.dtype)[None])
+        tokens, absolute, squared, _ = everyone.sum(0).tolist()
+        self.proof.judge_batch(tokens, absolute, squared, everyone[:, 3].max().item(), self.version)
+        if old_BC is not None:
+            known_BC = mask_BC & ~old_BC.isnan()
+            sums = SyncProof.version_sums(inputs[SAMPLED], policy_BC, old_BC.nan_to_num(), known_BC)
+            product, squared = self.accelerator.reduce(sums, reduction="sum").tolist()
+            self.proof.judge_version(product, squared, self.version)
+        return {f"rollout/{name}": value for name, value in self.proof.last.items()}
+
+
+def sampled_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """Tokens that the engine drew: those of the completion that no tool returned. Bool `(B, C)`."""
+    mask_BC = inputs["completion_mask"].bool()
+    return mask_BC & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask_BC
+
+
+def weight_metrics(weights: torch.Tensor, mask_BC: torch.Tensor, accelerator: Accelerator) -> dict[str, float]:
+    """TRL's figures of the importance weights, over all ranks, and the share of them that left their bounds. Collective.
+
+    Args:
+        weights: `(B, C)` or `(B, 1)`.
+        mask_BC: tokens that the engine drew.
+    """
+    flat = weights.flatten() if weights.size(1) == 1 and mask_BC.size(1) != 1 else weights[mask_BC]
+    nothing = flat.new_tensor([float("inf"), 0.0, 0.0, float("-inf")])
+    sums = (
+        torch.stack([flat.min(), flat.sum(), flat.new_tensor(flat.numel()), flat.max()]) if flat.numel() else nothing
+    )
+    everyone = accelerator.gather(sums[None])
+    count = everyone[:, 2].sum().item()
+    if not count:
+        return {}
+    return {
+        "sampling/importance_sampling_ratio/min": everyone[:, 0].min().item(),
+        "sampling/importance_sampling_ratio/mean": everyone[:, 1].sum().item() / count,
+        "sampling/importance_sampling_ratio/max": everyone[:, 3].max().item(),
+    }
