@@ -164,7 +164,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
         prompt_ids, rows = [item.prompt_ids for item in repeated], [item.row for item in repeated]
         with self._reference_policy() as (model, lockstep):
-            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced_gpus=lockstep)
+            ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced=lockstep)
         completions = decode(self.processing_class, [row["prompt"] for row in rows], prompt_ids, ids)
         rewards = self._scorer()(rows, completions, ids).double().numpy()
         return np.split(rewards, np.cumsum(counts)[:-1])
@@ -290,7 +290,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             return evaluate_rows(
                 rows,
                 self._tokenize_prompts,
-                lambda ids: generate(model, ids, self._generation_config(sample=False), synced_gpus=lockstep),
+                lambda ids: generate(model, ids, self._generation_config(sample=False), synced=lockstep),
                 self.processing_class,
                 self._scorer(),
                 self.reward_weights.cpu(),

@@ -122,10 +122,10 @@ def evaluate(
 
     def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
         ids = _encode([rows[i]["prompt"] for i in batch], tokenizer)
-        best, drawn = generate(model, ids, greedy, synced_gpus=lockstep), []
+        best, drawn = generate(model, ids, greedy, synced=lockstep), []
         if samples:
             repeated = [row for row in ids for _ in range(samples)]
-            drawn = generate(model, repeated, sampled, seed=(seed << 20) + batch.start, synced_gpus=lockstep)
+            drawn = generate(model, repeated, sampled, seed=(seed << 20) + batch.start, synced=lockstep)
         return best, drawn
 
     def answer(tokens: list[int]) -> str | None:

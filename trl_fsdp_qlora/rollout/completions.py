@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from .decoding import Decoding, Work
+from .support import why_stock
+
 
 def _compute_device(model: nn.Module) -> torch.device:
     parameter = next(model.parameters())
@@ -19,41 +22,75 @@ def _compute_device(model: nn.Module) -> torch.device:
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None = None, **kwargs
-) -> list[list[int]]:
-    """One completion for every prompt given, each cut behind its first end-of-sequence token.
-
-    The result depends on the prompts, the weights and `seed` only: the global random state is neither used nor moved.
+def complete(
+    model: nn.Module,
+    prompt_ids: list[list[int]],
+    config: GenerationConfig,
+    *,
+    synced: bool | None = None,
+    compact: bool = True,
+) -> tuple[list[list[int]], Work | None]:
+    """One completion for every prompt given, from the global random state, in the mode that the model is in.
 
     Args:
-        model: causal language model, unwrapped; its training mode is restored.
-        prompt_ids: token ids of R prompts, padded on the left here.
+        model: causal language model, unwrapped.
+        prompt_ids: token ids of R prompts, padded on the left here. Equal ones are prefilled once.
         config: with `pad_token_id` and a list `eos_token_id`.
-        seed: of the sampling; `None` for greedy decoding.
-        **kwargs: to `model.generate`.
+        synced: a forward is collective, so a rank that has finished goes on with the others. By transformers' rule if
+            `None`.
+        compact: use the decoding loop of [`decoding`] where it is exact.
 
     Returns:
-        R lists of completion token ids.
+        R lists of completion token ids, each cut behind its first end-of-sequence token, and what was run for them;
+        `None` where transformers' own loop was.
     """
     width = max(map(len, prompt_ids))
     device = _compute_device(model)
     input_ids = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+    decoding = Decoding(synced) if compact and why_stock(model, config) is None else None
+    loop = {} if decoding is None else {"custom_generate": decoding}
+    out = model.generate(
+        input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=synced, **loop
+    )
+    completions = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in config.eos_token_id), len(row))
+        completions.append(row[:end])
+    return completions, None if decoding is None else decoding.work
+
+
+def generate(
+    model: nn.Module,
+    prompt_ids: list[list[int]],
+    config: GenerationConfig,
+    seed: int | None = None,
+    *,
+    synced: bool | None = None,
+    compact: bool = True,
+) -> list[list[int]]:
+    """One completion for every prompt given, as [`complete`], without dropout and reproducible.
+
+    The result depends on the prompts, the weights and `seed` only: the global random state is neither used nor moved.
+
+    Args:
+        model: causal language model, unwrapped; its training mode is restored.
+        prompt_ids, config, synced, compact: see [`complete`].
+        seed: of the sampling; `None` for greedy decoding.
+
+    Returns:
+        R lists of completion token ids.
+    """
+    device = _compute_device(model)
     was_training = model.training
     model.eval()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if seed is not None:
                 torch.manual_seed(seed)
-            out = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **kwargs)
+            return complete(model, prompt_ids, config, synced=synced, compact=compact)[0]
     finally:
         model.train(was_training)
-    completions = []
-    for row in out[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in config.eos_token_id), len(row))
-        completions.append(row[:end])
-    return completions
 
 
 def over_ranks(

@@ -69,7 +69,7 @@ class Rollout:
 
         Yields:
             The unwrapped model, and whether it works in lockstep: every rank has to generate equally
-            often, and with `synced_gpus=True`.
+            often, and with `synced=True`.
         """
         mode = "per_layer"
         if isinstance(wrapped, FSDPModule):

@@ -106,21 +106,26 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
 }
 
 
-def check_seams(expected: dict[str, tuple[Callable, str]] = EXPECTED) -> None:
-    """Compare every private name in `expected` with the signature it was written for.
-
-    Raises:
-        UnsupportedTRLVersion: names each seam that differs, what was expected, and what to install.
-    """
+def misfits(expected: dict[str, tuple[Callable, str]]) -> list[str]:
+    """The private names in `expected` whose signature is not the one they were written for, each with both."""
     problems = []
     for name, (function, parameters) in expected.items():
         found = " ".join(inspect.signature(inspect.unwrap(function)).parameters)
         if found != parameters:
-            problems.append(f"  {name}: expected ({parameters}), found ({found})")
-    if problems:
+            problems.append(f"{name}: expected ({parameters}), found ({found})")
+    return problems
+
+
+def check_seams(expected: dict[str, tuple[Callable, str]] = EXPECTED) -> None:
+    """Compare every private name of TRL in `expected` with the signature it was written for.
+
+    Raises:
+        UnsupportedTRLVersion: names each seam that differs, what was expected, and what to install.
+    """
+    if problems := misfits(expected):
         raise UnsupportedTRLVersion(
             f"trl_fsdp_qlora is written for TRL {TESTED_TRL}.x; the installed TRL {trl.__version__} differs in\n"
-            + "\n".join(problems)
+            + "\n".join(f"  {problem}" for problem in problems)
             + f"\nInstall a version that fits: pip install 'trl~={TESTED_TRL}.0'"
         )
 

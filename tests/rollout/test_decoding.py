@@ -1,0 +1,189 @@
+"""The compact decoding loop against transformers' own, and its sampler against exact probabilities."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GenerationConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
+
+from trl_fsdp_qlora.rollout.completions import complete, generate
+from trl_fsdp_qlora.rollout.decoding import Decoding
+
+VOCABULARY, PAD, EOS = 64, 0, [3, 5, 7, 11, 13]
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": PAD,
+}
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen3-sliding": Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=2),
+    "mistral-sliding": MistralConfig(**SIZES, sliding_window=5),
+    "gemma2": Gemma2Config(**SIZES, sliding_window=6),
+    "moe": Qwen2MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gpt-oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
+}
+# Two groups of prompts of different lengths, and one prompt that stands alone.
+PROMPTS = [[20, 21, 22, 23, 24, 25, 26, 27, 28]] * 4 + [[30, 31, 32]] * 4 + [[40, 41, 42, 43, 44]]
+
+
+def build(name="llama"):
+    torch.manual_seed(0)
+    config = copy.deepcopy(MODELS[name])
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def greedy(**changes):
+    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS, **changes}
+    return GenerationConfig(**settings, disable_compile=True)
+
+
+def sampled(**changes):
+    return greedy(**{"do_sample": True, "top_k": 0, **changes})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_token_identical(name):
+    model = build(name)
+    expected, nothing = complete(model, PROMPTS, greedy(), compact=False)
+    found, work = complete(model, PROMPTS, greedy())
+    assert nothing is None
+    assert found == expected
+    lengths = {len(row) for row in found}
+    assert len(lengths) > 1  # otherwise no row was dropped before the others
+    assert work.prefill_tokens == 3 * 9
+    assert work.stock_prefill_tokens == 9 * 9
+    longest = max(lengths)
+    assert work.stock_row_steps == 9 * (longest - 1)
+    # A row takes part in every forward but the one that would follow its last token.
+    assert work.row_steps == sum(len(row) - 1 for row in found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 15},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [20, 33]},
+        {"prefill_chunk_size": 4},
+        {"bad_words_ids": [[49], [32, 32]], "renormalize_logits": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_greedy_with_processors(changes):
+    model = build("qwen3-sliding" if "prefill_chunk_size" in changes else "llama")
+    expected, _ = complete(model, PROMPTS, greedy(**changes), compact=False)
+    found, work = complete(model, PROMPTS, greedy(**changes))
+    assert found == expected
+    assert work.row_steps < work.stock_row_steps
+    assert expected != complete(model, PROMPTS, greedy(), compact=False)[0] or "prefill_chunk_size" in changes
+
+
+def test_processors_that_look_at_the_batch_keep_it_whole():
+    from transformers.generation import WatermarkingConfig
+
+    model, config = build(), greedy(watermarking_config=WatermarkingConfig(bias=3.0))
+    expected, _ = complete(model, PROMPTS, config, compact=False)
+    found, work = complete(model, PROMPTS, config)
+    assert found == expected
+    assert work.row_steps == work.stock_row_steps
+    assert work.prefill_tokens < work.stock_prefill_tokens
+
+
+def test_equal_prompts_need_not_be_adjacent_nor_padded():
+    model = build()
+    prompts = [[20, 21, 22], [30, 31, 32], [20, 21, 22], [40, 41, 42], [30, 31, 32]]
+    found, work = complete(model, prompts, greedy())
+    assert found == complete(model, prompts, greedy(), compact=False)[0]
+    assert work.prefill_tokens == 9
+
+
+def test_the_padded_matrix_is_the_librarys():
+    model = build()
+    ids = torch.tensor([[20, 21, 22]] * 2 + [[30, 31, 32]] * 2)
+    expected = model.generate(ids, generation_config=greedy())
+    assert torch.equal(model.generate(ids, generation_config=greedy(), custom_generate=Decoding()), expected)
+    assert (expected == PAD).any()
+    without_end = greedy(eos_token_id=None, max_new_tokens=6)
+    expected = model.generate(ids, generation_config=without_end)
+    found = model.generate(ids, generation_config=without_end, custom_generate=Decoding())
+    assert torch.equal(found, expected)
+
+
+def test_room_for_the_cache_grows():
+    model = build()
+    config = greedy(max_new_tokens=150, eos_token_id=[3])
+    assert complete(model, PROMPTS, config)[0] == complete(model, PROMPTS, config, compact=False)[0]
+
+
+def test_adapters():
+    model = get_peft_model(build(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    found, expected = (complete(model, PROMPTS, greedy(), compact=c)[0] for c in (True, False))
+    assert found == expected
+    with model.disable_adapter():
+        base, expected = (complete(model, PROMPTS, greedy(), compact=c)[0] for c in (True, False))
+    assert base == expected
+    assert base != found
+
+
+def test_bfloat16_autocast_runs_in_bfloat16():
+    # bf16 rounds differently for other batch sizes, so ties may fall otherwise: only what is cached is compared.
+    model, seen = build(), []
+    layer = model.model.layers[0].self_attn
+    layer.register_forward_hook(lambda *_, **__: seen.append(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, work = complete(model, PROMPTS, greedy(max_new_tokens=8))
+    assert work is not None
+    assert len(found) == len(PROMPTS)
+    assert 1 < len(seen) <= 8
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rows_draw_does_not_depend_on_which_rows_have_finished():
+    model = build()
+    free = generate(model, PROMPTS, sampled(eos_token_id=[63], suppress_tokens=[63]), seed=1)
+    ending = generate(model, PROMPTS, sampled(suppress_tokens=[63]), seed=1)
+    assert len({len(row) for row in ending}) > 2
+    for whole, cut in zip(free, ending, strict=True):
+        assert whole[: len(cut)] == cut
+
+
+def test_reproducible_from_the_seed_and_one_number_of_the_global_state():
+    model = build()
+    assert generate(model, PROMPTS, sampled(), seed=4) == generate(model, PROMPTS, sampled(), seed=4)
+    assert generate(model, PROMPTS, sampled(), seed=4) != generate(model, PROMPTS, sampled(), seed=5)
+    after = []
+    for tokens in (2, 20):  # however long the completions are
+        torch.manual_seed(9)
+        complete(model, PROMPTS, sampled(max_new_tokens=tokens))
+        after.append(torch.rand(3))
+    assert torch.equal(*after)
+
+
+def test_nan_is_told_as_by_the_library():
+    model = build()
+    torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    for compact in (True, False):
+        with pytest.raises(RuntimeError, match="probability tensor contains either"):
+            complete(model, PROMPTS, sampled(), compact=compact)

@@ -1,0 +1,81 @@
+"""Rows of a dynamic key-value cache: repeated for the group behind a shared prefill, dropped when they have finished."""
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+# Positions for which room is made at once.
+_ROOM = 64
+
+
+class RoomyLayer(DynamicLayer):
+    """A full-attention layer that writes new keys and values behind the old ones, into room made for `_ROOM` at once.
+
+    `DynamicLayer` copies the whole cache for every token. What attention reads is the same, entry by entry.
+
+    Args:
+        layer: the layer to take over, as the prefill left it.
+        rows_R: which of its rows make up the new batch; a row may be taken several times.
+        max_length: room is never made beyond this many positions.
+    """
+
+    def __init__(self, layer: DynamicLayer, rows_R: torch.Tensor, max_length: int):
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        self.max_length = max_length
+        self.keys, self.values = layer.keys, layer.values
+        self._move(rows_R)
+
+    def _move(self, rows: torch.Tensor | None = None, new: int = 0) -> None:
+        """Take these rows (all by default) to where there is room for at least `new` more positions."""
+        length = self.keys.shape[-2]
+        size = max(length + new, min(length + _ROOM, self.max_length))
+        rooms = []
+        for states in (self.keys, self.values):
+            room = states.new_empty(len(states) if rows is None else len(rows), states.shape[1], size, states.shape[3])
+            if rows is None:
+                room[:, :, :length] = states
+            else:
+                torch.index_select(states, 0, rows, out=room[:, :, :length])
+            rooms.append(room)
+        self._rooms = rooms
+        self._see(length)
+
+    def _see(self, length: int) -> None:
+        self.keys, self.values = (room[:, :, :length] for room in self._rooms)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        length, new = self.keys.shape[-2], key_states.shape[-2]
+        if length + new > self._rooms[0].shape[-2]:
+            self._move(new=new)
+        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
+            room[:, :, length : length + new] = states
+        self._see(length + new)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._move(indices)
+
+
+def unrepeatable(cache: DynamicCache) -> str | None:
+    """Why the rows of `cache` cannot be repeated and dropped; `None` where they can."""
+    if type(cache) is not DynamicCache:
+        return f"the cache is a {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "the cache is offloaded"
+    others = sorted(
+        {type(x).__name__ for x in cache.layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)}
+    )
+    if others:
+        # Static layers have a fixed batch size; linear-attention ones keep a state beside keys and values.
+        return f"the cache has layers of type {', '.join(others)}"
+    return None
+
+
+def repeat_rows(cache: DynamicCache, rows_R: torch.Tensor, max_length: int) -> None:
+    """Let row i of `cache` be what was row `rows_R[i]`, in place."""
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.get_seq_length():
+            cache.layers[i] = RoomyLayer(layer, rows_R, max_length)
+        else:
+            layer.batch_select_indices(rows_R)

@@ -1,0 +1,229 @@
+"""A decoding loop for `generate(custom_generate=...)`: a prompt is prefilled once, and finished rows leave the batch.
+
+Transformers runs a prompt as often as it is repeated, and every row until the longest one ends. Here the distinct rows of
+the batch are prefilled and their cache is repeated; a row that has ended is dropped, with its part of the cache. The
+library still prepares everything around the loop: processors, stopping criteria, masks, positions, the cache.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+
+from ..upstream.generation import (
+    next_inputs,
+    pad_token,
+    prefill,
+    synced_by_default,
+    tuned_for_decoding,
+    unfinished,
+)
+from .cache import repeat_rows
+from .draws import RowUniforms, draw
+
+# What treats each row by itself, so that it does not matter which others are still there. Repetition penalties may hold
+# one number a row, which is dropped with it.
+_BY_ROW = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+# Finished rows are dropped once they are this share of the batch: dropping copies the cache of the others.
+_DROP_SHARE = 1 / 16
+
+
+@dataclass
+class Work:
+    """What one or more calls ran, and what `generate` alone would have run for the same completions.
+
+    Attributes:
+        prefill_tokens: positions of the prefill, padding included.
+        row_steps: rows of all decoding forwards.
+    """
+
+    prefill_tokens: int = 0
+    row_steps: int = 0
+    stock_prefill_tokens: int = 0
+    stock_row_steps: int = 0
+
+
+class Decoding:
+    """The decoding loop of one `generate` call, to be given as `custom_generate`.
+
+    Args:
+        synced: a forward is collective: this rank goes on as long as any. By transformers' own rule if `None`.
+
+    Attributes:
+        work: what was run.
+    """
+
+    def __init__(self, synced: bool | None = None):
+        self.synced = synced
+        self.work = Work()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs,
+    ) -> torch.Tensor:
+        """Token ids `(R, P + C)`: prompts and completions, finished rows filled up with padding, as `_sample` gives."""
+        synced = synced_by_default(model) if self.synced is None else self.synced
+        batch = _Batch(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        outputs = self._prefill(model, batch, generation_config)
+        with tuned_for_decoding(model):
+            while unfinished(model, batch.left == 0, synced, input_ids.device):
+                if outputs is None:
+                    inputs = model.prepare_inputs_for_generation(batch.ids_AL, next_sequence_length=1, **batch.kwargs)
+                    outputs = model(**inputs, return_dict=True)
+                    self.work.row_steps += len(batch.ids_AL)
+                    self.work.stock_row_steps += len(input_ids)
+                batch.kwargs = next_inputs(model, outputs, batch.kwargs)
+                logits_AV, outputs = outputs.logits[:, -1], None
+                if batch.left:
+                    batch.append(logits_AV)
+                    batch.drop_finished(synced)
+        return torch.cat([input_ids, batch.completions()], 1)
+
+    def _prefill(self, model, batch: "_Batch", config: GenerationConfig):
+        """Outputs as of a prefill of every row, from one of each distinct row; the cache in `batch` is every row's."""
+        ids_RP, kwargs = batch.ids_AL, batch.kwargs
+        mask_RP = kwargs.get("attention_mask")
+        keys = ids_RP if mask_RP is None else torch.cat([ids_RP, mask_RP.to(ids_RP.dtype)], 1)
+        distinct, place_R = torch.unique(keys, dim=0, return_inverse=True)
+        first_U = place_R.new_zeros(len(distinct))
+        first_U[place_R] = torch.arange(len(ids_RP), device=ids_RP.device)  # any of the equal rows
+        once = {name: _rows(value, first_U) for name, value in kwargs.items()}
+        outputs = prefill(model, ids_RP[first_U], config, once)
+        longest = batch.stopping_criteria.max_length
+        repeat_rows(outputs.past_key_values, place_R, sys.maxsize if longest is None else longest)
+        outputs.logits = outputs.logits[:, -1:][place_R]
+        self.work.prefill_tokens += distinct.numel() if mask_RP is None else distinct.numel() // 2
+        self.work.stock_prefill_tokens += ids_RP.numel()
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"][:, -1:]  # the next ones follow from the last
+        return outputs
+
+
+class _Batch:
+    """The rows still being generated (A of R), the completions of all, and what belongs to a row.
+
+    Attributes:
+        ids_AL: prompts and what was generated of the rows still in the batch.
+        kwargs: of the model's next forward; the cache among them.
+        left: rows that have not ended.
+    """
+
+    def __init__(self, ids_RP, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
+        self.ids_AL, self.kwargs = ids_RP, kwargs
+        self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
+        self.left = len(ids_RP)
+        self._rows = len(ids_RP)
+        self._rows_A = torch.arange(self.left, device=ids_RP.device)
+        self._open_A = torch.ones_like(self._rows_A, dtype=torch.bool)
+        self._uniforms = RowUniforms(self.left, ids_RP.device) if config.do_sample else None
+        self._columns: list[torch.Tensor] = []
+        # Without an end-of-sequence token `generate` lets finished rows go on as they are.
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self._pad = pad_token(config).to(ids_RP.device) if pads else None
+        self._drops = pads and all(type(item) in _BY_ROW for item in (*logits_processor, *stopping_criteria))
+
+    def append(self, logits_AV: torch.Tensor) -> None:
+        """Pick every row's next token.
+
+        Raises:
+            RuntimeError: NaN or infinite probabilities, in the words of `torch.multinomial`.
+        """
+        next_A = self._pick(logits_AV)
+        if self._pad is not None and self.left < len(next_A):
+            next_A = next_A.where(self._open_A, self._pad)
+        if len(self._rows_A) == self._rows:
+            self._columns.append(next_A)
+        else:
+            self._columns.append(self._pad.repeat(self._rows).index_copy(0, self._rows_A, next_A))
+        self.ids_AL = torch.cat([self.ids_AL, next_A[:, None]], 1)
+        self._open_A = self._open_A & ~self.stopping_criteria(self.ids_AL, None)
+        self.left, broken = torch.stack([self._open_A.sum(), (next_A < 0).sum()]).tolist()
+        if broken:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+    def _pick(self, logits_AV: torch.Tensor) -> torch.Tensor:
+        logits_AV = logits_AV.to(self.ids_AL.device)
+        if self.logits_processor:
+            logits_AV = self.logits_processor(self.ids_AL, logits_AV.to(copy=True, dtype=torch.float32))
+        if self._uniforms is None:
+            return logits_AV.argmax(-1)
+        return draw(torch.softmax(logits_AV, -1, dtype=torch.float32), self._uniforms.next(self._rows_A))
+
+    def drop_finished(self, synced: bool) -> None:
+        """Let finished rows leave, with their part of the cache, once they are enough to be worth the copy."""
+        finished = len(self._rows_A) - self.left
+        if not self._drops or finished < max(1, _DROP_SHARE * len(self._rows_A)) or not (self.left or synced):
+            return
+        # One row stays where other ranks need the forwards of this one, which has finished.
+        kept = self._open_A.nonzero()[:, 0] if self.left else self._rows_A.new_zeros(1)
+        self.ids_AL, self._rows_A, self._open_A = self.ids_AL[kept], self._rows_A[kept], self._open_A[kept]
+        self.kwargs["past_key_values"].batch_select_indices(kept)
+        self.kwargs = {name: _rows(value, kept) for name, value in self.kwargs.items()}
+        for processor in self.logits_processor:
+            if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+                processor.prompt_ignore_length = processor.prompt_ignore_length[kept]
+
+    def completions(self) -> torch.Tensor:
+        """Completions of all rows, `(R, C)`."""
+        return torch.stack(self._columns, 1)
+
+
+def _rows(value, rows: torch.Tensor):
+    """The given rows of a tensor among the model's arguments; anything else as it is."""
+    return value[rows] if isinstance(value, torch.Tensor) and value.ndim else value

@@ -1,0 +1,73 @@
+"""The private parts of transformers' `generate` that a custom decoding loop needs, checked like TRL's.
+
+`generate(custom_generate=...)` prepares the arguments of `GenerationMixin._sample` and hands them over. Where a release
+differs, [`MISFIT`] says so and `generate` keeps its own loop.
+"""
+
+import torch
+import transformers
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from .trl import misfits
+
+_EXPECTED = {
+    "_sample": "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer model_kwargs",
+    "_prefill": "self input_ids generation_config model_kwargs is_first_iteration",
+    "_update_model_kwargs_for_generation": "self outputs model_kwargs is_encoder_decoder num_new_tokens",
+    "_prepare_generation_config": "self generation_config kwargs",
+    "_has_unfinished_sequences": "self this_peer_finished synced_gpus device",
+    "_supports_default_dynamic_cache": "",
+    "_optimize_model_for_decode": "self",
+}
+
+
+def _misfit() -> str | None:
+    found = {name: (getattr(GenerationMixin, name, _misfit), parameters) for name, parameters in _EXPECTED.items()}
+    problems = misfits(found)
+    return f"transformers {transformers.__version__} differs in {problems[0]}" if problems else None
+
+
+MISFIT = _misfit()
+
+
+def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict):
+    """The model's outputs for the prompts, in chunks where `config` says so."""
+    return model._prefill(input_ids, config, model_kwargs)
+
+
+def next_inputs(model: PreTrainedModel, outputs, model_kwargs: dict) -> dict:
+    """`model_kwargs` with cache, mask and positions for the token after `outputs`."""
+    return model._update_model_kwargs_for_generation(outputs, model_kwargs)
+
+
+def unfinished(model: PreTrainedModel, finished_here: bool, synced: bool, device: torch.device) -> bool:
+    """Whether another token is to be generated, here or (where `synced`, which makes it collective) on any rank."""
+    return model._has_unfinished_sequences(finished_here, synced, device)
+
+
+def tuned_for_decoding(model: PreTrainedModel):
+    """A context in which transformers has switched the model to what decodes fastest."""
+    return model._optimize_model_for_decode()
+
+
+def synced_by_default(model: PreTrainedModel) -> bool:
+    """Whether `generate` keeps the ranks in step where nobody says; it does not hand its decision to a custom loop."""
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def effective_config(model: PreTrainedModel, config: GenerationConfig) -> GenerationConfig:
+    """`config` with the gaps that `generate` fills from the model's own."""
+    return model._prepare_generation_config(config)[0]
+
+
+def pad_token(config: GenerationConfig) -> torch.Tensor | None:
+    """The padding token of a config that `generate` has prepared."""
+    return config._pad_token_tensor
+
+
+def takes_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether `generate` gives the model a `DynamicCache`."""
+    return model._supports_default_dynamic_cache()
