@@ -52,6 +52,11 @@ def main():
         peft_config=None if arguments.full else LoraConfig(r=4, target_modules="all-linear"),
     )
     result = {}
+    if trainer.accelerator.is_main_process:  # one rank alone reads the store, before and after all have opened it
+        try:
+            _ = trainer.values.stage_one
+        except RuntimeError as error:
+            result["too early"] = str(error)
     if arguments.fsdp:
         try:
             trainer.estimate_values()
@@ -62,6 +67,8 @@ def main():
         result["samples"] = trainer.accelerator.gather(torch.tensor([report.samples])).tolist()
         result["evaluation"] = trainer.evaluate(problems(13))
     trainer.train()
+    if trainer.accelerator.is_main_process:
+        result["entries"] = len(trainer.values.stage_one.cache)
     result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     result["evaluation_after"] = trainer.evaluate(problems(13))
     table = trainer.values.stage_one.cache.get(trainer.values.known)

@@ -42,6 +42,7 @@ def without_seconds(metrics):
 def test_two_ranks_give_the_values_and_the_accuracy_of_one(run):
     one, two = run("one", 1, "--batch", "16"), run("two", 2)
     assert one["table"] == two["table"] and len(one["table"]) == 48
+    assert "on all ranks together" in two["too early"] and two["entries"] == 48
     assert without_seconds(one["evaluation"]) == without_seconds(two["evaluation"])
     assert one["evaluation"]["eval_n"] == 13
     assert one["samples"] == [48 * 8]

@@ -392,3 +392,90 @@ def test_the_reference_of_every_kind_of_adapter_is_the_base_model(tmp_path, mode
     want = logits.log_softmax(-1).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
     kept = batch["completion_mask"].bool()
     torch.testing.assert_close(batch["ref_per_token_logps"][kept], want[kept], atol=2e-4, rtol=1e-4)
+
+
+def test_a_reward_that_was_down_is_an_error_and_is_sampled_again(make_trainer, count_prompts):
+    def down(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = make_trainer(rewards=down, value_reward_version="judge")
+    with pytest.raises(ValueError, match=r"no sample of any of 24 prompts got a reward from down"):
+        trainer.train()
+    assert len(trainer.values.stage_one.cache) == 0
+
+    def back(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    back.__name__ = "down"
+    count_prompts.clear()
+    trainer = make_trainer(rewards=back, value_reward_version="judge")
+    trainer.estimate_values()
+    assert len(count_prompts) == 24 and set(trainer.values.known.values()) == {1.0}
+
+
+def test_prompts_without_a_value_are_counted_and_only_they_are_sampled_again(make_trainer, count_prompts, caplog):
+    def partly(completions, answer, **kwargs):
+        return [None if a == "3" else 1.0 for a in answer]
+
+    first = make_trainer(rewards=partly)
+    report = first.estimate_values()
+    assert "3 of 24 prompts have no V*: partly gave None or NaN" in caplog.text
+    assert report.unscored == 3 * 8 and len(table(first)) == 21
+    count_prompts.clear()
+    make_trainer(rewards=partly).estimate_values()
+    assert sorted(count_prompts) == sorted((row["prompt"], 8) for row in problems(24) if row["answer"] == "3")
+
+
+def test_a_partly_scored_prompt_is_completed_by_the_next_run(make_trainer, count_prompts):
+    answers = iter([None, None] + [1.0] * 10_000)
+
+    def flaky(completions, **kwargs):
+        return [next(answers) for _ in completions]
+
+    trainer = make_trainer(rewards=flaky, rows=1, per_device_train_batch_size=1, value_reward_version="1")
+    trainer.estimate_values()
+    assert [len(rewards) for rewards in table(trainer).values()] == [6]
+    assert list(trainer.values.known.values()) == [1.0]
+    count_prompts.clear()
+    trainer = make_trainer(rewards=flaky, rows=1, per_device_train_batch_size=1, value_reward_version="1")
+    trainer.estimate_values()
+    assert [count for _, count in count_prompts] == [2]
+    assert [len(rewards) for rewards in table(trainer).values()] == [8]
+
+
+@pytest.mark.parametrize("kind", ["torch", "transform", "removed columns"])
+def test_rows_of_stage_one_are_those_that_the_loader_gives(make_trainer, count_prompts, kind):
+    seen = []
+
+    def look(completions, prompts, number=None, **kwargs):
+        seen.append((type((number or [None])[0]), prompts[0].startswith("1+")))
+        return [float(len(c) % 2) for c in completions]
+
+    def one_plus(batch):
+        return {**batch, "prompt": ["1+" + prompt for prompt in batch["prompt"]]}
+
+    data = problems(24).add_column("number", list(range(24)))
+    trainer = make_trainer(rewards=look, remove_unused_columns=kind == "removed columns")
+    if kind == "torch":
+        data = data.with_format("torch")
+    elif kind == "transform":
+        data = data.with_transform(one_plus)
+    trainer.train_dataset = data
+    trainer.train()
+    assert len(count_prompts) == 24  # stage 2 found every key of stage 1
+    assert {kind for kind, _ in seen} == {
+        "torch": {torch.Tensor},
+        "transform": {int},
+        "removed columns": {type(None)},
+    }[kind]
+    if kind == "transform":
+        assert all(transformed for _, transformed in seen)
+
+
+def test_the_store_is_opened_by_name_and_reading_it_does_nothing(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    with pytest.raises(RuntimeError, match="on all ranks together"):
+        _ = trainer.values.stage_one
+    trainer.estimate_values()
+    monkeypatch.setattr("trl_fsdp_qlora.a_star_po.values.broadcast_object_list", None)
+    assert trainer.values.stage_one is trainer.values.stage_one

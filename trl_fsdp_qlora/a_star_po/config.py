@@ -1,5 +1,6 @@
 """`AStarPOConfig`: `EfficientGRPOConfig` with one completion a prompt, and the fields of A*-PO."""
 
+import logging
 import os
 from dataclasses import dataclass, field
 
@@ -7,15 +8,32 @@ from trl import GRPOConfig
 
 from ..grpo.config import EfficientGRPOConfig
 from .estimators import ESTIMATORS, SamplePlan
+from .local_disk import network_file_system, scratch
 from .objectives import OBJECTIVES
+
+logger = logging.getLogger(__name__)
 
 UNSEEN_PROMPTS = ("estimate", "refuse")
 
 
 def default_value_cache() -> str:
-    """`$XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite`, with the usual fallback to `~/.cache`."""
+    """`$XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite`, with the usual fallback to `~/.cache`.
+
+    Where that is a network file system, the same file on a disk of this node, with one line that says so; if there is
+    none, the path itself, which the cache then refuses with the line to change.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    return os.path.expanduser(os.path.join(base, "trl_fsdp_qlora", "values.sqlite"))
+    path = os.path.expanduser(os.path.join(base, "trl_fsdp_qlora", "values.sqlite"))
+    kind, local = network_file_system(path), scratch()
+    if kind is None or local is None:
+        return path
+    moved = os.path.join(local, "values.sqlite")
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            f"the default V* cache {path} lies on {kind}, where SQLite's write-ahead log does not work: using {moved} "
+            f"on this node instead; set value_cache to a file on a disk of this node that stays to choose another"
+        )
+    return moved
 
 
 @dataclass

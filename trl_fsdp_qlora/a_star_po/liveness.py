@@ -66,10 +66,12 @@ class Owner:
         container only the age of its heartbeat can tell.
 
         Args:
-            heartbeat: when the owner last said it was alive, seconds since the epoch.
+            heartbeat: when the owner last said it was alive, seconds since the epoch; further than a lease from now,
+                in either direction, it counts as stopped.
             now: the current time, seconds since the epoch.
             lease_seconds: age from which a heartbeat counts as stopped.
         """
         if self.machine == _machine() and _started(self.pid) != self.started:
             return False
-        return now - heartbeat < lease_seconds
+        # A beat from the future (a clock that was set back, a damaged row) says nothing: a living owner overwrites it.
+        return abs(now - heartbeat) < lease_seconds

@@ -93,6 +93,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.accelerator,
             self.clock,
             self.reward_weights.cpu(),
+            self.reward_func_names,
             lambda prompts: self._tokenize_prompts(prompts)[0],
             self._draw,
             lockstep=self.rollout.is_sharded,
@@ -120,7 +121,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             if not self.rollout.is_sharded:
                 self.estimate_values()
             if self.args.filter_all_failed:
-                self.train_dataset = self.values.without_all_failed(self.train_dataset)
+                rows = self._remove_unused_columns(self.train_dataset, "training")
+                self.train_dataset = self.values.without_all_failed(rows)
         return super().train(*args, **kwargs)
 
     def estimate_values(self, dataset=None) -> Report:
@@ -136,7 +138,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         """
         self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
         self.values.open(self._describe_context)
-        return self.values.estimate(self.train_dataset if dataset is None else dataset)
+        dataset = self.train_dataset if dataset is None else dataset
+        return self.values.estimate(self._remove_unused_columns(dataset, "training"))  # as before stage 2 loads it
 
     def _describe_context(self) -> dict:
         model, adapter = self.accelerator.unwrap_model(self.model), None

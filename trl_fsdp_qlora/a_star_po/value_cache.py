@@ -9,8 +9,10 @@ or when its process is gone. Every change is one transaction: a reader sees an e
 """
 
 import json
+import logging
 import os
 import sqlite3
+import tempfile
 import threading
 import time
 import zlib
@@ -21,6 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from .liveness import Owner
+from .local_disk import network_file_system
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 # Marks the file as ours among all SQLite files ("V*PO").
@@ -67,6 +72,12 @@ class ValueCache:
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._heart: threading.Thread | None = None
+        if kind := network_file_system(self.path):
+            raise ValueCacheError(
+                f"value_cache={str(self.path)!r} lies on {kind}, where SQLite's write-ahead log loses entries: set "
+                f"value_cache to a file on a disk of this node, e.g. "
+                f"value_cache={os.path.join(tempfile.gettempdir(), self.path.name)!r}"
+            )
         with self._explained("opened"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._explained("opened"):
@@ -165,15 +176,30 @@ class ValueCache:
                     f"SELECT key, samples, functions, rewards, checksum FROM entries WHERE key IN ({marks})", batch
                 )
                 for key, samples, functions, rewards, checksum in rows:
-                    if zlib.crc32(key + rewards) == checksum and len(rewards) == 8 * samples * functions:
+                    if _checksum(key, samples, functions, rewards) == checksum:
                         found[key] = np.frombuffer(rewards, np.float64).reshape(samples, functions)
         return found
 
     def contexts(self) -> dict[str, dict]:
-        """What the entries' values depend on besides their rows: context digest -> description."""
+        """What the entries' values depend on besides their rows: context digest -> description.
+
+        A damaged description is left out with one line: it is for people, the keys do not depend on it.
+        """
         with self._lock, self._explained("read"):
-            rows = self._db.execute("SELECT context, description FROM contexts ORDER BY created").fetchall()
-        return {context: json.loads(description) for context, description in rows}
+            # As bytes: damaged text need not be text.
+            rows = self._db.execute(
+                "SELECT CAST(context AS BLOB), CAST(description AS BLOB) FROM contexts ORDER BY created"
+            ).fetchall()
+        whole = {}
+        for context, description in rows:
+            try:
+                read = json.loads(description)
+                if not isinstance(read, dict):
+                    raise ValueError("not a dictionary")
+                whole[context.decode()] = read
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                logger.warning(f"{self.path}: passing over a damaged description of earlier runs ({error})")
+        return whole
 
     def __len__(self) -> int:
         with self._lock, self._explained("read"):
@@ -187,7 +213,8 @@ class ValueCache:
             return
         with self._lock, self._explained("written"), self._transaction():
             self._db.execute(
-                "INSERT OR IGNORE INTO contexts VALUES (?, ?, ?)", (context, json.dumps(description), time.time())
+                "INSERT INTO contexts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET description=excluded.description",
+                (context, json.dumps(description), time.time()),
             )
 
     def claim(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -240,13 +267,31 @@ class ValueCache:
                     blob = whole.tobytes()
                     self._db.execute(
                         "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)",
-                        (key, context, *whole.shape, blob, zlib.crc32(key + blob), time.time()),
+                        (key, context, *whole.shape, blob, _checksum(key, *whole.shape, blob), time.time()),
                     )
                     stored.add(key)
                 self._db.execute("DELETE FROM claims WHERE key=?", (key,))
         return stored
 
     # Claims and their owners
+
+    def holders(self, keys: Sequence[bytes]) -> list[str]:
+        """Which processes hold claims on `keys`, in words for a message."""
+        found = set()
+        with self._lock, self._explained("read"):
+            for start in range(0, len(keys), _BATCH):
+                batch = keys[start : start + _BATCH]
+                found.update(
+                    self._db.execute(
+                        f"SELECT owners.pid, owners.machine FROM claims JOIN owners ON owner = name "
+                        f"WHERE key IN ({','.join('?' * len(batch))})",
+                        batch,
+                    )
+                )
+        return sorted(
+            f"process {pid}" + ("" if machine == self.owner.machine else " of another machine or container")
+            for pid, machine in found
+        )
 
     def _beat(self) -> None:
         """Register this process as an owner; a daemon thread then says every third of a lease that it is alive."""
@@ -277,8 +322,10 @@ class ValueCache:
     def _forget_the_dead(self) -> None:
         now = time.time()
         for name, machine, pid, started, heartbeat in self._db.execute("SELECT * FROM owners").fetchall():
-            alive = Owner(name, machine, pid, started).is_alive(heartbeat, now, self.lease_seconds)
-            if name != self.owner.name and not alive:
+            if name == self.owner.name:
+                continue
+            damaged = not isinstance(heartbeat, float) or not isinstance(pid, int)
+            if damaged or not Owner(name, machine, pid, started).is_alive(heartbeat, now, self.lease_seconds):
                 self._db.execute("DELETE FROM claims WHERE owner=?", (name,))
                 self._db.execute("DELETE FROM owners WHERE name=?", (name,))
         # Re-register if another process took this one for dead, e.g. after it was stopped for a while.
@@ -286,6 +333,8 @@ class ValueCache:
             "INSERT OR REPLACE INTO owners VALUES (?, ?, ?, ?, ?)",
             (self.owner.name, self.owner.machine, self.owner.pid, self.owner.started, now),
         )
+        # An owner is registered before its first claim, so a claim without one is a remnant.
+        self._db.execute("DELETE FROM claims WHERE owner NOT IN (SELECT name FROM owners)")
 
     # Errors and transactions
 
@@ -316,6 +365,15 @@ class ValueCache:
                 f"the V* cache {self.path} could not be {verb}: {error}. Every entry that was stored before is kept. "
                 f"{_advice(error)}"
             ) from error
+
+
+def _checksum(key: bytes, samples, functions, rewards) -> int | None:
+    """CRC-32 of an entry, its shape included; `None` where the parts cannot be an entry at all."""
+    if not isinstance(rewards, bytes) or not isinstance(samples, int) or not isinstance(functions, int):
+        return None
+    if samples < 1 or functions < 1 or len(rewards) != 8 * samples * functions:
+        return None
+    return zlib.crc32(key + rewards, zlib.crc32(f"{samples}x{functions}".encode()))
 
 
 def _advice(error: Exception) -> str:

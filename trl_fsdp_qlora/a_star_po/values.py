@@ -1,5 +1,6 @@
 """The values of a run: which are known, how the rest are estimated, and where they are found again."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ class ReferenceValues:
         accelerator: of the trainer.
         clock: on which stage 1 is a phase.
         reward_weights: `(K,)`.
+        reward_names: what the K functions are called in messages.
         tokenize: prompts -> token ids, as the policy sees them.
         draw: samples of the reference policy and their rewards; see [`stage_one.Draw`].
         lockstep: parameters are sharded over ranks, so that every rank draws whenever one does.
@@ -43,12 +45,14 @@ class ReferenceValues:
         accelerator: Accelerator,
         clock: PhaseClock,
         reward_weights: torch.Tensor,
+        reward_names: list[str],
         tokenize: Callable[[list], list[list[int]]],
         draw: Draw,
         lockstep: bool,
     ):
         self.args, self.accelerator, self.clock = args, accelerator, clock
-        self.reward_weights, self.tokenize, self.draw, self.lockstep = reward_weights, tokenize, draw, lockstep
+        self.reward_weights, self.reward_names = reward_weights, reward_names
+        self.tokenize, self.draw, self.lockstep = tokenize, draw, lockstep
         self.known: dict[bytes, float] = {}
         self.estimated = False
         self._stage_one: StageOne | None = None
@@ -70,9 +74,16 @@ class ReferenceValues:
         """
         if self._stage_one is not None:
             return
-        description = [describe() if self.accelerator.is_main_process else None]
+        description = [None]
+        if self.accelerator.is_main_process:
+            try:
+                description = [describe()]
+            except Exception as error:  # raised below on every rank, none of which may be left in the broadcast
+                description = [error]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(description)
+        if isinstance(description[0], Exception):
+            raise description[0]
         context = digest(description[0])
         cache = ValueCache(self.args.value_cache)
         others = cache.contexts()
@@ -108,7 +119,7 @@ class ReferenceValues:
         started = time.perf_counter()
         items = {}
         for start in range(0, len(dataset), 1000):
-            items |= dict(self.items(dataset.select(range(start, min(start + 1000, len(dataset)))).to_list()))
+            items |= dict(self.items(as_loaded(dataset, range(start, min(start + 1000, len(dataset))))))
         report = self._fill(items)
         self.estimated = True
         values = np.array([self.known[key] for key in items])
@@ -125,7 +136,19 @@ class ReferenceValues:
                 items, progress=self.accelerator.is_main_process and not self.args.disable_tqdm
             )
             self.accelerator.wait_for_everyone()
-        self.known |= self.stage_one.values(list(items))
+        values = self.stage_one.values(list(items))
+        self.known |= values
+        if nothing := sum(map(math.isnan, values.values())):
+            names = ", ".join(self.reward_names)
+            if all(map(math.isnan, self.known.values())):
+                raise ValueError(
+                    f"no sample of any of {nothing} prompts got a reward from {names} (None or NaN every time), so "
+                    f"there is no V*: is what it calls running? Nothing was stored; start again when it gives rewards"
+                )
+            logger.warning(
+                f"{nothing} of {len(items)} prompts have no V*: {names} gave None or NaN for every sample, so they do "
+                f"not enter the loss; the next run samples them again"
+            )
         return report
 
     def without_all_failed(self, dataset: Dataset) -> Dataset:
@@ -134,11 +157,10 @@ class ReferenceValues:
         Raises:
             ValueError: some are not sampled yet, or too few are left.
         """
-        rows = dataset.to_list()
-        keys = [key for key, _ in self.items(rows)]
+        keys = [key for key, _ in self.items(as_loaded(dataset, range(len(dataset))))]
         rewards = self.stage_one.rewards(keys)
         low = (self.args.value_reward_range or [0.0])[0]
-        if missing := [key for key in keys if key not in rewards]:
+        if missing := [key for key in keys if key not in rewards and key not in self.known]:
             raise ValueError(
                 f"filter_all_failed needs the values of {len(missing)} prompts before training, and a model that is "
                 f"sharded over ranks cannot sample them yet: run stage 1 alone first (recipes/a_star_po.py --stage "
@@ -146,7 +168,9 @@ class ReferenceValues:
             )
         plan = self.args.sample_plan
         kept = [
-            i for i, key in enumerate(keys) if any(reward > low for reward in rewards[key][: plan.use(rewards[key])])
+            i
+            for i, key in enumerate(keys)
+            if key in rewards and any(reward > low for reward in rewards[key][: plan.use(rewards[key])])
         ]
         if len(kept) * self.args.num_generations < self.args.generation_batch_size:
             raise ValueError(
@@ -172,6 +196,13 @@ class ReferenceValues:
             logger.info(f"{len(unseen)} prompts that stage 1 never saw: estimating their V* now")
             self._fill(unseen)
         return torch.tensor([self.known[key] for key, _ in items], dtype=torch.float32)
+
+
+def as_loaded(dataset: Dataset, indices: range) -> list[dict]:
+    """Rows as a data loader gets them: in the dataset's format, through its transform."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(list(indices))
+    return [dataset[i] for i in indices]
 
 
 def describe_context(
