@@ -1,5 +1,6 @@
 """math-verify in its own process: quick where it is quick, stopped where it is not, gone when the run is."""
 
+import json
 import logging
 import os
 import signal
@@ -10,6 +11,8 @@ import time
 import psutil
 import pytest
 
+from tests.recipes.test_recipe_runs import SETTINGS, launch
+from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.recipe import math_worker
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
 
@@ -125,3 +128,25 @@ def test_one_completion_does_not_stop_a_batch():
     ]
     completions = [*completions, r"\boxed{" + "{" * 50_000, r"\boxed{\frac{1}{0}}"]
     assert exact_answer_reward()(completions=completions, answer=["7"] * 8) == [0, 1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_every_rank_has_its_own_and_takes_it_along(tmp_path, monkeypatch):
+    monkeypatch.setenv("THIS_TEST", str(tmp_path))
+    save_tiny_model(tmp_path / "base")
+    rows = [{"problem": f"{a}/{b}=", "answer": rf"\frac{{{a}}}{{{b}}}"} for a in range(1, 7) for b in range(1, 7)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = (
+        "--model_name_or_path base --per_device_train_batch_size 8 --output_dir out --max_steps 2 --save_strategy no"
+    )
+    run = launch("ddp_cpu.yaml", "grpo.py", *" ".join(SETTINGS).split(), *arguments.split(), cwd=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["processes"] == 2
+
+    def is_left(process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("THIS_TEST") == str(tmp_path) and process.pid != os.getpid()
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            return False
+
+    assert psutil.wait_procs([p for p in psutil.process_iter() if is_left(p)], timeout=20)[1] == []
