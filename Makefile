@@ -33,5 +33,6 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+# What a run left, `runs/`, stays: remove it by hand.
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from trl_fsdp_qlora.run import checkpoints
+from trl_fsdp_qlora.run import checkpoints, manifest
 
 KEYS = ("loss", "reward", "kl", "grad_norm", "learning_rate", "completions/mean_length")
 
@@ -60,5 +60,5 @@ def test_killed_and_resumed_equals_uninterrupted(launch, uninterrupted, tmp_path
     weights = load_file(run / "final" / "adapter_model.safetensors")
     for name, weight in load_file(uninterrupted / "final" / "adapter_model.safetensors").items():
         assert weight.equal(weights[name]), name
-    kept = [path.name for path in checkpoints.checkpoints_in(run) if checkpoints.why_incomplete(path) is None]
+    kept = [path.name for path in checkpoints.checkpoints_in(run) if manifest.why_incomplete(path) is None]
     assert kept[-1] == "checkpoint-9"

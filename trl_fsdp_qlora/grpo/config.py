@@ -50,6 +50,8 @@ class EfficientGRPOConfig(GRPOConfig):
         show_completions (`int`, *optional*, defaults to `2`):
             Completions printed with their rewards some ten times in a run, from the lowest reward to the highest; `0` for
             none. With `log_completions` TRL's own table is printed instead.
+        resume_anyway (`bool`, *optional*, defaults to `False`):
+            Go on from a checkpoint also where base model, data, seed or settings are not those that it was written with.
     """
 
     prefix_sharing: str = field(
@@ -100,6 +102,11 @@ class EfficientGRPOConfig(GRPOConfig):
         metadata={
             "help": "Completions shown with their rewards, some ten times in a run; 0 for none. log_completions is TRL's."
         },
+    )
+
+    resume_anyway: bool = field(
+        default=False,
+        metadata={"help": "Go on from a checkpoint although base model, data, seed or settings differ from its own."},
     )
 
     def __post_init__(self):

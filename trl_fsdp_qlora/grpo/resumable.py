@@ -1,46 +1,123 @@
 """Checkpoints that a run can really go on from."""
 
-from collections.abc import Iterator
+import json
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainingArguments
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from ..run import checkpoints
+from ..run import checkpoints, identity, manifest
+from ..run.disk import disk_errors
+from ..run.errors import CheckpointError
+from ..run.lock import FolderLock
+
+logger = logging.getLogger(__name__)
 
 
 class WholeCheckpoints:
-    """A checkpoint is whole or not taken for one, and holds the completions still to be used.
+    """A checkpoint is whole or not taken for one, belongs to this run, and holds the completions still to be used.
 
-    See [`trl_fsdp_qlora.run.checkpoints`]. Every rank calls every hook.
+    See [`trl_fsdp_qlora.run.checkpoints`], [`trl_fsdp_qlora.run.manifest`] and [`trl_fsdp_qlora.run.identity`]. Every rank
+    calls every hook; the first one looks and decides, and the others learn what it found.
     """
 
-    def __init__(self, args: TrainingArguments, accelerator: Accelerator):
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], dict[str, Any]]):
+        """
+        Args:
+            describe: gives what [`trl_fsdp_qlora.run.identity.describe_run`] says of this run; called once, on one rank.
+        """
         self.args = args
         self.accelerator = accelerator
+        self.saving = False
+        self._describe = describe
+        self._run: dict[str, Any] | None = None
+        self._lock = FolderLock(args.output_dir)
+        self._resolved: str | None = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the output folder for this run.
+
+        Raises:
+            CheckpointError: it cannot be written, or another process holds it.
+        """
+        self._on_main(self._take)
+        try:
+            yield
+        finally:
+            if self.args.should_save:
+                self._lock.release()
+
+    def _take(self) -> None:
+        checkpoints.check_writable(self.args.output_dir)
+        self._lock.acquire()
 
     def resume_from(self, resume: str | bool | None) -> str | None:
         """The folder to resume from, see [`trl_fsdp_qlora.run.checkpoints.resolve_resume`].
 
         Raises:
-            trl_fsdp_qlora.run.checkpoints.CheckpointError: the output folder cannot be written, or there is no whole
-                checkpoint to resume from.
+            CheckpointError: there is no whole checkpoint to resume from, or with `True` and `"auto"` it is another run's.
         """
-        if self.args.should_save:
-            checkpoints.check_writable(self.args.output_dir)
-        return checkpoints.resolve_resume(self.args.output_dir, resume)
+        if resume is None or resume != self._resolved:
+            self._resolved = self._on_main(lambda: self._resolve(resume))
+        return self._resolved
+
+    def _resolve(self, resume: str | bool | None) -> str | None:
+        found = checkpoints.resolve_resume(self.args.output_dir, resume)
+        if found is not None:
+            named = resume not in (True, "auto", "true", "True")
+            checkpoints.check_same_run(found, self.run, named or getattr(self.args, "resume_anyway", False))
+        return found
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What this run is; on the rank that writes checkpoints."""
+        if self._run is None:
+            self._run = self._describe()
+        return self._run
+
+    def finished(self, checkpoint: str | None) -> int | None:
+        """The steps of the run that `checkpoint` is the end of, or `None` where there are steps left to do."""
+        if checkpoint is None:
+            return None
+        state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        if self.args.max_steps > 0:
+            done = state["global_step"] >= self.args.max_steps
+        else:
+            done = (state.get("epoch") or 0.0) >= self.args.num_train_epochs
+        return state["global_step"] if done else None
+
+    def say_finished(self, steps: int) -> None:
+        if self.accelerator.is_main_process:
+            logger.warning(
+                "the run in %s is finished (%d steps): nothing is trained. Raise max_steps or num_train_epochs to go on, or "
+                "set another output_dir",
+                self.args.output_dir,
+                steps,
+            )
 
     @contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
-        """Around the trainer's own saving: a folder that is written anew is not whole, and no older one goes yet."""
-        (folder / checkpoints.MANIFEST).unlink(missing_ok=True)
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            yield
-        finally:
-            self.args.save_total_limit = limit
+        """Around all of a checkpoint's writing: the folder is emptied and marked, and a full disk is said as such.
+
+        The trainer's own saving removes no older checkpoint and uploads nothing; [`complete`] comes to that.
+        """
+        with disk_errors(folder):
+            self._on_main(lambda: checkpoints.empty(folder))
+            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            self.saving = True
+            try:
+                yield
+            finally:
+                self.args.save_total_limit = limit
+                self.saving = False
 
     def complete(self, folder: Path, rollouts: dict, best: str | None) -> None:
         """Add this rank's unused completions, declare the checkpoint whole, and only then let older ones go.
@@ -50,23 +127,44 @@ class WholeCheckpoints:
             rollouts: of this rank, as [`load_rollouts`] gives them back.
             best: the checkpoint that stays, whatever its age.
         """
-        if not self.args.save_only_model:
-            rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-            checkpoints.save_rollouts(folder, rank, ranks, rollouts)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            checkpoints.write_manifest(folder)
-            rotate_checkpoints(
-                output_dir=str(folder.parent),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=best,
-                use_mtime=True,
-            )
+        with disk_errors(folder):
+            if not self.args.save_only_model:
+                rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+                shape = identity.rollout_shape(self.args)
+                checkpoints.save_rollouts(folder, rank, ranks, {**rollouts, "shape": shape})
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                if (folder / TRAINING_ARGS_NAME).exists():
+                    torch.save(self.args, folder / TRAINING_ARGS_NAME)  # with the `save_total_limit` that the user set
+                manifest.write_manifest(folder, self.run)
+                checkpoints.rotate(folder, self.args.save_total_limit, best)
         self.accelerator.wait_for_everyone()
 
     def load_rollouts(self, checkpoint: str | None) -> dict | None:
-        """What [`complete`] kept of this rank, on its device; `None` where there is nothing."""
+        """What [`complete`] kept of this rank, on its device; `None` where it is not to be used, which is said."""
         if checkpoint is None:
             return None
-        state = checkpoints.load_rollouts(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        state = checkpoints.load_rollouts(checkpoint, rank, ranks)
+        # One rank alone must not generate while the others do not.
+        reasons = gather_object([checkpoints.why_unusable(state, self.args)])
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            if self.accelerator.is_main_process:
+                logger.warning("completions that %s kept are generated anew: %s", checkpoint, reason)
+            return None
         return checkpoints.to_device(state, self.accelerator.device)
+
+    def _on_main(self, do: Callable[[], Any]) -> Any:
+        """The result of `do` on the rank that saves, on all ranks; so is its `CheckpointError`."""
+        outcome: list[Any] = [None, None]
+        if self.args.should_save:
+            try:
+                outcome[0] = do()
+            except CheckpointError as error:
+                outcome[1] = str(error)
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(outcome, from_process=0)
+        if outcome[1] is not None:
+            raise CheckpointError(outcome[1])
+        return outcome[0]

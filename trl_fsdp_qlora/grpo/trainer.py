@@ -25,6 +25,7 @@ from ..rollout.sync_choice import choose_sync, warnings_for, withheld
 from ..rollout.watch import SAMPLED, EngineWatch, sampled_mask, weight_metrics
 from ..run import input_checks as checks
 from ..run import terminal
+from ..run.identity import describe_run
 from ..run.startup import StartupCallback
 from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.request import Kind, PassRequest
@@ -71,7 +72,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         with checks.explained_lora_targets(call["model"]), withheld(call["args"], self.sync.mode == "adapter"):
             super().__init__(**call)
         self.card_info = CardInfo()
-        self.checkpointing = WholeCheckpoints(self.args, self.accelerator)
+        self.checkpointing = WholeCheckpoints(self.args, self.accelerator, lambda: describe_run(self))
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
         self._start_engine()
         self._start_clock()
@@ -281,9 +282,19 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
 
         Raises:
-            trl_fsdp_qlora.run.checkpoints.CheckpointError: see [`WholeCheckpoints.resume_from`].
+            trl_fsdp_qlora.run.errors.CheckpointError: see [`WholeCheckpoints`]: the output folder cannot be written or is
+                in use, there is no whole checkpoint, it belongs to another run, or the disk is full.
         """
-        return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
+        with self.checkpointing.alone():
+            return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *more):
+        begins = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *more)
+        # Transformers looks whether a run is over after a step: one that was over would do one more.
+        if self.state.global_step < max_steps:
+            return begins
+        self.checkpointing.say_finished(self.state.global_step)
+        return num_train_epochs, 0
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -291,6 +302,12 @@ class EfficientGRPOTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
         rollouts = {"step": self._step, "buffer": self._buffered_inputs}
         self.checkpointing.complete(folder, rollouts, self.state.best_model_checkpoint)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self.checkpointing.saving:  # a checkpoint is pushed once it is whole
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir=None, _internal_call=False):
         if not self.sharding.save_adapter(self.model, output_dir or self.args.output_dir, self._save):
@@ -312,6 +329,9 @@ class EfficientGRPOTrainer(GRPOTrainer):
         rollouts = self.checkpointing.load_rollouts(checkpoint)
         if rollouts is not None:
             self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
+        elif checkpoint is not None:
+            # As far into a generation cycle as the sampler is.
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
 
     def _load_best_model(self):
         if not self.sharding.load_adapter(self.model, self.state.best_model_checkpoint):

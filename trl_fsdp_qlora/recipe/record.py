@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from ..run import checkpoints, redaction
+from ..run import manifest, redaction
 from .evaluation import Evaluation
 from .script import say
 
@@ -66,7 +66,7 @@ class RunRecord:
         self.content |= redaction.clean(values)
         if PartialState().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            checkpoints.write_json(self.path, self.content)
+            manifest.write_json(self.path, self.content)
 
     def draw(self) -> Path | None:
         """Reward, accuracy and step time over the run, as a picture; `None` without matplotlib."""

@@ -1,65 +1,41 @@
-"""Checkpoints that are whole or not there: a manifest, written last, says which files belong and how long they are.
+"""The checkpoints of a run: which one to go on from, which to remove, and what each rank keeps beside Transformers' files.
 
-A run that is killed while it saves leaves a folder without a manifest, or with files shorter than it says; such a folder
+A run that is killed while it saves leaves a folder that [`trl_fsdp_qlora.run.manifest`] does not call whole; such a folder
 is never resumed from. Beside what Transformers saves, each rank keeps the completions it has generated and not yet used,
 so a run resumed in the middle of a generation cycle goes on as the uninterrupted one did.
 """
 
-import json
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 
 import torch
+from transformers import TrainingArguments
+
+from .errors import CheckpointError
+from .identity import differences, rollout_shape
+from .lock import FolderLock
+from .manifest import MARKER, run_of, why_incomplete
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_REMOVED = ".removed-"
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be resumed from, or a folder that holds another run."""
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write `content` to a temporary name beside `path` and rename it, so that a reader never sees half of it."""
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(scratch, path)
-
-
-def write_manifest(checkpoint: Path) -> None:
-    """Declare `checkpoint` whole: list its files with their lengths. Call when every rank has written its own."""
-    files = {
-        str(path.relative_to(checkpoint)): path.stat().st_size
-        for path in sorted(Path(checkpoint).rglob("*"))
-        if path.is_file() and path.name != MANIFEST
-    }
-    write_json(Path(checkpoint) / MANIFEST, {"format": 1, "files": files})
-
-
-def why_incomplete(checkpoint: Path) -> str | None:
-    """Why `checkpoint` is not whole, or `None` where it is."""
-    checkpoint = Path(checkpoint)
-    manifest = checkpoint / MANIFEST
-    if not manifest.is_file():
-        return f"it has no {MANIFEST}: the run ended while it was being written"
-    for name, size in json.loads(manifest.read_text(encoding="utf-8"))["files"].items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"its file {name} is missing"
-        if path.stat().st_size != size:
-            return f"its file {name} has {path.stat().st_size} bytes instead of {size}"
-    return None
+def step_of(checkpoint: str | Path) -> int:
+    """The optimizer step that a checkpoint's name says."""
+    return int(_CHECKPOINT.fullmatch(Path(checkpoint).name)[1])
 
 
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """Checkpoint folders of a run, oldest step first, whole or not."""
-    found = [path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir() and _CHECKPOINT.search(path.name)]
-    return sorted(found, key=lambda path: int(_CHECKPOINT.search(path.name)[1]))
+    found = [
+        path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir() and _CHECKPOINT.fullmatch(path.name)
+    ]
+    return sorted(found, key=step_of)
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
@@ -81,7 +57,7 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | N
             checkpoint, or a fresh start where there is none; otherwise a folder, which must be whole.
 
     Raises:
-        CheckpointError: nothing to resume from, or the named folder is truncated.
+        CheckpointError: nothing to resume from, or the named folder is not whole.
     """
     if resume in (None, False, "", "false", "False"):
         return None
@@ -95,22 +71,81 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | N
         return None if found is None else str(found)
     if not Path(resume).is_dir():
         raise CheckpointError(f"resume_from_checkpoint={resume}: no such folder")
-    # A checkpoint that stock TRL wrote has no manifest and is taken as Transformers takes it.
-    reason = why_incomplete(resume) if (Path(resume) / MANIFEST).exists() else _why_stock_incomplete(Path(resume))
+    reason = why_incomplete(resume)
     if reason is not None:
         last = last_complete_checkpoint(Path(resume).parent)
         raise CheckpointError(
-            f"checkpoint {resume} is truncated: {reason}."
+            f"checkpoint {resume} is not whole: {reason}."
             + (f" The last complete one is {last}." if last else " No complete one lies beside it.")
         )
     return str(resume)
 
 
-def _why_stock_incomplete(checkpoint: Path) -> str | None:
-    # Transformers writes trainer_state.json last.
-    if not (checkpoint / "trainer_state.json").is_file():
-        return f"it has neither {MANIFEST} nor trainer_state.json"
-    return None
+def check_same_run(checkpoint: str | Path, run: dict, anyway: bool) -> None:
+    """Compare what `checkpoint` belongs to with the run that is to go on from it, and say what differs.
+
+    Args:
+        checkpoint: a whole one.
+        run: of [`trl_fsdp_qlora.run.identity.describe_run`].
+        anyway: only say it.
+
+    Raises:
+        CheckpointError: base model, data, seed or settings differ, and not `anyway`.
+    """
+    before = run_of(checkpoint)
+    if not before:
+        logger.warning(
+            "%s does not say what run it belongs to: base model, data and settings are not compared", checkpoint
+        )
+        return
+    moved = differences(before.get("layout", {}), run["layout"])
+    if moved:
+        logger.warning("going on from %s with another layout: %s", checkpoint, "; ".join(moved))
+    changed = differences(before.get("identity", {}), run["identity"])
+    if changed and not anyway:
+        raise CheckpointError(
+            f"{checkpoint} belongs to another run: {'; '.join(changed)}. Go on from it regardless with resume_anyway "
+            "(--resume_anyway true), set these back, or set another output_dir"
+        )
+    if changed:
+        logger.warning("going on from %s with other settings: %s", checkpoint, "; ".join(changed))
+
+
+def empty(checkpoint: Path) -> None:
+    """Make an empty folder of `checkpoint`, marked as one that is being written."""
+    _remove(checkpoint)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MARKER).touch()
+
+
+def rotate(newest: Path, limit: int | None, best: str | None = None) -> None:
+    """Remove the oldest checkpoints up to `newest`, by their steps, until `limit` are left.
+
+    Later steps, which a run that went on from an older checkpoint has not reached again, are left alone, and so is what
+    does not have a checkpoint's name.
+
+    Args:
+        newest: just written; stays.
+        limit: `save_total_limit`; `None` and 0 remove nothing.
+        best: stays, whatever its age.
+    """
+    if not limit or limit < 0:
+        return
+    stay = {newest.resolve(), *([] if best is None else [Path(best).resolve()])}
+    past = [path for path in checkpoints_in(newest.parent) if step_of(path) <= step_of(newest)]
+    removable = [path for path in past if path.resolve() not in stay]
+    for checkpoint in removable[: max(0, min(len(removable), len(past) - limit))]:
+        _remove(checkpoint)
+
+
+def _remove(checkpoint: Path) -> None:
+    # Under another name first: a run killed in the middle leaves nothing that looks like a checkpoint.
+    for left in checkpoint.parent.glob(f"{_REMOVED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    if checkpoint.exists():
+        removed = checkpoint.with_name(f"{_REMOVED}{checkpoint.name}")
+        os.replace(checkpoint, removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
@@ -121,6 +156,9 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
     """
     output_dir = Path(output_dir)
     check_writable(output_dir)
+    if int(os.environ.get("RANK", 0)) == 0:  # before a model is loaded; the run takes it for good when it begins
+        with FolderLock(output_dir):
+            pass
     if resume in (None, False, "", "false", "False") and checkpoints_in(output_dir):
         raise CheckpointError(
             f"output_dir={output_dir} holds another run ({checkpoints_in(output_dir)[-1].name}). Go on with it: "
@@ -159,6 +197,28 @@ def load_rollouts(checkpoint: str | Path, rank: int, world_size: int) -> dict | 
     """What [`save_rollouts`] kept, or `None` for a checkpoint of stock TRL or of another number of ranks."""
     path = rollout_file(checkpoint, rank, world_size)
     return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
+
+
+def why_unusable(state: dict | None, args: TrainingArguments) -> str | None:
+    """Why a run with `args` cannot go on with what [`load_rollouts`] gave, or `None` where it can."""
+    if state is None:
+        return "none are there for this rank (stock TRL's checkpoint, or another number of processes)"
+    buffer = state.get("buffer")
+    if buffer is None:
+        return None
+    if "shape" in state:
+        changed = differences(state["shape"], rollout_shape(args))
+        if changed:
+            return f"they were made with other settings: {'; '.join(changed)}"
+    # Checkpoints of format 1 do not say.
+    if len(buffer) != args.steps_per_generation:
+        return f"they are {len(buffer)} micro-batches, not steps_per_generation={args.steps_per_generation}"
+    rows = {len(batch["prompt_ids"]) for batch in buffer}
+    if rows != {args.per_device_train_batch_size}:
+        return f"they are {sorted(rows)} rows, not per_device_train_batch_size={args.per_device_train_batch_size}"
+    if args.beta and any(batch.get("ref_per_token_logps") is None for batch in buffer):
+        return f"they lack the reference log-probabilities that beta={args.beta} needs"
+    return None
 
 
 def to_device(value, device: torch.device):

@@ -1,0 +1,5 @@
+"""What goes wrong around a run and is its user's to mend."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be resumed from or written, or a folder that holds another run."""
