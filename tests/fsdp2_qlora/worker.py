@@ -35,6 +35,7 @@ from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin  # noqa: E402
+from trl_fsdp_qlora.upstream.fsdp import reshard_settings  # noqa: E402
 
 # Set by the tests that need CUDA.
 ON_GPU = os.environ.get("ON_GPU") == "1"
@@ -290,6 +291,11 @@ def publish(model_path, out, world_size, quantized=1):
     return {"uploads": asked, "by_save": len(uploads) - len(asked), "logits": logits, "dtensors": sharded}
 
 
+def flags_of(model):
+    """Each unit's reshard settings, as plain values."""
+    return [(automatic, [info is not None for info in infos]) for automatic, infos in reshard_settings(model)]
+
+
 def gather_context(model_path, out, world_size):
     """Flags and weights around `gathered`, also when the block raises."""
     trainer = ShardedSFTTrainer(
@@ -306,7 +312,7 @@ def gather_context(model_path, out, world_size):
     with torch.no_grad():
         before = model(input_ids=ids).logits
     generation.reshard(model)
-    flags, counts = [generation.reshard_flags(model)], {}
+    flags, counts = [flags_of(model)], {}
     model.fsdp_traffic.take()
     with torch.no_grad():
         model.generate(ids, max_new_tokens=8, do_sample=False)
@@ -317,7 +323,7 @@ def gather_context(model_path, out, world_size):
         with generation.gathered(model):  # nested: nothing more to do
             model.generate(ids, max_new_tokens=8, do_sample=False)
     counts["once"] = model.fsdp_traffic.take().gathers
-    flags.append(generation.reshard_flags(model))
+    flags.append(flags_of(model))
     raised = False
     try:
         with generation.gathered(model), torch.no_grad():
@@ -325,7 +331,7 @@ def gather_context(model_path, out, world_size):
             raise KeyError("as a reward function might")
     except KeyError:
         raised = True
-    flags.append(generation.reshard_flags(model))
+    flags.append(flags_of(model))
     sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
     with torch.no_grad():
         after = model(input_ids=ids).logits

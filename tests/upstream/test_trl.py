@@ -4,8 +4,9 @@ import inspect
 import pytest
 import trl
 
-from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer
 from trl_fsdp_qlora.upstream import trl as trl_seams
+from trl_fsdp_qlora.upstream.signatures import UnsupportedVersion
 
 
 def test_the_installed_trl_fits():
@@ -14,9 +15,7 @@ def test_the_installed_trl_fits():
 
 def test_a_changed_signature_is_named():
     changed = {**trl_seams.EXPECTED, "split_tensor_dict": (trl_seams.split_tensor_dict, "tensor_dict chunks extra")}
-    with pytest.raises(
-        trl_seams.UnsupportedTRLVersion, match=r"split_tensor_dict: expected \(tensor_dict chunks extra\)"
-    ):
+    with pytest.raises(UnsupportedVersion, match=r"split_tensor_dict: expected \(tensor_dict chunks extra\)"):
         trl_seams.check_seams(changed)
 
 
@@ -30,18 +29,16 @@ def test_an_unknown_version_is_a_message(monkeypatch):
         importlib.reload(trl_seams)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "__init__",
-        "_get_per_token_logps_and_entropies",
-        "_generate",
-        "_calculate_rewards",
-        "_save_checkpoint",
-        "_generate_and_score_completions",
-    ],
-)
-def test_overrides_keep_trls_signature(name):
-    ours = inspect.signature(inspect.unwrap(getattr(EfficientGRPOTrainer, name))).parameters
-    theirs = inspect.signature(inspect.unwrap(getattr(trl.GRPOTrainer, name))).parameters
-    assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]
+@pytest.mark.parametrize("cls", [EfficientGRPOTrainer, TSPMOTrainer, AStarPOTrainer])
+def test_overrides_keep_trls_signature(cls):
+    names = {name for name in vars(cls) if name.startswith("_") and inspect.isfunction(vars(cls)[name])}
+    names = {name for name in names if name in dir(trl.GRPOTrainer)} - {"__init__"}
+    assert "_compute_loss" in names
+    for name in names:
+        ours = inspect.signature(inspect.unwrap(getattr(cls, name))).parameters
+        theirs = inspect.signature(inspect.unwrap(getattr(trl.GRPOTrainer, name))).parameters
+        assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()], name
+
+
+def test_the_drop_in_takes_trls_arguments():
+    assert inspect.signature(EfficientGRPOTrainer) == inspect.signature(trl.GRPOTrainer)

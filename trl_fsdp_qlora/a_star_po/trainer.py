@@ -13,7 +13,8 @@ from torch import nn
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.completions import generate
 from ..scoring.request import Kind
-from ..upstream.trl import use_adapter
+from ..upstream.transformers import model_name
+from ..upstream.trl import ASYNC_LOOP, GROUP_SPREAD, use_adapter
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .evaluation import evaluate_rows
@@ -36,6 +37,14 @@ _GRPO_ONLY = (
     "top_entropy_quantile",
     "use_bias_correction_kl",
 )
+
+
+def _ignored_fields(args: AStarPOConfig) -> list[str]:
+    """GRPO's own fields that were set."""
+    defaults = AStarPOConfig.__dataclass_fields__
+    changed = [name for name in _GRPO_ONLY if getattr(args, name) != defaults[name].default]
+    # TRL turns scale_rewards=True into its new name.
+    return [name for name in changed if (name, getattr(args, name)) != ("scale_rewards", "group")]
 
 
 class AStarPOTrainer(EfficientGRPOTrainer):
@@ -68,22 +77,13 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = AStarPOConfig(f"{name.rstrip('/').split('/')[-1]}-A-star-PO")
+            args = AStarPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-A-star-PO")
         if not isinstance(args, AStarPOConfig):
             raise TypeError(f"AStarPOTrainer needs an AStarPOConfig, got {type(args).__name__}")
         given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        if self.tools or self.environment_factories is not None or self.rollout_func is not None or self._is_vlm:
-            raise ValueError(
-                "A*-PO estimates V* from single-turn text completions of the reference policy: tools, "
-                "environment_factory, rollout_func and multimodal processors are not supported; use EfficientGRPOTrainer"
-            )
-        defaults = AStarPOConfig.__dataclass_fields__
-        ignored = [name for name in _GRPO_ONLY if getattr(args, name) != defaults[name].default]
-        # TRL turns scale_rewards=True into its new name.
-        ignored = [name for name in ignored if (name, getattr(args, name)) != ("scale_rewards", "group")]
-        if ignored:
+        self._refuse_what_stage_one_cannot_sample()
+        if ignored := _ignored_fields(args):
             logger.warning(f"A*-PO has no ratio, no clip and no groups: {', '.join(ignored)} will be ignored.")
         self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
         # The cache identifies the user's own functions, not what the trainer wrapped them in.
@@ -98,6 +98,13 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self._draw,
             lockstep=self.rollout.is_sharded,
         )
+
+    def _refuse_what_stage_one_cannot_sample(self) -> None:
+        if self.tools or self.environment_factories is not None or self.rollout_func is not None or self._is_vlm:
+            raise ValueError(
+                "A*-PO estimates V* from single-turn text completions of the reference policy: tools, "
+                "environment_factory, rollout_func and multimodal processors are not supported; use EfficientGRPOTrainer"
+            )
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         tags = [tags] if isinstance(tags, str) else list(tags or [])
@@ -182,7 +189,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.state,
             self.accelerator.device,
             self.chat_template_kwargs,
-            getattr(self, "async_loop", None),
+            getattr(self, ASYNC_LOOP, None),
         )
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
@@ -213,7 +220,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _log_advantages(self, rewards, target, advantage) -> None:
         """In the place of what TRL logged about groups."""
         # A group of one has no standard deviation.
-        self._metrics["train" if self.model.training else "eval"].pop("frac_reward_zero_std", None)
+        self._metrics["train" if self.model.training else "eval"].pop(GROUP_SPREAD, None)
         self._add_metrics({"v_star": (rewards - target).nanmean().item(), "advantage": target.nanmean().item()})
         logged = self._logs["advantages"]
         for _ in range(min(len(target), len(logged))):

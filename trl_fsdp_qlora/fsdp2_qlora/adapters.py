@@ -13,6 +13,7 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..upstream.fsdp import plain_name
 from .generation import reshard
 
 
@@ -46,7 +47,7 @@ def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
     is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     reshard(model)
     gathered = {
-        name.replace("._checkpoint_wrapped_module", ""): _full(parameter, is_writer)
+        plain_name(name): _full(parameter, is_writer)
         for name, parameter in model.named_parameters()
         if _is_adapter_weight(model, name, parameter)
     }
@@ -63,7 +64,7 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
     """
     reshard(model)
     parameters = {
-        name.replace("._checkpoint_wrapped_module", ""): parameter
+        plain_name(name): parameter
         for name, parameter in model.named_parameters()
         if _is_adapter_weight(model, name, parameter)
     }

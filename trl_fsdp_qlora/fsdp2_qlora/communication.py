@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# The classes that torch itself uses where nothing was set; the setters (`set_custom_all_gather`) are public.
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from ..upstream.fsdp import DefaultAllGather, DefaultReduceScatter
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..upstream.fsdp import plain_name
 from .packed_linear import PackedLinear4bit, convert_layer, pack_model, quantized_layers
 
 
@@ -119,7 +120,7 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
             raise RuntimeError(f"{name} was not sharded over one mesh dimension; only plain FSDP2 is supported here")
         rows = -(-parameter.shape[0] // world_size)
         if rank == 0:
-            whole = source.pop(name.replace("._checkpoint_wrapped_module", ""))
+            whole = source.pop(plain_name(name))
             local = whole[:rows].to(device, copy=True)
             for peer in range(1, world_size):
                 piece = whole[peer * rows : (peer + 1) * rows]
@@ -127,7 +128,7 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
                     dist.send(piece.to(device).contiguous(), dst=peer)
             del whole
         else:
-            local = torch.empty(parameter.data._local_tensor.shape, dtype=parameter.dtype, device=device)
+            local = torch.empty(parameter.data.to_local().shape, dtype=parameter.dtype, device=device)
             if local.numel():
                 dist.recv(local, src=0)
         sharded = DTensor.from_local(

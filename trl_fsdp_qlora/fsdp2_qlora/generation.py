@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..upstream.fsdp import param_groups, units
+from ..upstream.fsdp import initialise, param_groups, reshard_settings, restore_reshard_settings, units
 
 MODES = ("auto", "once", "per_layer")
 # Of the memory that is free, the share that gathered weights may take: the rest is for the cache and activations.
@@ -75,16 +75,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
     if not groups or getattr(model, "_is_gathered", False):
         yield
         return
-    # As the root's first forward would: streams and the units' order are set up lazily.
-    groups[0][1]._lazy_init()
-    saved = [
-        (
-            state,
-            state._auto_reshard_after_forward,
-            [group.post_forward_mesh_info for group in param_groups(state)],
-        )
-        for _, state in groups
-    ]
+    initialise(model)
+    saved = reshard_settings(model)
     model._is_gathered = True
     try:
         for module, _ in groups:
@@ -93,23 +85,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model._is_gathered = False
-        for state, automatic, mesh_infos in saved:
-            state._auto_reshard_after_forward = automatic
-            for group, mesh_info in zip(param_groups(state), mesh_infos, strict=True):
-                group.post_forward_mesh_info = mesh_info
+        restore_reshard_settings(model, saved)
         for module, _ in groups:
             module.reshard()
-
-
-def reshard_flags(model: nn.Module) -> list[tuple[bool | None, list[bool]]]:
-    """Each unit's reshard settings, in the order of the modules; what [`gathered`] leaves as it was."""
-    return [
-        (
-            state._auto_reshard_after_forward,
-            [group.post_forward_mesh_info is not None for group in param_groups(state)],
-        )
-        for _, state in units(model)
-    ]
 
 
 def reshard(model: nn.Module) -> None:

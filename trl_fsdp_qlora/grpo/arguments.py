@@ -8,6 +8,7 @@ from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
 from ..rollout.sync_choice import choose_sync
 from ..run import input_checks as checks
+from ..upstream.transformers import model_name
 from .config import EfficientGRPOConfig
 
 
@@ -29,8 +30,7 @@ def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
     model, args, peft_config = call["model"], call.get("args"), call.get("peft_config")
     args = EfficientGRPOConfig.complete(args)
     if args is None:
-        name = model if isinstance(model, str) else model.config._name_or_path
-        args = EfficientGRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        args = EfficientGRPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-GRPO")
     if call.get("train_dataset") is not None:
         needs_prompt = call.get("environment_factory") is None
         checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)

@@ -8,6 +8,7 @@ from trl import GRPOConfig
 from ..fsdp2_qlora.generation import check_mode
 from ..run import redaction
 from ..run.input_checks import batch_size_advice
+from ..upstream.trl import is_split_group
 from .token_budget import check_config
 
 
@@ -114,7 +115,7 @@ class EfficientGRPOConfig(GRPOConfig):
         try:
             super().__post_init__()
         except ValueError as error:
-            if "must be divisible by num_generations" not in str(error):
+            if not is_split_group(error):
                 raise
             if self.generation_batch_size is not None and self.steps_per_generation is not None:
                 accumulation = self.steps_per_generation

@@ -17,14 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..scoring.token_selection import check_selection, select_tokens, step_generator
+from ..upstream.trl import COMPARED, LEARNING_MEANS, SCORED_MEANS
 
 logger = logging.getLogger(__name__)
-
-COMPARED = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
-# Metrics that TRL averages over all tokens of the loss. Zeros stand where nothing was computed, so the means are
-# rescaled: the entropy to the tokens that were scored, the others to the completions that were not skipped.
-SCORED_MEANS = ("entropy",)
-LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
 def check_config(args: Any) -> None:
@@ -177,6 +172,8 @@ class TokenBudget:
                     "A micro-batch has no token to learn from (every advantage is zero or every completion is "
                     "masked); it leaves the gradient as it is. tokens/nothing_to_learn counts such batches."
                 )
+        # Zeros stand where nothing was computed, so the means are rescaled: the entropy to the tokens that were scored,
+        # the others to the completions that were not skipped.
         for keys, over in ((SCORED_MEANS, valid), (LEARNING_MEANS, learning)):
             for key in keys:
                 if metrics.get(key):

@@ -367,7 +367,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         self.card_info.dataset = dataset_name or self.card_info.dataset
         card = adapter_card(
-            base_model=model.config._name_or_path,
+            base_model=model_name(model),
             name=model_name or Path(self.args.output_dir).name,
             args=self.args,
             info=self.card_info,

@@ -12,6 +12,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..publishing.card import hardware, software
 from ..run import checkpoints, redaction
+from ..upstream.transformers import model_name
 from .arguments import ScriptArguments
 from .evaluation import Evaluation, evaluate
 from .record import AccuracyCallback, RunRecord, format_result
@@ -91,7 +92,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         processes=args.world_size,
         seed=args.seed,
         dataset=redaction.portable(script.dataset),
-        model=redaction.portable(trainer.model.config._name_or_path),
+        model=redaction.portable(model_name(trainer.model)),
     )
     resume = checkpoints.resolve_resume(args.output_dir, resume)
     if not script.skip_accuracy:

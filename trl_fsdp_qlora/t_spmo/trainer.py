@@ -4,6 +4,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ..grpo.trainer import EfficientGRPOTrainer
+from ..upstream.transformers import model_name
 from .config import TSPMOConfig
 from .credit import group_credit
 
@@ -29,8 +30,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = TSPMOConfig(f"{name.split('/')[-1]}-T-SPMO")
+            args = TSPMOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-T-SPMO")
         if not isinstance(args, TSPMOConfig):
             raise TypeError(f"TSPMOTrainer takes a TSPMOConfig; got {type(args).__name__}")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)

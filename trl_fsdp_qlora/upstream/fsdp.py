@@ -13,6 +13,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+# The classes that torch itself uses where nothing was set; the setters (`set_custom_all_gather`) are public.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+__all__ = [
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "initialise",
+    "integer_shards",
+    "param_groups",
+    "plain_name",
+    "reshard_settings",
+    "restore_reshard_settings",
+    "units",
+]
+
 # Torch 2.12 shards integer parameters as they are.
 SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
 
@@ -27,6 +42,32 @@ def param_groups(state: object) -> list:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def initialise(model: nn.Module) -> None:
+    """What the root's first forward does: streams and the units' order are set up lazily."""
+    units(model)[0][1]._lazy_init()
+
+
+def reshard_settings(model: nn.Module) -> list[tuple[bool | None, list]]:
+    """Each unit's reshard settings, in the order of the modules."""
+    return [
+        (state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in param_groups(state)])
+        for _, state in units(model)
+    ]
+
+
+def restore_reshard_settings(model: nn.Module, saved: list[tuple[bool | None, list]]) -> None:
+    """Give each unit what [`reshard_settings`] read (torch's setter knows no "automatic")."""
+    for (_, state), (automatic, mesh_infos) in zip(units(model), saved, strict=True):
+        state._auto_reshard_after_forward = automatic
+        for group, mesh_info in zip(param_groups(state), mesh_infos, strict=True):
+            group.post_forward_mesh_info = mesh_info
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what activation checkpointing puts into it."""
+    return name.replace("._checkpoint_wrapped_module", "")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .trl import misfits
+from .signatures import misfits
 
 _EXPECTED = {
     "_sample": "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer model_kwargs",

@@ -1,11 +1,10 @@
-"""The one place that touches private names of TRL.
+"""Every name borrowed from TRL.
 
-Every private function or method this package calls or overrides is listed here with the parameters it is written for,
-and checked once at import. An upstream release that renames or reshapes one of them is then a message that says which,
-instead of a wrong number somewhere in a loss.
+Functions and methods that this package calls or overrides are listed with the parameters they are written for, and checked
+once at import. An upstream release that renames or reshapes one of them is then a message that says which, instead of a wrong
+number somewhere in a loss. Attributes, metrics and error texts are checked by `tests/upstream`.
 """
 
-import inspect
 from collections.abc import Callable
 
 import trl
@@ -28,12 +27,13 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
+from .signatures import UnsupportedVersion, check_signatures
+
 __all__ = [
     "VISION_ARGUMENTS",
     "ChunkedLogProbFunction",
     "FusedCausalLMOutput",
     "RepeatSampler",
-    "UnsupportedTRLVersion",
     "ensure_master_addr_port",
     "get_callable_name",
     "is_async_callable",
@@ -50,10 +50,6 @@ __all__ = [
 TESTED_TRL = "1.16"
 
 
-class UnsupportedTRLVersion(ImportError):
-    """The installed TRL differs from the one this package was written for, in a place that matters."""
-
-
 # What is overridden or called -> its parameters, in order, as of TRL 1.16.
 _VISION = (
     "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
@@ -64,6 +60,10 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
     "GRPOTrainer._prepare_inputs": (GRPOTrainer._prepare_inputs, "self generation_batch"),
     "GRPOTrainer._generate_and_score_completions": (GRPOTrainer._generate_and_score_completions, "self inputs"),
     "GRPOTrainer._generate": (GRPOTrainer._generate, "self prompts"),
+    "GRPOTrainer._generate_single_turn": (
+        GRPOTrainer._generate_single_turn,
+        "self prompt_ids images multimodal_fields num_generations has_tool_images",
+    ),
     "GRPOTrainer._calculate_rewards": (
         GRPOTrainer._calculate_rewards,
         "self inputs prompts completions completion_ids_list",
@@ -76,11 +76,6 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
     "GRPOTrainer._tokenize_prompts": (GRPOTrainer._tokenize_prompts, "self prompts"),
     "GRPOTrainer._get_train_sampler": (GRPOTrainer._get_train_sampler, "self dataset"),
     "GRPOTrainer._save_checkpoint": (GRPOTrainer._save_checkpoint, "self model trial"),
-    "GRPOTrainer.create_accelerator_and_postprocess": (GRPOTrainer.create_accelerator_and_postprocess, "self"),
-    "GRPOTrainer._save": (GRPOTrainer._save, "self output_dir state_dict"),
-    "GRPOTrainer._save_optimizer_and_scheduler": (GRPOTrainer._save_optimizer_and_scheduler, "self output_dir"),
-    "GRPOTrainer._load_from_checkpoint": (GRPOTrainer._load_from_checkpoint, "self resume_from_checkpoint model"),
-    "GRPOTrainer._load_best_model": (GRPOTrainer._load_best_model, "self"),
     "GRPOTrainer._load_optimizer_and_scheduler": (GRPOTrainer._load_optimizer_and_scheduler, "self checkpoint"),
     "ChunkedLogProbFunction.forward": (
         ChunkedLogProbFunction.forward,
@@ -106,32 +101,61 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
 }
 
 
-def misfits(expected: dict[str, tuple[Callable, str]]) -> list[str]:
-    """The private names in `expected` whose signature is not the one they were written for, each with both."""
-    problems = []
-    for name, (function, parameters) in expected.items():
-        found = " ".join(inspect.signature(inspect.unwrap(function)).parameters)
-        if found != parameters:
-            problems.append(f"{name}: expected ({parameters}), found ({found})")
-    return problems
+# Attributes of a trainer, and of objects on it, that this package reads or sets.
+ATTRIBUTES = [
+    "_buffered_inputs",
+    "_dist",
+    "_entropy_bonus_enabled",
+    "_is_vlm",
+    "_logs",
+    "_metrics",
+    "_step",
+    "_tokenizer",
+    "aux_loss_enabled",
+    "beta",
+    "chat_template_kwargs",
+    "current_gradient_accumulation_steps",
+    "entropy_coef",
+    "environment_factories",
+    "eos_token_ids",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "ref_model",
+    "reward_func_names",
+    "reward_funcs",
+    "reward_processing_classes",
+    "reward_weights",
+    "rollout_func",
+    "router_aux_loss_coef",
+    "temperature",
+    "tools",
+    "use_vllm",
+]
+DISTRIBUTED_ATTRIBUTES = ("is_fsdp", "is_zero3", "summon_full_params")  # of `_dist`
+VLLM_ATTRIBUTES = ("sync_weights",)  # of `vllm_generation`, where there is one
+ASYNC_LOOP = "async_loop"  # there, where a reward function is a coroutine
+
+# What a micro-batch may hold for the log-probabilities to be compared with.
+COMPARED = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+# Metrics that TRL averages over all tokens of the loss: those of scored tokens, and those of learning completions.
+SCORED_MEANS = ("entropy",)
+LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+GROUP_SPREAD = "frac_reward_zero_std"
+
+
+def is_split_group(error: ValueError) -> bool:
+    """Whether TRL's config refuses a generation batch that is no multiple of the group."""
+    return "must be divisible by num_generations" in str(error)
 
 
 def check_seams(expected: dict[str, tuple[Callable, str]] = EXPECTED) -> None:
-    """Compare every private name of TRL in `expected` with the signature it was written for.
-
-    Raises:
-        UnsupportedTRLVersion: names each seam that differs, what was expected, and what to install.
-    """
-    if problems := misfits(expected):
-        raise UnsupportedTRLVersion(
-            f"trl_fsdp_qlora is written for TRL {TESTED_TRL}.x; the installed TRL {trl.__version__} differs in\n"
-            + "\n".join(f"  {problem}" for problem in problems)
-            + f"\nInstall a version that fits: pip install 'trl~={TESTED_TRL}.0'"
-        )
+    """Raise [`UnsupportedVersion`] where TRL's functions are not those of `expected`."""
+    check_signatures("TRL", trl.__version__, expected, f"pip install 'trl~={TESTED_TRL}.0'")
 
 
 if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
-    raise UnsupportedTRLVersion(
+    raise UnsupportedVersion(
         f"trl_fsdp_qlora is written for TRL {TESTED_TRL}.x and found TRL {trl.__version__}, which it was never tested "
         f"with. Install a version that fits: pip install 'trl~={TESTED_TRL}.0'"
     )

@@ -1,0 +1,120 @@
+"""The floors of the house: a room imports only from rooms below it, files and overrides stay short."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import trl_fsdp_qlora
+
+PACKAGE = Path(trl_fsdp_qlora.__file__).parent
+# From the ground up; rooms of one floor do not know each other. A file at the top level is a floor of its own.
+FLOORS = [
+    {"upstream"},
+    {"scoring"},
+    {"prefix_sharing", "fsdp2_qlora"},
+    {"run"},
+    {"rollout"},
+    {"publishing"},
+    {"recipe"},
+    {"grpo"},
+    {"t_spmo", "a_star_po"},
+    {"__init__", "cli", "__main__"},
+]
+HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FILES = sorted(PACKAGE.rglob("*.py"))
+TRAINERS = ["grpo/trainer.py", "t_spmo/trainer.py", "a_star_po/trainer.py"]
+
+
+def name_of(path: Path) -> tuple[str, ...]:
+    """`("grpo", "trainer")` of grpo/trainer.py, `("grpo",)` of grpo/__init__.py."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
+
+
+MODULES = {name_of(path) for path in FILES}
+
+
+def imports_of(path: Path, only_at_import: bool = False) -> set[tuple[str, ...]]:
+    """Modules of the package that a file imports, also inside functions unless `only_at_import`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    here = path.relative_to(PACKAGE).parent.parts
+    nodes = list(ast.walk(tree))
+    if only_at_import:
+        inside = [
+            child
+            for node in nodes
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+            for child in ast.walk(node)
+        ]
+        nodes = [node for node in nodes if node not in inside]
+    found = set()
+    for node in nodes:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            base = here[: len(here) - node.level + 1] + tuple((node.module or "").split(".") if node.module else ())
+        elif (node.module or "").split(".")[0] == PACKAGE.name:
+            base = tuple(node.module.split(".")[1:])
+        else:
+            continue
+        for alias in node.names:
+            found.add((*base, alias.name) if (*base, alias.name) in MODULES else base)
+    return found - {()}
+
+
+def test_a_room_imports_only_from_rooms_below_it():
+    upwards = []
+    for path in FILES:
+        room = name_of(path)[0]
+        for target in imports_of(path):
+            if target[0] != room and HEIGHT[target[0]] >= HEIGHT[room]:
+                upwards.append(f"{path.relative_to(PACKAGE)} imports {'.'.join(target)}")
+    assert not upwards
+
+
+def test_no_import_cycle():
+    graph = {name_of(path): imports_of(path, only_at_import=True) for path in FILES}
+    done, open_ = set(), []
+
+    def visit(module):
+        assert module not in open_, " -> ".join(".".join(name) for name in [*open_[open_.index(module) :], module])
+        if module in done:
+            return
+        open_.append(module)
+        for target in graph.get(module, ()):
+            if target != module:
+                visit(target)
+        open_.pop()
+        done.add(module)
+
+    for module in graph:
+        visit(module)
+
+
+def test_the_top_level_explains_the_product():
+    rooms = {path.name for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")}
+    assert len(rooms) <= 14
+    assert {Path(room).stem for room in rooms} <= HEIGHT.keys(), "give a new room its floor"
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+def test_a_file_has_at_most_400_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def statement_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function's body without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_an_override_has_at_most_20_lines(name):
+    tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+    (trainer,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert len(trainer.bases) == 1, "no mixins"
+    functions = [node for node in trainer.body if isinstance(node, ast.FunctionDef)]
+    assert len(functions) == len({function.name for function in functions})
+    assert {f.name: statement_lines(f) for f in functions if statement_lines(f) > 20} == {}

@@ -1,0 +1,32 @@
+"""Every name borrowed from transformers that is not part of its documented interface."""
+
+import transformers
+from torch import nn
+from transformers import Trainer
+
+from .signatures import check_signatures
+
+# Overridden or called -> parameters, in order; the same in all versions that are allowed.
+EXPECTED = {
+    "Trainer.create_accelerator_and_postprocess": (Trainer.create_accelerator_and_postprocess, "self"),
+    "Trainer.training_step": (Trainer.training_step, "self model inputs num_items_in_batch"),
+    "Trainer.save_model": (Trainer.save_model, "self output_dir _internal_call"),
+    "Trainer._save": (Trainer._save, "self output_dir state_dict"),
+    "Trainer._save_checkpoint": (Trainer._save_checkpoint, "self model trial"),
+    "Trainer._save_optimizer_and_scheduler": (Trainer._save_optimizer_and_scheduler, "self output_dir"),
+    "Trainer._load_from_checkpoint": (Trainer._load_from_checkpoint, "self resume_from_checkpoint model"),
+    "Trainer._load_optimizer_and_scheduler": (Trainer._load_optimizer_and_scheduler, "self checkpoint"),
+    "Trainer._load_best_model": (Trainer._load_best_model, "self"),
+    "Trainer._get_output_dir": (Trainer._get_output_dir, "self trial"),
+}
+# Of a config, and of a model class.
+CONFIG_ATTRIBUTES = ("_attn_implementation", "_name_or_path")
+MODEL_ATTRIBUTES = ("_supports_attention_backend", "_is_stateful")
+
+
+def model_name(model: nn.Module | str) -> str:
+    """The name or folder that `model` was loaded from; a name is its own."""
+    return model if isinstance(model, str) else model.config._name_or_path
+
+
+check_signatures("transformers", transformers.__version__, EXPECTED, "pip install 'transformers~=5.23'")
