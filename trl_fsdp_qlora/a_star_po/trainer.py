@@ -80,14 +80,13 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             args = AStarPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-A-star-PO")
         if not isinstance(args, AStarPOConfig):
             raise TypeError(f"AStarPOTrainer needs an AStarPOConfig, got {type(args).__name__}")
-        given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+        # The cache identifies the user's own functions, not what the trainer wraps them in.
+        self._given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._refuse_what_stage_one_cannot_sample()
         if ignored := _ignored_fields(args):
             logger.warning(f"A*-PO has no ratio, no clip and no groups: {', '.join(ignored)} will be ignored.")
         self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
-        # The cache identifies the user's own functions, not what the trainer wrapped them in.
-        self._given_rewards = given_rewards
         self.values = ReferenceValues(
             self.args,
             self.accelerator,

@@ -156,6 +156,33 @@ def read_batch(
     return BatchFacts(prompt_lengths_B, completion_mask.sum(1), scored_BC, new_prompt_B)
 
 
+def cut_rows(facts: BatchFacts, budget: int, completion_width: int, rows_at_once: int | None) -> list[tuple[int, int]]:
+    """Cut a batch into stretches of rows whose packed tokens stay within `budget`, between groups where possible.
+
+    With `rows_at_once` the stretches are just that many rows each (a router loss is a mean over stock's stretches).
+    """
+    rows = len(facts.new_prompt_B)
+    if rows_at_once is not None:
+        return [(i, min(i + rows_at_once, rows)) for i in range(0, rows, rows_at_once)]
+    scored = facts.scored_BC
+    forward_B = np.where(scored.any(1), completion_width - scored[:, ::-1].argmax(1), 0)
+    group_starts = np.flatnonzero(facts.new_prompt_B | (np.arange(rows) == 0))
+    cuts, first, used = [], 0, 0
+    for start, end in zip(group_starts, [*group_starts[1:], rows], strict=True):
+        prompt = int(facts.prompt_lengths_B[start])
+        if used and used + prompt + forward_B[start:end].sum() > budget:
+            cuts.append((first, start))
+            first, used = start, 0
+        used += prompt
+        for row in range(start, end):
+            if row > first and used + forward_B[row] > budget:
+                cuts.append((first, row))
+                first, used = row, prompt
+            used += int(forward_B[row])
+    cuts.append((first, rows))
+    return [(int(a), int(b)) for a, b in cuts]
+
+
 def pack(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -17,7 +16,7 @@ from ..upstream.fsdp import forget_forward
 from .agreement import is_out_of_memory, largest_over_ranks, reason_of, rewindable
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .dropout import other_dropout, without_dropout
-from .layout import BatchFacts, PackedLayout, SealedLayout, UnpackableBatch, pack, read_batch
+from .layout import BatchFacts, PackedLayout, SealedLayout, UnpackableBatch, cut_rows, pack, read_batch
 from .self_check import GradientCheck, compare
 from .support import attention_layers, position_limit, unsupported_reason
 
@@ -294,7 +293,9 @@ class PrefixSharing:
 
     def _cut(self, request: PassRequest, facts: BatchFacts) -> list[tuple[int, int]]:
         budget = request.batch_size * request.input_ids.shape[1]
-        return _cut(facts, budget, request.logits_to_keep, request.batch_size if request.compute_aux_loss else None)
+        return cut_rows(
+            facts, budget, request.logits_to_keep, request.batch_size if request.compute_aux_loss else None
+        )
 
     def _packed(
         self, request: PassRequest, facts: BatchFacts, cuts: list[tuple[int, int]]
@@ -373,30 +374,3 @@ def _scored(request: PassRequest) -> torch.Tensor:
     """Completion tokens whose values are wanted, `(B, C)`."""
     mask_BC = request.attention_mask[:, -request.logits_to_keep :].bool()
     return mask_BC if request.scored_BC is None else mask_BC & request.scored_BC.bool()
-
-
-def _cut(facts: BatchFacts, budget: int, completion_width: int, rows_at_once: int | None) -> list[tuple[int, int]]:
-    """Cut a batch into stretches of rows whose packed tokens stay within `budget`, between groups where possible.
-
-    With `rows_at_once` the stretches are just that many rows each (a router loss is a mean over stock's stretches).
-    """
-    rows = len(facts.new_prompt_B)
-    if rows_at_once is not None:
-        return [(i, min(i + rows_at_once, rows)) for i in range(0, rows, rows_at_once)]
-    scored = facts.scored_BC
-    forward_B = np.where(scored.any(1), completion_width - scored[:, ::-1].argmax(1), 0)
-    group_starts = np.flatnonzero(facts.new_prompt_B | (np.arange(rows) == 0))
-    cuts, first, used = [], 0, 0
-    for start, end in zip(group_starts, [*group_starts[1:], rows], strict=True):
-        prompt = int(facts.prompt_lengths_B[start])
-        if used and used + prompt + forward_B[start:end].sum() > budget:
-            cuts.append((first, start))
-            first, used = start, 0
-        used += prompt
-        for row in range(start, end):
-            if row > first and used + forward_B[row] > budget:
-                cuts.append((first, row))
-                first, used = row, prompt
-            used += int(forward_B[row])
-    cuts.append((first, rows))
-    return [(int(a), int(b)) for a, b in cuts]

@@ -11,10 +11,10 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 # The classes that torch itself uses where nothing was set; the setters (`set_custom_all_gather`) are public.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 __all__ = [
     "DefaultAllGather",
