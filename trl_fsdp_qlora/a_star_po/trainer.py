@@ -39,6 +39,14 @@ _GRPO_ONLY = (
 )
 
 
+def _own_config(model, args: AStarPOConfig | None) -> AStarPOConfig:
+    if args is None:
+        args = AStarPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-A-star-PO")
+    if not isinstance(args, AStarPOConfig):
+        raise TypeError(f"AStarPOTrainer needs an AStarPOConfig, got {type(args).__name__}")
+    return args
+
+
 def _ignored_fields(args: AStarPOConfig) -> list[str]:
     """GRPO's own fields that were set."""
     defaults = AStarPOConfig.__dataclass_fields__
@@ -76,10 +84,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     }
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
-        if args is None:
-            args = AStarPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-A-star-PO")
-        if not isinstance(args, AStarPOConfig):
-            raise TypeError(f"AStarPOTrainer needs an AStarPOConfig, got {type(args).__name__}")
+        args = _own_config(model, args)
         # The cache identifies the user's own functions, not what the trainer wraps them in.
         self._given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)

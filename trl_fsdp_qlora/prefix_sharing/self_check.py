@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -142,7 +143,7 @@ class GradientCheck:
 
     def _norms(self) -> list[float]:
         """Norm of each gradient, of this rank's shard where it is sharded."""
-        local = [getattr(p.grad, "_local_tensor", p.grad) for p in self.parameters]
+        local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self.parameters]
         norms = [torch.zeros(()) if g is None else g.detach().double().norm().cpu() for g in local]
         return torch.stack(norms).tolist()
 

@@ -19,7 +19,8 @@ EXPECTED = {
     "Trainer._load_best_model": (Trainer._load_best_model, "self"),
     "Trainer._get_output_dir": (Trainer._get_output_dir, "self trial"),
 }
-# Of a config, and of a model class.
+# Of a trainer, handed on as they come; of a config; and of a model class.
+TRAINER_METHODS = ("_init_training_state", "_push_from_checkpoint", "_remove_unused_columns")
 CONFIG_ATTRIBUTES = ("_attn_implementation", "_name_or_path")
 MODEL_ATTRIBUTES = ("_supports_attention_backend", "_is_stateful")
 

@@ -134,6 +134,7 @@ ATTRIBUTES = [
 ]
 DISTRIBUTED_ATTRIBUTES = ("is_fsdp", "is_zero3", "summon_full_params")  # of `_dist`
 VLLM_ATTRIBUTES = ("sync_weights",)  # of `vllm_generation`, where there is one
+WITH_VLLM = ("_last_loaded_step", "vllm_generation")  # of a trainer with `use_vllm`
 ASYNC_LOOP = "async_loop"  # there, where a reward function is a coroutine
 
 # What a micro-batch may hold for the log-probabilities to be compared with.
