@@ -75,7 +75,7 @@ def own_names(tree: ast.Module) -> set[str]:
 def listed() -> set[str]:
     methods = {name.split(".")[-1] for name in (*seams.EXPECTED, *transformers.EXPECTED)}
     attributes = {*seams.ATTRIBUTES, *transformers.CONFIG_ATTRIBUTES, *transformers.MODEL_ATTRIBUTES}
-    return methods | attributes | {*transformers.TRAINER_METHODS, *seams.WITH_VLLM, transformers.HUB_COMMIT}
+    return methods | attributes | {*transformers.TRAINER_METHODS, *seams.WITH_VLLM}
 
 
 def test_no_private_name_is_borrowed_outside_the_lists():
@@ -111,7 +111,6 @@ def test_attributes_exist(stock):
     assert {"advantages", "rewards"} <= stock._logs.keys()
     for name in transformers.CONFIG_ATTRIBUTES:
         assert hasattr(PretrainedConfig(), name)
-    assert getattr(PretrainedConfig.from_dict({}, _commit_hash="abc"), transformers.HUB_COMMIT) == "abc"
     for name in transformers.MODEL_ATTRIBUTES:
         assert hasattr(PreTrainedModel, name)
 

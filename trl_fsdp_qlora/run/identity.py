@@ -189,7 +189,7 @@ def _weight_files(config: Any) -> list[Path]:
     name = getattr(config, "_name_or_path", "") or ""
     folder = Path(name)
     if name and not folder.is_dir():
-        found = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+        found = try_to_load_from_cache(name, "config.json")  # a config does not keep its revision
         folder = Path(found).parent if isinstance(found, str) else Path("/nonexistent")
     if not name or not folder.is_dir():
         return []
