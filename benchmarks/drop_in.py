@@ -25,7 +25,7 @@ from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
-from trl_fsdp_qlora.run.checkpoints import write_json
+from trl_fsdp_qlora.run.manifest import write_json
 from trl_fsdp_qlora.run.telemetry import MIB, PeakMemory
 
 

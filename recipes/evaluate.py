@@ -19,7 +19,7 @@ from trl_fsdp_qlora.recipe.arguments import ScriptArguments, option, parse_recip
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.run.checkpoints import write_json
+from trl_fsdp_qlora.run.manifest import write_json
 
 
 @dataclass
