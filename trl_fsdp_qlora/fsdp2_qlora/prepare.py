@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = torch.float32) -> None:
-    """Make `accelerator.prepare` shard 4-bit bases under FSDP2. Does nothing for other models or other strategies.
+    """Make `accelerator.prepare` shard 4-bit bases under FSDP2. Of other models under FSDP2 it keeps the outputs whole.
 
     Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever
     `bnb_4bit_quant_storage` and the mixed precision are. Rank 0's weights are the ones that are used: where the other
@@ -47,12 +47,34 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
     @functools.wraps(stock_prepare)
     def prepare(*args, **kwargs):
         model = next((argument for argument in args if isinstance(argument, nn.Module)), None)
-        if not accelerator.is_fsdp2 or model is None or isinstance(model, FSDPModule) or not _has_4bit_layers(model):
+        if not accelerator.is_fsdp2 or model is None or isinstance(model, FSDPModule):
             return stock_prepare(*args, **kwargs)
+        if not _has_4bit_layers(model):
+            with _whole_outputs(accelerator.state.fsdp_plugin):
+                return stock_prepare(*args, **kwargs)
         return _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs)
 
     prepare.shards_quantized_base = True
     accelerator.prepare = prepare
+
+
+def _is_accelerates_own(policy) -> bool:
+    return policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype
+
+
+@contextmanager
+def _whole_outputs(plugin):
+    """No cast of what modules return, log-probabilities among them, for the time of `prepare`.
+
+    Accelerate's own policy rounds it to the compute dtype: 8 bits of a log-probability in bfloat16, where DDP keeps 24.
+    """
+    stock = plugin.mixed_precision_policy
+    if _is_accelerates_own(stock):
+        plugin.mixed_precision_policy = replace(stock, output_dtype=None)
+    try:
+        yield
+    finally:
+        plugin.mixed_precision_policy = stock
 
 
 @contextmanager
@@ -62,7 +84,7 @@ def _own_settings(plugin, reduce_dtype: torch.dtype):
     # Accelerate's rank-0 loading broadcasts every weight whole; distribute.py sends shards.
     plugin.cpu_ram_efficient_loading = False
     policy = plugin.mixed_precision_policy
-    if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
+    if _is_accelerates_own(policy):
         # Accelerate's own policy also rounds the gradients that are summed over the ranks and every module's output,
         # log-probabilities among them, to the compute dtype. DDP does neither.
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype, output_dtype=None)

@@ -258,7 +258,8 @@ class PrefixSharing:
         except Exception as error:
             if unpackable or is_out_of_memory(error):
                 raise
-            forget_forward(request.model)
+            if not isinstance(error, UnsupportedAttention):  # which comes after a whole forward
+                forget_forward(request.model)
             problem = reason_of(error)
         new = bool(uses) and not state.is_compared(uses, _checks_gradients(request))
         named = self.choice != "auto"
