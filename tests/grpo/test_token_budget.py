@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -71,10 +72,17 @@ def test_skipping_equals_stock(tmp_path, loss_type, sharing):
     want = loss_and_gradients(ours, batch, stock=True)
     assert max(grad.abs().max() for grad in want[1].values()) > 0
     assert_close(got, want)
-    for key in ("clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio"):
-        if key in ours._metrics["train"]:
-            mine, theirs = ours._metrics["train"][key][-2:]
-            assert mine >= 0 and theirs <= mine + 1e-6
+    metrics = ours._metrics["train"]
+    for key in ("low_mean", "high_mean", "region_mean", "low_min", "high_max"):
+        if f"clip_ratio/{key}" in metrics:
+            assert metrics[f"clip_ratio/{key}"][0] == pytest.approx(metrics[f"clip_ratio/{key}"][1])
+    if "cispo_clip_ratio" in metrics:
+        assert metrics["cispo_clip_ratio"][0] == pytest.approx(metrics["cispo_clip_ratio"][1])
+    if loss_type == "vespo":  # over the completions that were scored
+        kept = {key: value[[4, 6]] if len(value.shape) and len(value) == 8 else value for key, value in batch.items()}
+        loss_and_gradients(ours, kept, stock=True)
+        mine, _, theirs = metrics["vespo/phi_seq_mean"]
+        assert mine == pytest.approx(theirs, rel=1e-4)
 
 
 def test_skipped_completions_leave_the_packed_row(tmp_path):
@@ -144,17 +152,37 @@ def test_a_term_that_needs_every_completion_keeps_every_completion(tmp_path, cha
 
 
 @pytest.mark.parametrize("sharing", ["auto", "off"])
-def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, caplog):
-    ours = made(tmp_path, prefix_sharing=sharing)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, loss_type, caplog):
+    """No metric is missing or not a number where stock has one; the entropy is that of the first completion."""
+    ours = made(tmp_path, prefix_sharing=sharing, loss_type=loss_type)
     batch = batch_of(ours)
     batch["advantages"].zero_()
     loss, grads = loss_and_gradients(ours, batch)
     assert loss == 0 and grads and not any(grad.any() for grad in grads.values())
     assert ours._metrics["train"]["tokens/nothing_to_learn"] == [1.0]
     assert "no token to learn from" in caplog.text
-    logs = {}
+    logs, stock_logs = {}, {}
     ours.log(logs)
-    assert logs["entropy"] is None  # no entropy of no token
+    loss_and_gradients(ours, batch, stock=True)
+    ours.log(stock_logs)
+    for key, value in stock_logs.items():
+        if value is not None:
+            assert math.isfinite(logs[key]), key
+            if key.startswith(("clip_ratio", "cispo")):
+                assert logs[key] == value, key
+    first = {key: value[:1] if len(value.shape) and len(value) == 8 else value for key, value in batch.items()}
+    loss_and_gradients(ours, first, stock=True)
+    assert logs["entropy"] == pytest.approx(ours._metrics["train"]["entropy"][-1], rel=1e-4)
+
+
+@pytest.mark.parametrize("sharing", ["auto", "off"])
+def test_everything_masked_gives_the_numbers_that_stock_gives(tmp_path, sharing):
+    ours = made(tmp_path, prefix_sharing=sharing, token_selection="uniform")
+    batch = batch_of(ours)
+    batch["completion_mask"].zero_()
+    loss_and_gradients(ours, batch)
+    assert ours._metrics["train"]["entropy"] == [0.0] and ours._metrics["train"]["clip_ratio/low_mean"] == [0.0]
 
 
 def expected_by_hand(ours, batch, keep, weight):

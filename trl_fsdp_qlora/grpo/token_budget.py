@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..scoring.token_selection import check_selection, select_tokens, step_generator
-from ..upstream.trl import COMPARED, LEARNING_MEANS, SCORED_MEANS
+from ..upstream.trl import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, SCORED_MEANS
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ class Choice(NamedTuple):
     Attributes:
         scored_BC, weight_BC: for the [`PassRequest`]; `None` where every token counts, with weight one.
         inputs: of the loss, with zeros in what the log-probabilities are compared with where nothing is scored.
-        counts: float32 `(3,)`: tokens of the loss, those of completions that were not skipped, and those scored.
+        counts: float32 `(6,)`: tokens of the loss, those of completions that were not skipped, those of the latter that
+            a selection kept, those scored; completions, and those of them with a scored token.
     """
 
     scored_BC: torch.Tensor | None
@@ -106,7 +107,11 @@ class TokenBudget:
 
     def describe(self, packed: bool = True) -> list[str]:
         """Lines for the start-up block; `packed`: the policy's passes run on packed rows."""
-        skipping = "on; entropy is over the tokens that are scored" if self.kept_by is None else f"no: {self.kept_by}"
+        skipping = (
+            "on; entropy and VESPO's phi are over the tokens that are scored"
+            if self.kept_by is None
+            else f"no: {self.kept_by}"
+        )
         lines = [f"zero-advantage completions skipped: {skipping}"]
         if self.strategy != "all":
             saving = "" if packed else " (padded: whole rows and columns only)"
@@ -135,10 +140,18 @@ class TokenBudget:
             learning_BC = mask_BC & (advantages != 0).any(1, keepdim=True)
         selection = self._select(learning_BC, step, micro_step)
         scored_BC = learning_BC if selection is None else selection.keep
-        counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored_BC.sum()]).float()
-        if selection is None and bool((counts[0] == counts[2]).item()):
+        selected = scored_BC.sum()
+        scored_BC = torch.where(learning_BC.any(), scored_BC, _first_completion(mask_BC))
+        rows = torch.tensor(len(mask_BC), device=mask_BC.device)
+        sums = [mask_BC.sum(), learning_BC.sum(), selected, scored_BC.sum(), rows, scored_BC.any(1).sum()]
+        counts = torch.stack(sums).float()
+        if selection is None and bool((counts[0] == counts[3]).item()):
             return Choice(None, None, inputs, counts)
         compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if _per_token(inputs, key)}
+        ratio = inputs.get(IMPORTANCE_RATIO)
+        if isinstance(ratio, torch.Tensor):  # one per token, or one per completion
+            left_out = ~scored_BC if ratio.shape == scored_BC.shape else ~scored_BC.any(1, keepdim=True)
+            compared[IMPORTANCE_RATIO] = ratio.masked_fill(left_out, 1.0)
         return Choice(scored_BC, None if selection is None else selection.weight, {**inputs, **compared}, counts)
 
     def _select(self, learning_BC: torch.Tensor, step: int, micro_step: int):
@@ -162,23 +175,35 @@ class TokenBudget:
             counts: of a [`Choice`], summed over ranks.
             metrics: the trainer's, after the loss.
         """
-        valid, learning, scored = counts.tolist()
+        valid, learning, selected, scored, completions, scored_completions = counts.tolist()
         metrics["tokens/scored_share"].append(scored / max(valid, 1.0))
-        metrics["tokens/nothing_to_learn"].append(float(scored == 0))
-        if scored == 0:
+        metrics["tokens/nothing_to_learn"].append(float(learning == 0))
+        if learning == 0:
             self.empty_batches += 1
             if self.empty_batches == 1:
                 logger.warning(
                     "A micro-batch has no token to learn from (every advantage is zero or every completion is "
                     "masked); it leaves the gradient as it is. tokens/nothing_to_learn counts such batches."
                 )
-        # Zeros stand where nothing was computed, so the means are rescaled: the entropy to the tokens that were scored,
-        # the others to the completions that were not skipped.
-        for keys, over in ((SCORED_MEANS, valid), (LEARNING_MEANS, learning)):
+        # Zeros stand where nothing was computed. A skipped completion is never clipped, so its zeros are stock's; those of
+        # tokens that a selection left out of a completion are made up for. Phi is one where nothing is scored.
+        for keys, over, of in ((SCORED_MEANS, valid, scored), (LEARNING_MEANS, learning, selected)):
             for key in keys:
-                if metrics.get(key):
-                    # NaN is left out of TRL's averages: there is no entropy of no token.
-                    metrics[key][-1] *= over / scored if scored else float("nan")
+                if of and metrics.get(key):
+                    metrics[key][-1] *= over / of
+        if scored_completions and metrics.get(PHI_MEAN):
+            total = metrics[PHI_MEAN][-1] * completions - (completions - scored_completions)
+            metrics[PHI_MEAN][-1] = total / scored_completions
+
+
+def _first_completion(mask_BC: torch.Tensor) -> torch.Tensor:
+    """The tokens of the first completion that has any.
+
+    It is scored where a micro-batch has nothing to learn from, for the entropy's sake: its advantage is zero, and so is
+    what it adds to the loss.
+    """
+    row = mask_BC.any(1).int().argmax()
+    return mask_BC & (torch.arange(len(mask_BC), device=mask_BC.device) == row).unsqueeze(1)
 
 
 def _per_token(inputs: dict[str, Any], key: str) -> bool:

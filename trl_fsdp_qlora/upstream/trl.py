@@ -139,9 +139,11 @@ ASYNC_LOOP = "async_loop"  # there, where a reward function is a coroutine
 
 # What a micro-batch may hold for the log-probabilities to be compared with.
 COMPARED = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
 # Metrics that TRL averages over all tokens of the loss: those of scored tokens, and those of learning completions.
 SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
 
 
