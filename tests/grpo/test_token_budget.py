@@ -290,3 +290,21 @@ def test_two_ranks_one_of_them_empty(tmp_path):
         check=True, env=environment, timeout=240, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     empty_rank_worker.check(json.loads((tmp_path / "results.json").read_text()))
+
+
+@pytest.mark.parametrize("sharing", ["auto", "off"])
+def test_a_pass_is_described_by_what_travels_with_it(tmp_path, sharing):
+    """While the model runs, no object beside the call holds what is scored, its weights or the batch."""
+    ours = made(tmp_path, prefix_sharing=sharing, token_selection="uniform")
+    batch = batch_of(ours)
+    held = []
+
+    def look(module, args, kwargs):
+        for owner in (ours.prefix_sharing, ours.budget, *ours.prefix_sharing._states.values()):
+            held.extend(value for value in vars(owner).values() if isinstance(value, (torch.Tensor, PassRequest)))
+        held.extend(value for value in vars(ours).values() if isinstance(value, PassRequest))
+
+    hook = ours.model.register_forward_pre_hook(look, with_kwargs=True)
+    loss_and_gradients(ours, batch)
+    hook.remove()
+    assert held == []

@@ -4,7 +4,7 @@
         pass
 
 Under an accelerate config with FSDP2 it shards a 4-bit base, saves plain PEFT adapters and resumes from them (of whole bases
-too), and can evaluate before it trains. In every other case it is the trainer it was mixed into. The trainers of this
+too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the trainer it was mixed into. The trainers of this
 package ask [`Sharding`] themselves.
 """
 
@@ -31,6 +31,10 @@ class ShardedQLoRAMixin:
     def training_step(self, model, *args, **kwargs):
         self.sharding.before_micro_batch(self.model)
         return super().training_step(model, *args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs):  # of trainers that generate
+        with self.sharding.gathered(self.model):
+            return super()._generate_and_score_completions(inputs)
 
     def evaluation_loop(self, *args, **kwargs):
         if self.sharding.is_unprepared(self.model):
