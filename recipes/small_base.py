@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trl_fsdp_qlora.recipe.small_base import build_small_base
 from trl_fsdp_qlora.recipe.small_tasks import TASKS
+from trl_fsdp_qlora.run.terminal import no_bars_in_files
 
 
 def main() -> None:
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--task", default="addition", choices=list(TASKS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    no_bars_in_files()
     if args.output_dir.exists():
         print(f"{args.output_dir} is there already; remove it to build it again")
         return

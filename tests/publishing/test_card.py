@@ -13,6 +13,7 @@ from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_mod
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.publishing import card
 from trl_fsdp_qlora.publishing.card import CardInfo, adapter_card, changed_arguments
+from trl_fsdp_qlora.run import checkpoints
 
 
 @pytest.fixture
@@ -72,6 +73,70 @@ def test_plain_peft_gives_the_trainers_logits_in_a_fresh_process(trained, tmp_pa
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+def quick_start_of(path):
+    return re.search(r"```python\n(.*?)```", ModelCard.load(path).text, re.DOTALL)[1]
+
+
+def test_a_quick_start_with_folders_says_what_to_fill_in_and_runs_anywhere_then(tmp_path, monkeypatch):
+    base, out, elsewhere = tmp_path / "models" / "base", tmp_path / "runs" / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    made = trainer(
+        EfficientGRPOTrainer, EfficientGRPOConfig, out, model=save_tiny_model(base), peft_config=lora(), max_steps=1
+    )
+    made.train()
+    made.save_model()
+    made.create_model_card()
+    code = quick_start_of(out / "README.md")
+    assert "base = 'base'  # fill in: the folder of the base model\n" in code
+    assert "adapter = 'out'  # fill in: the folder that this card is in\n" in code
+    filled = code.replace("'base'  #", f"{str(base)!r}  #").replace("'out'  #", f"{str(out)!r}  #")
+    monkeypatch.chdir("/")
+    run = subprocess.run([sys.executable, "-c", filled], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_quick_start_of_what_is_on_the_hub_has_nothing_to_fill_in(tmp_path):
+    text = str(adapter_card("o/base", "x", config(EfficientGRPOConfig, tmp_path), CardInfo(), None, "me/adapter"))
+    assert "base = 'o/base'\nadapter = 'me/adapter'\n" in text and "fill in" not in text
+
+
+def test_pefts_empty_card_is_in_no_checkpoint_and_in_no_folder_that_is_saved(tmp_path):
+    base = save_tiny_model(tmp_path / "base")
+    made = trainer(
+        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", model=base, peft_config=lora(), max_steps=2,
+        save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    made.train()
+    made.save_model()
+    made.save_model(str(tmp_path / "copy"))
+    cards = sorted(tmp_path.rglob("README.md"))
+    names = ["checkpoint-1", "checkpoint-2", "copy", "out"]
+    assert sorted(path.parent.name for path in cards) == names
+    for path in cards:
+        text = path.read_text()
+        assert "More Information Needed" not in text and "## Quick start" in text
+        assert str(tmp_path) not in text
+    for number in (1, 2):
+        assert checkpoints.why_incomplete(tmp_path / "out" / f"checkpoint-{number}") is None
+
+
+def test_a_card_that_a_user_wrote_is_kept_when_an_adapter_is_saved_over_it(tmp_path):
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", peft_config=lora())
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "README.md").write_text("mine")
+    made.save_model()
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+
+
+def test_what_says_nothing_is_left_out(tmp_path):
+    args = config(EfficientGRPOConfig, tmp_path, generation_kwargs={"top_k": 5})
+    changed = changed_arguments(args)
+    assert {"debug", "report_to", "output_dir", "disable_tqdm"}.isdisjoint(changed)
+    assert all(value not in ([], {}, "") for value in changed.values())
+    assert changed["generation_kwargs"] == {"top_k": 5}
 
 
 def test_no_machine_paths_in_a_card(tmp_path):

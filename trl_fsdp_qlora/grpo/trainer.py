@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing
 from ..prefix_sharing.support import position_limit
-from ..publishing.card import CardInfo, adapter_card
+from ..publishing.card import CardInfo, adapter_card, keeping_card
 from ..rollout.correction import importance_weights
 from ..rollout.rollout import Rollout
 from ..rollout.start import start_engine
@@ -30,6 +30,7 @@ from ..run.startup import StartupCallback
 from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.request import Kind, PassRequest
 from ..upstream.peft import is_reference
+from ..upstream.transformers import model_name as base_name
 from ..upstream.trl import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .arguments import adapter_and_base, checked_arguments
 from .groups import EpochRepeatSampler, shuffle_groups
@@ -315,6 +316,10 @@ class EfficientGRPOTrainer(GRPOTrainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _save(self, output_dir=None, state_dict=None):
+        with keeping_card(output_dir or self.args.output_dir, self._card):
+            super()._save(output_dir, state_dict)
+
     def _save_optimizer_and_scheduler(self, output_dir):
         if not self.sharding.save_optimizer(self.model, self.optimizer, self.lr_scheduler, output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
@@ -360,20 +365,23 @@ class EfficientGRPOTrainer(GRPOTrainer):
             *([] if self.base_bytes is None else [str(self.base_bytes)]),
         ]
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.adapter_card`]; `card_info` fills it in."""
-        if not self.is_world_process_zero():
-            return
+    def _card(self, name: str | None = None):
         model = self.accelerator.unwrap_model(self.model)
-        self.card_info.dataset = dataset_name or self.card_info.dataset
-        card = adapter_card(
-            base_model=model_name(model),
-            name=model_name or Path(self.args.output_dir).name,
+        return adapter_card(
+            base_model=base_name(model),
+            name=name or Path(self.args.output_dir).name,
             args=self.args,
             info=self.card_info,
             peft_config=model.peft_config["default"] if is_peft_model(model) else None,
             hub_model_id=self.hub_model_id if self.args.push_to_hub else None,
         )
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.adapter_card`]; `card_info` fills it in."""
+        if not self.is_world_process_zero():
+            return
+        self.card_info.dataset = dataset_name or self.card_info.dataset
+        card = self._card(model_name)
         if tags:
             card.data.tags = [*card.data.tags, *([tags] if isinstance(tags, str) else tags)]
         os.makedirs(self.args.output_dir, exist_ok=True)

@@ -3,7 +3,8 @@
 import functools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from importlib.metadata import version
@@ -22,7 +23,11 @@ logger = logging.get_logger(__name__)
 
 TAGS = ["trl", "grpo", "lora", "trl-fsdp-qlora"]
 # What a run sets that says nothing about the result.
-_NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank"}
+_NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank", "debug"}
+_NOT_RECIPE |= {"resume_from_checkpoint", "show_completions"}
+# What a reader looks for first, said also where it is the default.
+_ALWAYS = {"dataset", "prompt_template", "system_prompt", "rewards", "answer_format", "held_out"}
+_NOTHING = (None, "", [], {}, "none", ["none"])
 _HUB_SECONDS = 5  # for asking the Hub for a licence: a card must not wait for a network that does not answer
 
 _TEMPLATE = """---
@@ -46,7 +51,7 @@ _TEMPLATE = """---
 
 {made}
 
-Every setting that differs from its default:
+{settings}
 
 ```yaml
 {recipe}```
@@ -62,6 +67,7 @@ class CardInfo:
         license: SPDX id; looked up in the base model's card where it is `None`.
         results: lines such as `"greedy pass@1 97.0% (n=1000, ...)"` by what was measured.
         recipe_file: the YAML that was run.
+        settings: dataclasses of arguments beside the trainer's config: data, prompt and rewards, model and adapter.
         command: the words of the launch line; quoted, and without its secrets and machine paths, in the card.
         quickstart_prompt: a prompt (text, or messages) for the quick start.
         max_new_tokens: of the quick start.
@@ -72,6 +78,7 @@ class CardInfo:
     license: str | None = None
     results: dict[str, str] = field(default_factory=dict)
     recipe_file: str | None = None
+    settings: Sequence[Any] = ()
     command: Sequence[str] | None = None
     quickstart_prompt: Any = None
     max_new_tokens: int = 64
@@ -116,20 +123,70 @@ def base_model_license(base_model: str) -> str | None:
 
 
 def changed_arguments(args: Any) -> dict[str, Any]:
-    """The fields of a config dataclass that differ from their defaults, as plain values; no paths, no secrets."""
+    """The fields of a config dataclass that differ from their defaults, as plain values; no paths, no secrets.
+
+    Data, prompt and rewards are said in any case.
+    """
     changed = {}
     for item in fields(args):
         value = getattr(args, item.name, None)
         value = value.value if isinstance(value, Enum) else value
         default = item.default_factory() if item.default_factory is not MISSING else item.default
-        plain = isinstance(value, (bool, int, float, str, list, type(None)))
-        if item.init and plain and value != default and item.name not in _NOT_RECIPE and not is_secret_name(item.name):
-            changed[item.name] = portable(str(value)) if isinstance(value, str) else value
+        plain = isinstance(value, (bool, int, float, str, list, dict, type(None)))
+        # A config turns "" and None into [] or {} when it is made.
+        same = value == default or (value in _NOTHING and default in _NOTHING)
+        if not plain or not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
+            continue
+        if not same or item.name in _ALWAYS:
+            changed[item.name] = portable(value) if isinstance(value, str) else value
     return clean(changed)
 
 
-def quick_start(base_model: str, adapter: str, prompt: Any, max_new_tokens: int) -> str:
-    """Python that loads the adapter with plain PEFT and answers `prompt`."""
+def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:
+    """What reproduces a run: with `settings` (of a recipe) a file that `--config` takes."""
+    recipe = changed_arguments(args)
+    # Each follows from the other; both together are refused.
+    if args.generation_batch_size == args.per_device_train_batch_size * args.world_size * args.steps_per_generation:
+        recipe.pop("generation_batch_size", None)
+    if args.steps_per_generation == args.gradient_accumulation_steps:
+        recipe.pop("steps_per_generation", None)
+    for more in settings:
+        recipe |= changed_arguments(more)
+    if settings:
+        # Of a recipe's model they stand in fields of their own.
+        loading = {**recipe.pop("model_init_kwargs", {})}
+        for name in ("revision", "attn_implementation", "dtype"):
+            loading.pop(name, None)
+        return recipe | ({"model_init_kwargs": loading} if loading else {})
+    if peft_config is not None:
+        targets = getattr(peft_config, "target_modules", None)
+        recipe["lora"] = {
+            "r": getattr(peft_config, "r", None),
+            "lora_alpha": getattr(peft_config, "lora_alpha", None),
+            "lora_dropout": getattr(peft_config, "lora_dropout", None),
+            "target_modules": sorted(targets) if isinstance(targets, set) else targets,
+        }
+    return recipe
+
+
+def _place(name: str, path: str, is_folder: bool, hint: str) -> str:
+    """The line of a quick start that says where `name` is; what is no id on the Hub is to be filled in."""
+    return f"{name} = {path!r}" + (f"  # fill in: {hint}" if is_folder else "")
+
+
+def quick_start(
+    base_model: str, adapter: str, prompt: Any, max_new_tokens: int, local_base: bool, local_adapter: bool
+) -> str:
+    """Python that loads the adapter with plain PEFT and answers `prompt`.
+
+    Args:
+        base_model: id on the Hub, or the folder as it may be published.
+        adapter: the same.
+        prompt: text or messages.
+        max_new_tokens: of the answer.
+        local_base: `base_model` is a folder: a reader is told to fill in where it lies.
+        local_adapter: `adapter` is a folder.
+    """
     if prompt is None:
         prompt = [{"role": "user", "content": "What is 12 + 30?"}]
     if isinstance(prompt, str):
@@ -143,7 +200,8 @@ def quick_start(base_model: str, adapter: str, prompt: Any, max_new_tokens: int)
     return (
         "from peft import PeftModel\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"base, adapter = {base_model!r}, {adapter!r}\n"
+        f"{_place('base', base_model, local_base, 'the folder of the base model')}\n"
+        f"{_place('adapter', adapter, local_adapter, 'the folder that this card is in')}\n"
         "tokenizer = AutoTokenizer.from_pretrained(base)\n"
         "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)\n"
         f"{encode}\n"
@@ -180,15 +238,6 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
         tags=[*TAGS, f"base_model:adapter:{base_id}"] if is_adapter else [tag for tag in TAGS if tag != "lora"],
         model_name=name,
     )
-    recipe = changed_arguments(args)
-    if is_adapter:
-        targets = getattr(peft_config, "target_modules", None)
-        recipe["lora"] = {
-            "r": getattr(peft_config, "r", None),
-            "lora_alpha": getattr(peft_config, "lora_alpha", None),
-            "lora_dropout": getattr(peft_config, "lora_dropout", None),
-            "target_modules": sorted(targets) if isinstance(targets, set) else targets,
-        }
     rows = "\n".join(f"| {what} | {value} |" for what, value in info.results.items())
     made = {
         "data": info.dataset and f"`{portable(info.dataset)}`",
@@ -205,10 +254,39 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
         kind="A LoRA adapter for" if is_adapter else "A model fine-tuned from",
         base=base,
         method=info.method,
-        quick_start=quick_start(base, adapter, info.quickstart_prompt, info.max_new_tokens),
+        quick_start=quick_start(
+            base,
+            adapter,
+            info.quickstart_prompt,
+            info.max_new_tokens,
+            local_base=os.path.isabs(base_model) or Path(base_model).exists(),
+            local_adapter=hub_model_id is None,
+        ),
         results=f"| measured | result |\n|---|---|\n{rows}" if rows else "No accuracy was measured in this run.",
         made="\n".join(f"- {key}: {value}" for key, value in made.items() if value is not None) + command,
-        recipe=yaml.safe_dump(recipe, sort_keys=True),
+        settings=(
+            "Every setting that differs from its default, as `recipes/` take it with `--config`:"
+            if info.settings
+            else "Every setting that differs from its default:"
+        ),
+        recipe=yaml.safe_dump(_recipe(args, info.settings, peft_config), sort_keys=True, allow_unicode=True),
     )
     # Whatever field a secret came in by: a card is what gets published.
     return ModelCard(redact(text, secret_values(vars(args))))
+
+
+@contextmanager
+def keeping_card(folder: str | Path, card: Callable[[], ModelCard]) -> Iterator[None]:
+    """Around the saving of an adapter: PEFT writes a template with nothing filled in, and this machine's path to the base.
+
+    Args:
+        folder: where the adapter is written.
+        card: makes the one that stands there afterwards, unless one stood there before.
+    """
+    path = Path(folder) / "README.md"
+    before = path.read_bytes() if path.is_file() else None
+    yield
+    if before is not None:
+        path.write_bytes(before)
+    elif path.is_file():
+        card().save(path)

@@ -11,13 +11,13 @@ from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..publishing.card import hardware, software
-from ..run import checkpoints, redaction
+from ..run import checkpoints, launch_line, redaction
 from ..upstream.transformers import model_name
 from .arguments import ScriptArguments
 from .evaluation import Evaluation, evaluate
 from .record import AccuracyCallback, RunRecord, format_result
 from .rewards import get_reward
-from .script import say
+from .script import resumable, say
 
 
 def reward_functions(args: ScriptArguments) -> list:
@@ -34,7 +34,7 @@ def build_trainer(
         "dtype": model.dtype,
         **(config.model_init_kwargs or {}),
     }
-    return trainer_class(
+    trainer = trainer_class(
         model.model_name_or_path,
         reward_functions(script),
         config,
@@ -44,6 +44,8 @@ def build_trainer(
         peft_config=get_peft_config(model),
         **more,
     )
+    trainer.card_info.settings = (script, model)
+    return trainer
 
 
 def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str | bool | None) -> dict[str, Any]:
@@ -103,11 +105,11 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
     trainer.card_info.license = script.license
     trainer.card_info.quickstart_prompt = test[0]["prompt"]
     trainer.card_info.max_new_tokens = args.max_completion_length
-    argv = sys.argv
-    trainer.card_info.command = ["accelerate", "launch", *argv]
-    trainer.card_info.recipe_file = argv[argv.index("--config") + 1] if "--config" in argv else None
+    trainer.card_info.command = launch_line.launch_words()
+    trainer.card_info.recipe_file = launch_line.config_file(sys.argv)
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=resume)
+    with resumable(trainer):
+        trainer.train(resume_from_checkpoint=resume)
     record.put(train_seconds=time.perf_counter() - started - seconds_before, history=trainer.state.log_history)
     if not script.skip_accuracy:
         record.put(after=measure(script.accuracy_samples, "accuracy after training").as_dict())

@@ -1,26 +1,60 @@
 """What every script in `recipes/` does around its work: one rank prints, and a user's error is one line."""
 
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import PartialState
 
-from ..run import checkpoints, redaction
+from ..run import checkpoints, launch_line, redaction, terminal
 from .answers import UnparsableGoldAnswer
 from .arguments import ConfigError
 from .datasets import DatasetError
 
 
 def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
-    """Run a script; what its user did wrong (bad data, config or folder, or one of `errors`) is one line, no traceback."""
+    """Run a script; what its user did wrong (bad data, config or folder, or one of `errors`) is one line, no traceback.
+
+    So is Ctrl-C while training, with the command that goes on; the exit status then is 130.
+    """
+    terminal.no_bars_in_files()
     try:
         main()
         # Left to the interpreter's end, gloo's threads now and then abort a process that has done its work.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+    except KeyboardInterrupt as stop:
+        _say_stopped(stop)
+        sys.exit(130)  # what a shell makes of SIGINT
     except (checkpoints.CheckpointError, ConfigError, DatasetError, UnparsableGoldAnswer, *errors) as error:
         sys.exit(f"error: {redaction.redact(str(error))}")
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C while training; the text says which command goes on."""
+
+
+@contextmanager
+def resumable(trainer: Any) -> Iterator[None]:
+    """Around training: Ctrl-C becomes [`Stopped`]."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends it to its processes once more
+        last = checkpoints.last_complete_checkpoint(trainer.args.output_dir)
+        where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
+        then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
+        raise Stopped(f"{where}; {then}: {launch_line.resume_line(launch_line.launch_words())}") from None
+
+
+def _say_stopped(stop: KeyboardInterrupt) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        lead = "\n" if sys.stderr.isatty() else ""  # below the bar and the terminal's ^C
+        print(f"{lead}{redaction.redact(str(stop)) or 'stopped'}", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:

@@ -7,6 +7,7 @@ select from.
 """
 
 import random
+import sys
 from pathlib import Path
 
 from .small_tasks import TASKS, Task, two_digit_pairs
@@ -133,6 +134,7 @@ def build_small_base(
                 logging_steps=100,
                 save_strategy="no",
                 report_to="none",
+                disable_tqdm=not sys.stderr.isatty(),
             ),
             train_dataset=habit_dataset(TASKS[task], seed, dropped_carry),
             processing_class=tokenizer,

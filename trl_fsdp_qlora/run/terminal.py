@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import datasets
+import huggingface_hub.utils
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import logging
 
 from .redaction import redact
 
@@ -167,6 +170,14 @@ class TerminalCallback(ProgressCallback, PrinterCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
+
+
+def no_bars_in_files() -> None:
+    """Switch the bars of the Hugging Face libraries off where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        for library in (datasets, huggingface_hub.utils):
+            library.disable_progress_bars()
+        logging.disable_progress_bar()
 
 
 def take_over(trainer: Any, brought: Iterable[TrainerCallback | type]) -> None:

@@ -1,0 +1,59 @@
+import psutil
+import pytest
+
+from trl_fsdp_qlora.run import launch_line
+from trl_fsdp_qlora.run.launch_line import config_file, launch_words, resume_line
+
+
+class Process:
+    def __init__(self, *words):
+        self.words = list(words)
+
+    def cmdline(self):
+        return self.words
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (
+            ["/v/bin/python", "/v/bin/accelerate", "launch", "--config_file", "c.yaml", "s.py"],
+            "accelerate launch --config_file c.yaml s.py",
+        ),
+        (["python", "-m", "accelerate.commands.launch", "--cpu", "s.py"], "accelerate launch --cpu s.py"),
+        (["/v/bin/python", "/v/bin/torchrun", "--nproc_per_node", "2", "s.py"], "torchrun --nproc_per_node 2 s.py"),
+        (["python", "-m", "torch.distributed.run", "s.py"], "torchrun s.py"),
+    ],
+)
+def test_the_launcher_is_asked(typed, words, monkeypatch):
+    parents = [Process("python", "-u", "s.py"), Process(*typed), Process("bash", "-c", "make quickstart")]
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: parents)
+    assert launch_words() == words.split()
+
+
+def test_without_a_launcher(monkeypatch):
+    monkeypatch.setattr(launch_line.sys, "argv", ["s.py", "--config", "c.yaml"])
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: [Process("bash", "accelerate-all.sh")])
+    assert launch_words() == ["python", "s.py", "--config", "c.yaml"]
+
+    def denied(self):
+        raise psutil.AccessDenied()
+
+    monkeypatch.setattr(psutil.Process, "parents", denied)
+    assert launch_words() == ["python", "s.py", "--config", "c.yaml"]
+
+
+def test_the_line_that_goes_on():
+    resume = "--resume_from_checkpoint"
+    for before in ([], [resume, "auto"], [f"{resume}=runs/x/checkpoint-2"], [resume]):
+        line = resume_line(
+            ["python", "a script.py", *before, "--seed", "1"]
+            if before != [resume]
+            else ["python", "a script.py", "--seed", "1", resume]
+        )
+        assert line == f"python 'a script.py' --seed 1 {resume} auto"
+
+
+def test_the_recipe_file():
+    assert config_file(["s.py", "--config", "c.yaml"]) == config_file(["s.py", "--config=c.yaml"]) == "c.yaml"
+    assert config_file(["s.py", "--config_file", "x.yaml"]) is None
