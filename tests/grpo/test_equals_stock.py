@@ -1,4 +1,4 @@
-"""The drop-in against stock TRL: the same seed gives the same completions, losses and weights.
+"""The drop-in against stock TRL: the same seed gives the same completions (without `compact_generation`), losses and weights.
 
 Where a generation batch is cut into several optimizer steps, stock puts other completions into the first of them (it
 scatters the groups), so such runs differ by design; the loss of a fixed batch is compared instead, at the end.
@@ -27,7 +27,13 @@ def run(cls, config_cls, tmp_path, peft, **changes):
 def assert_equal_runs(tmp_path, peft=True, sharing="off", **changes):
     stock, expected = run(GRPOTrainer, GRPOConfig, tmp_path / "stock", peft, **changes)
     ours, weights = run(
-        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", peft, prefix_sharing=sharing, **changes
+        EfficientGRPOTrainer,
+        EfficientGRPOConfig,
+        tmp_path / "ours",
+        peft,
+        prefix_sharing=sharing,
+        compact_generation=False,  # which draws other completions of the same distribution
+        **changes,
     )
     assert weights.keys() == expected.keys()
     moved = 0.0

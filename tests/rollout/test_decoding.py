@@ -70,9 +70,9 @@ def test_greedy_is_token_identical(name):
     lengths = {len(row) for row in found}
     assert len(lengths) > 1  # otherwise no row was dropped before the others
     assert work.prefill_tokens == 3 * 9
-    assert work.stock_prefill_tokens == 9 * 9
+    assert work.prefill_tokens_stock == 9 * 9
     longest = max(lengths)
-    assert work.stock_row_steps == 9 * (longest - 1)
+    assert work.row_steps_stock == 9 * (longest - 1)
     # A row takes part in every forward but the one that would follow its last token.
     assert work.row_steps == sum(len(row) - 1 for row in found)
 
@@ -94,7 +94,7 @@ def test_greedy_with_processors(changes):
     expected, _ = complete(model, PROMPTS, greedy(**changes), compact=False)
     found, work = complete(model, PROMPTS, greedy(**changes))
     assert found == expected
-    assert work.row_steps < work.stock_row_steps
+    assert work.row_steps < work.row_steps_stock
     assert expected != complete(model, PROMPTS, greedy(), compact=False)[0] or "prefill_chunk_size" in changes
 
 
@@ -105,8 +105,8 @@ def test_processors_that_look_at_the_batch_keep_it_whole():
     expected, _ = complete(model, PROMPTS, config, compact=False)
     found, work = complete(model, PROMPTS, config)
     assert found == expected
-    assert work.row_steps == work.stock_row_steps
-    assert work.prefill_tokens < work.stock_prefill_tokens
+    assert work.row_steps == work.row_steps_stock
+    assert work.prefill_tokens < work.prefill_tokens_stock
 
 
 def test_equal_prompts_need_not_be_adjacent_nor_padded():

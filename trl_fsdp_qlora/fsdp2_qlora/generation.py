@@ -64,6 +64,11 @@ def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
     return "once" if fits.item() else "per_layer"
 
 
+def is_gathered(model: nn.Module) -> bool:
+    """Whether this runs inside [`gathered`], where a forward is no collective operation."""
+    return getattr(model, "_is_gathered", False)
+
+
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Keep every weight of an FSDP2 model gathered inside the block, for forward passes without gradient.
@@ -72,7 +77,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     rank has to enter. A block inside another one does nothing.
     """
     groups = units(model)
-    if not groups or getattr(model, "_is_gathered", False):
+    if not groups or is_gathered(model):
         yield
         return
     initialise(model)

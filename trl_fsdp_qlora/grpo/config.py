@@ -36,6 +36,10 @@ class EfficientGRPOConfig(GRPOConfig):
         token_selection_weighting (`str`, *optional*, defaults to `"auto"`):
             `"self_normalized"` (S-GRPO's own, the default for `"s_grpo"`) or `"horvitz_thompson"` (unbiased, the
             default for the others).
+        compact_generation (`bool`, *optional*, defaults to `True`):
+            When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample with one
+            random number per row. Completions follow the same distribution and are not the ones that stock TRL draws
+            from the same seed; `False` draws those. Runs as stock, and says why, where it would not be exact.
         rollout_sync (`str`, *optional*, defaults to `"auto"`):
             With vLLM, what is sent to the engine after an optimizer step: `"adapter"` (the LoRA adapter alone, under a
             name of its own for each version), `"merge"` (TRL's way: every weight, with the adapter merged into it), or
@@ -83,6 +87,12 @@ class EfficientGRPOConfig(GRPOConfig):
     token_selection_weighting: str = field(
         default="auto",
         metadata={"help": "'self_normalized', 'horvitz_thompson', or 'auto': the former for 's_grpo' only."},
+    )
+    compact_generation: bool = field(
+        default=True,
+        metadata={
+            "help": "Without vLLM: prefill each prompt once and drop finished rows. False draws stock TRL's completions."
+        },
     )
     rollout_sync: str = field(
         default="auto",

@@ -19,7 +19,7 @@ from ..prefix_sharing import PrefixSharing
 from ..prefix_sharing.support import position_limit
 from ..publishing.card import CardInfo, adapter_card, keeping_card
 from ..rollout.correction import importance_weights
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import start_engine
 from ..rollout.sync_choice import choose_sync, warnings_for, withheld
 from ..rollout.watch import SAMPLED, EngineWatch, sampled_mask, weight_metrics
@@ -151,15 +151,25 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts):
         with self.prefix_sharing.set_aside(), self.clock.phase("generate"):
-            return super()._generate(prompts)
+            drawn = super()._generate(prompts)
+        self._add_metrics(self.rollout.take_metrics())
+        return drawn
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         turn = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
         held = self._last_loaded_step if self.use_vllm else None
-        drawn = self.rollout.training_turn(super()._generate_single_turn, *turn)
+        drawn = self.rollout.training_turn(
+            super()._generate_single_turn, turn, self.model_wrapped, self._generate_settings()
+        )
         if self.use_vllm and self._last_loaded_step != held:
             self.watch.synced(self.model)
         return drawn
+
+    def _generate_settings(self) -> GenerateSettings | None:
+        """What TRL gives to transformers' `generate`; `None` where another engine generates."""
+        if self.use_vllm or self.use_transformers_continuous_batching:
+            return None
+        return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
 
     def generating(self, wrapped=None):
         """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`]."""
@@ -361,6 +371,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self.prefix_sharing.describe(),
             *self.budget.describe(self.prefix_sharing.active()),
             "whole groups in every micro-batch" if cost is None else cost,
+            *self.rollout.describe(self.model, self._generate_settings()),
             *([f"vLLM gets {_SENT[self.sync.mode]}: {self.sync.reason}"] if self.use_vllm else []),
             *([] if self.base_bytes is None else [str(self.base_bytes)]),
         ]

@@ -27,6 +27,7 @@ def complete(
     prompt_ids: list[list[int]],
     config: GenerationConfig,
     *,
+    ends: list[int] | None = None,
     synced: bool | None = None,
     compact: bool = True,
 ) -> tuple[list[list[int]], Work | None]:
@@ -35,7 +36,8 @@ def complete(
     Args:
         model: causal language model, unwrapped.
         prompt_ids: token ids of R prompts, padded on the left here. Equal ones are prefilled once.
-        config: with `pad_token_id` and a list `eos_token_id`.
+        config: with `pad_token_id`, and a list `eos_token_id` where `ends` is not given.
+        ends: a completion is cut behind the first of these tokens; the config's end-of-sequence tokens by default.
         synced: a forward is collective, so a rank that has finished goes on with the others. By transformers' rule if
             `None`.
         compact: use the decoding loop of [`decoding`] where it is exact.
@@ -53,9 +55,10 @@ def complete(
     out = model.generate(
         input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=synced, **loop
     )
+    ends = config.eos_token_id if ends is None else ends
     completions = []
     for row in out[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in config.eos_token_id), len(row))
+        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
         completions.append(row[:end])
     return completions, None if decoding is None else decoding.work
 

@@ -6,7 +6,7 @@ library still prepares everything around the loop: processors, stopping criteria
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -89,8 +89,11 @@ class Work:
 
     prefill_tokens: int = 0
     row_steps: int = 0
-    stock_prefill_tokens: int = 0
-    stock_row_steps: int = 0
+    prefill_tokens_stock: int = 0
+    row_steps_stock: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(Work)))
 
 
 class Decoding:
@@ -127,7 +130,7 @@ class Decoding:
                     inputs = model.prepare_inputs_for_generation(batch.ids_AL, next_sequence_length=1, **batch.kwargs)
                     outputs = model(**inputs, return_dict=True)
                     self.work.row_steps += len(batch.ids_AL)
-                    self.work.stock_row_steps += len(input_ids)
+                    self.work.row_steps_stock += len(input_ids)
                 batch.kwargs = next_inputs(model, outputs, batch.kwargs)
                 logits_AV, outputs = outputs.logits[:, -1], None
                 if batch.left:
@@ -149,7 +152,7 @@ class Decoding:
         repeat_rows(outputs.past_key_values, place_R, sys.maxsize if longest is None else longest)
         outputs.logits = outputs.logits[:, -1:][place_R]
         self.work.prefill_tokens += distinct.numel() if mask_RP is None else distinct.numel() // 2
-        self.work.stock_prefill_tokens += ids_RP.numel()
+        self.work.prefill_tokens_stock += ids_RP.numel()
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][:, -1:]  # the next ones follow from the last
         return outputs

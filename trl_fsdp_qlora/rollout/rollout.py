@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -9,9 +10,28 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
-from ..fsdp2_qlora.generation import choose, gathered
+from ..fsdp2_qlora.generation import choose, gathered, is_gathered
 from ..upstream.trl import unwrap_model_for_generation
+from .completions import complete
+from .decoding import Work
+from .support import why_stock
+
+
+@dataclass
+class GenerateSettings:
+    """What a trainer gives to transformers' `generate`.
+
+    Attributes:
+        config: the generation config.
+        overrides: settings that take precedence over the model's own generation config.
+        eos_token_ids: a completion is cut behind the first of them.
+    """
+
+    config: GenerationConfig
+    overrides: dict[str, Any]
+    eos_token_ids: list[int]
 
 
 class Rollout:
@@ -27,6 +47,7 @@ class Rollout:
         self.args = args
         self.accelerator = accelerator
         self.backend = backend
+        self._work = Work()
 
     @property
     def is_sharded(self) -> bool:
@@ -46,18 +67,57 @@ class Rollout:
                 f"run stage 1 in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
             )
 
-    def training_turn(self, stock: Callable, *turn) -> tuple[list[list[int]], list[list[float]] | None]:
+    def training_turn(
+        self, stock: Callable, turn: tuple, wrapped: nn.Module, settings: GenerateSettings | None
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Completions of a generation batch, one per prompt row, and their log-probabilities where vLLM drew them.
 
         Args:
             stock: `GRPOTrainer._generate_single_turn`.
-            *turn: its arguments: token ids of the prompts, images, multimodal fields, completions per prompt, whether
+            turn: its arguments: token ids of the prompts, images, multimodal fields, completions per prompt, whether
                 tools returned images.
+            wrapped: the policy as it was prepared.
+            settings: of transformers' `generate`; `None` where something else generates.
         """
-        return stock(*turn)
+        prompt_ids, images, multimodal_fields, *_ = turn
+        if settings is None or images or multimodal_fields or self.why_stock(wrapped, settings) is not None:
+            return stock(*turn)
+        with self.generating(wrapped, settings.overrides) as (model, lockstep):
+            completions, work = complete(
+                model, prompt_ids, settings.config, ends=settings.eos_token_ids, synced=lockstep
+            )
+        self._work += work
+        return completions, None
+
+    def why_stock(self, wrapped: nn.Module, settings: GenerateSettings) -> str | None:
+        """Why training's completions come from transformers' own decoding loop; `None` where they do not."""
+        if not self.args.compact_generation:
+            return "compact_generation=False"
+        return why_stock(self.accelerator.unwrap_model(wrapped), settings.config)
+
+    def describe(self, wrapped: nn.Module, settings: GenerateSettings | None) -> list[str]:
+        """A line of the start-up block on transformers' `generate`, where it is used."""
+        if settings is None:
+            return []
+        reason = self.why_stock(wrapped, settings)
+        if reason is None:
+            return ["rollouts: each prompt prefilled once, finished rows leave the batch"]
+        return [
+            f"rollouts: as stock ({reason}): each prompt prefilled for every completion, no row leaves before the last"
+        ]
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
+        names = [item.name for item in fields(Work)]
+        figures = torch.tensor([getattr(self._work, name) for name in names], dtype=torch.float64)
+        self._work = Work()
+        figures = self.accelerator.reduce(figures.to(self.accelerator.device), reduction="sum")
+        return {
+            f"generation/{name}": value for name, value in zip(names, figures.tolist(), strict=True) if figures.any()
+        }
 
     @contextmanager
-    def generating(self, wrapped: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:
         """A model for [`completions.generate`] beside training's own rollouts, without gradients. Every rank has to enter.
 
         Accuracy, evaluation and V* draw for other prompts than a training batch's, with other numbers on each rank.
@@ -66,13 +126,14 @@ class Rollout:
 
         Args:
             wrapped: the policy or the reference model, as it was prepared.
+            overrides: settings put into the model's own generation config meanwhile.
 
         Yields:
             The unwrapped model, and whether it works in lockstep: every rank has to generate equally
             often, and with `synced=True`.
         """
-        mode = "per_layer"
-        if isinstance(wrapped, FSDPModule):
+        mode = "once" if is_gathered(wrapped) else "per_layer"
+        if isinstance(wrapped, FSDPModule) and mode != "once":
             mode = choose(wrapped, self.accelerator.device, self.args.fsdp_gather)
         with (
             gathered(wrapped) if mode == "once" else nullcontext(),
@@ -80,6 +141,7 @@ class Rollout:
                 wrapped,
                 self.accelerator,
                 gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=overrides,
                 gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
             ) as model,
             torch.no_grad(),

@@ -1,0 +1,148 @@
+"""Rollouts of training through the compact decoding loop, in every trainer."""
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.tiny import lora, prompts, tiny_model, trainer
+from trl_fsdp_qlora import (
+    AStarPOConfig,
+    AStarPOTrainer,
+    EfficientGRPOConfig,
+    EfficientGRPOTrainer,
+    TSPMOConfig,
+    TSPMOTrainer,
+)
+
+# Almost greedy: the same completions whatever the draws are.
+GREEDY = {"generation_kwargs": {"do_sample": False}}
+# A third of the vocabulary ends a completion.
+ENDS = list(range(3, 14))
+
+
+def make(cls=EfficientGRPOTrainer, config=EfficientGRPOConfig, folder="unused", ends=ENDS, **changes):
+    model = tiny_model()
+    model.generation_config.eos_token_id = ends
+    return trainer(cls, config, folder, model=model, peft_config=lora(), max_completion_length=16, **changes)
+
+
+def history(made):
+    made.train()
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+def test_greedy_training_equals_stock(tmp_path):
+    stock = history(make(GRPOTrainer, GRPOConfig, tmp_path / "stock", **GREEDY))
+    ours = history(make(folder=tmp_path / "ours", **GREEDY))
+    assert len(ours) == 3
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
+        for key in ("completions/mean_length", "completions/clipped_ratio", "num_tokens", "reward"):
+            assert mine[key] == pytest.approx(theirs[key]), key
+
+
+def test_metrics_tell_what_ran_and_what_stock_would_have_run(tmp_path):
+    made = make(folder=tmp_path)
+    seen = []
+    turn = made._generate_single_turn
+
+    def watched(prompt_ids, *rest):
+        drawn = turn(prompt_ids, *rest)
+        seen.append((prompt_ids, drawn[0]))
+        return drawn
+
+    made._generate_single_turn = watched
+    entries = history(made)
+    for entry, (prompt_ids, completions) in zip(entries, seen, strict=True):
+        width, longest = max(map(len, prompt_ids)), max(map(len, completions))
+        assert entry["generation/prefill_tokens"] == 2 * width
+        assert entry["generation/prefill_tokens_stock"] == 8 * width
+        assert entry["generation/row_steps_stock"] == 8 * (longest - 1)
+        assert entry["generation/row_steps"] == sum(len(row) - 1 for row in completions)
+    assert any(e["generation/row_steps"] < e["generation/row_steps_stock"] for e in entries)
+
+
+def test_a_run_is_reproducible_from_its_seed(tmp_path):
+    def losses(seed, name):
+        return [entry["loss"] for entry in history(make(folder=tmp_path / name, seed=seed))]
+
+    first = losses(1, "a")
+    assert losses(1, "b") == first
+    assert losses(2, "c") != first
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "changes"),
+    [
+        (TSPMOTrainer, TSPMOConfig, {}),
+        (AStarPOTrainer, AStarPOConfig, {"num_generations": 1, "value_samples": 3}),
+    ],
+    ids=["t_spmo", "a_star_po"],
+)
+def test_other_trainers(tmp_path, cls, config, changes):
+    if cls is AStarPOTrainer:
+        changes = {**changes, "value_cache": str(tmp_path / "values")}
+    entries = history(make(cls, config, tmp_path, **changes))
+    assert all(entry["generation/row_steps"] <= entry["generation/row_steps_stock"] for entry in entries)
+    assert any(entry["generation/row_steps"] < entry["generation/row_steps_stock"] for entry in entries)
+
+
+def test_evaluation_repeats_by_its_own_number(tmp_path):
+    made = make(folder=tmp_path, num_generations_eval=2, per_device_eval_batch_size=4)
+    made.evaluate(prompts(4))
+    logged = made.state.log_history[-1]
+    assert logged["eval_generation/prefill_tokens"] == logged["eval_generation/prefill_tokens_stock"] / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"compact_generation": False}, "compact_generation=False"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"generation_kwargs": {"num_beams": 2}}, "beam sample"),
+        ({"generation_kwargs": {"prompt_lookup_num_tokens": 2, "num_beams": 1}}, "assisted generation"),
+        ({"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences=2"),
+        ({"generation_kwargs": {"use_cache": False}}, "use_cache=False"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(next(iter(value.values()))),
+)
+def test_what_is_not_exact_runs_as_stock_and_says_so(tmp_path, changes, said):
+    made = make(folder=tmp_path, **changes)
+    line = next(line for line in made.features() if line.startswith("rollouts:"))
+    assert f"as stock ({said}" in line or said in line
+    asked = []
+    made.rollout.generating = lambda *_: asked.append(1)
+
+    def stock(*turn):
+        return "stock", turn
+
+    turn = ([[5, 6]] * 4, None, {}, 4, False)
+    assert made.rollout.training_turn(stock, turn, made.model_wrapped, made._generate_settings()) == ("stock", turn)
+    assert not asked
+
+
+def test_images_run_as_stock(tmp_path):
+    made = make(folder=tmp_path)
+    for turn in (([[5]], ["picture"], {}, 1, False), ([[5]], None, {"pixel_values": torch.zeros(1)}, 1, False)):
+        drawn = made.rollout.training_turn(lambda *_: "stock", turn, made.model_wrapped, made._generate_settings())
+        assert drawn == "stock"
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "falcon_h1", "t5", "qwen2_vl"])
+def test_models_that_keep_more_than_keys_and_values_are_refused(name):
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+
+    from trl_fsdp_qlora.rollout.support import why_stock
+
+    assert name in CONFIG_MAPPING
+    config = AutoConfig.for_model(name)
+    with torch.device("meta"):
+        if name == "t5":
+            model = AutoModelForSeq2SeqLM.from_config(config)
+        elif name == "qwen2_vl":
+            from transformers import Qwen2VLForConditionalGeneration
+
+            model = Qwen2VLForConditionalGeneration(config)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
+    assert why_stock(model, GenerationConfig(do_sample=True)) is not None
