@@ -18,6 +18,7 @@ from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po.fingerprint import FingerprintError
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCacheError
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
@@ -36,6 +37,7 @@ class AStarPOScriptArguments(ScriptArguments):
 
 def main() -> None:
     script, config, model = parse_recipe((AStarPOScriptArguments, AStarPOConfig, ModelConfig))
+    check_recipe(script, config, model)
     if script.stage == "train":
         check_output_dir(config.output_dir, config.resume_from_checkpoint)
     train, test = load_data(script)

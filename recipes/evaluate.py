@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe.arguments import ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.recipe.data import load_data
+from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_adapter, check_counts, check_installed, check_script, load_tokenizer
+from trl_fsdp_qlora.recipe.data import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.manifest import write_json
@@ -29,8 +30,12 @@ class EvaluateArguments:
     model: str = field(metadata={"help": "Base model, Hub id or folder."})
     adapter: str | None = option(None, "PEFT adapter on top of it; none measures the base.")
     revision: str = option("main", "Revision of the base model.")
-    dtype: str | None = option(
-        None, "Type of the weights: float32, bfloat16; the checkpoint's own where it is not set."
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Type of the weights; the checkpoint's own where it is not set.",
+            "choices": ["bfloat16", "float16", "float32"],
+        },
     )
     load_in_4bit: bool = option(
         False, "Quantize the base as a QLoRA run does; its adapter was trained on that base, not on the whole one."
@@ -46,11 +51,27 @@ class EvaluateArguments:
     output: str | None = option(None, "JSON file to write.")
 
 
+def checked_tokenizer(script: ScriptArguments, args: EvaluateArguments):
+    """The model's tokenizer, when all that can be told to be wrong before the weights are loaded has been looked at."""
+    check_script(script)
+    check_counts(
+        args, {"max_new_tokens": (1, "256, say"), "batch_size": (1, "64, say"), "samples": (0, "0 is greedy")}
+    )
+    if args.temperature <= 0 or not 0 < args.top_p <= 1:
+        raise ConfigError(f"temperature={args.temperature} must be positive and top_p={args.top_p} in (0, 1]")
+    if args.load_in_4bit:
+        check_installed("bitsandbytes", "load_in_4bit: true")
+    tokenizer = load_tokenizer(args.model, args.revision, script.chat, "model")
+    if args.adapter:
+        check_adapter(args.adapter)
+    return tokenizer
+
+
 def main() -> None:
     script, args = parse_recipe((ScriptArguments, EvaluateArguments))
     state = PartialState()
-    _, test = load_data(script)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    tokenizer = checked_tokenizer(script, args)
+    test = load_held_out(script)
     dtype = getattr(torch, args.dtype) if args.dtype else "auto"
     quantization = {}
     if args.load_in_4bit:

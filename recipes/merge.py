@@ -12,6 +12,7 @@ import torch
 
 from trl_fsdp_qlora.publishing.merge import MergeError, merge_adapter
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_adapter, load_tokenizer
 from trl_fsdp_qlora.recipe.script import run_main, say
 
 
@@ -28,7 +29,9 @@ class MergeArguments:
 
 def main() -> None:
     (args,) = parse_recipe((MergeArguments,))
-    folder = merge_adapter(args.adapter, args.output, args.base, args.revision, getattr(torch, args.dtype))
+    base = args.base or check_adapter(args.adapter).base_model_name_or_path
+    load_tokenizer(base, args.revision, chat=False, field="base")
+    folder = merge_adapter(args.adapter, args.output, base, args.revision, getattr(torch, args.dtype))
     say(f"merged model, tokenizer and card are in {folder}")
 
 

@@ -14,6 +14,7 @@ from trl import ModelConfig
 
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
 from trl_fsdp_qlora.recipe.script import run_main
@@ -22,6 +23,7 @@ from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, TSPMOConfig, ModelConfig))
+    check_recipe(script, config, model)
     check_output_dir(config.output_dir, config.resume_from_checkpoint)
     train, test = load_data(script)
     trainer = build_trainer(TSPMOTrainer, script, config, model, train)

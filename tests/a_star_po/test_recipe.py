@@ -77,7 +77,7 @@ def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
     (tmp_path / "values.sqlite").write_text("no database at all, but as long as one would have to be" * 20)
     third = run("--stage", "estimate")
-    assert third.returncode == 1
+    assert third.returncode == 2
     assert third.stderr.strip().splitlines()[-1].startswith("error: the V* cache")
 
 

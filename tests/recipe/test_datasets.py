@@ -1,9 +1,12 @@
 import json
 
 import pytest
+from datasets import Dataset, DatasetDict
 
 from trl_fsdp_qlora.recipe import datasets
 from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.data import load_data, load_held_out
 
 
 def write(path, rows):
@@ -26,7 +29,7 @@ def test_errors_name_what_is_wrong(tmp_path):
         datasets.read_problems(write(tmp_path / "x.json", [{"a": 1, "b": 2}]))
     with pytest.raises(datasets.DatasetError, match="no rows"):
         datasets.read_problems(write(tmp_path / "empty.json", []))
-    with pytest.raises(datasets.DatasetError, match="no file here and no Hub id"):
+    with pytest.raises(datasets.DatasetError, match="no file or folder here, and no Hub id"):
         datasets.read_problems("some/missing/file.json")
     rows = [{"problem": "1", "answer": "1"}, {"problem": "2", "answer": "two"}]
     with pytest.raises(UnparsableGoldAnswer, match="row 1"):
@@ -72,3 +75,60 @@ def test_the_tasks_of_the_small_base_by_name(task, question, answer):
         p for p in train + held_out if p["question"] == question
     ).items()
     assert datasets.without_overlap(train, held_out)[1] == 0
+
+
+ROWS = [{"problem": "1+1=", "answer": 2}, {"problem": "2, 3 and 4: how many?", "answer": 3}]
+PROBLEMS = [
+    {"row": 0, "question": "1+1=", "answer": "2"},
+    {"row": 1, "question": "2, 3 and 4: how many?", "answer": "3"},
+]
+CSV = 'problem,answer\n1+1=,2\n"2, 3 and 4: how many?",3\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bom.jsonl", "\ufeff" + "\n".join(map(json.dumps, ROWS))),
+        ("windows.jsonl", "\r\n".join(map(json.dumps, ROWS)) + "\r\n"),
+        ("bom.json", "\ufeff" + json.dumps(ROWS)),
+        ("data.json", json.dumps({"version": 1, "data": ROWS})),
+        ("lines.json", "\n".join(map(json.dumps, ROWS))),
+        ("rows.csv", CSV),
+        ("bom.csv", "\ufeff" + CSV),
+        ("semicolons.csv", CSV.replace(",", ";").replace("2; 3", "2, 3")),
+        ("rows.tsv", CSV.replace(",", "\t").replace("2\t 3", "2, 3")),
+    ],
+)
+def test_kinds_of_text_files(name, content, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+    assert datasets.read_problems(str(tmp_path / name)) == PROBLEMS
+
+
+def test_a_line_separator_of_unicode_inside_a_string_ends_no_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1\u2028+1=", "answer": 2}\n', encoding="utf-8")
+    assert datasets.read_problems(str(tmp_path / "a.jsonl"))[0]["question"] == "1\u2028+1="
+
+
+def test_parquet_and_what_datasets_saved(tmp_path):
+    dataset, one = Dataset.from_list(ROWS), Dataset.from_list(ROWS[:1])
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    assert datasets.read_problems(str(tmp_path / "rows.parquet")) == PROBLEMS
+    dataset.save_to_disk(tmp_path / "saved")
+    assert datasets.read_problems(str(tmp_path / "saved"), "any") == PROBLEMS
+    DatasetDict({"train": dataset, "dev": one}).save_to_disk(tmp_path / "splits")
+    assert datasets.read_problems(str(tmp_path / "splits")) == PROBLEMS
+    assert datasets.read_problems(str(tmp_path / "splits"), "dev") == PROBLEMS[:1]
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for shard, row in enumerate(ROWS):
+        Dataset.from_list([row]).to_parquet(tmp_path / "hub" / "data" / f"train-0000{shard}-of-00002.parquet")
+    assert datasets.read_problems(str(tmp_path / "hub")) == PROBLEMS
+
+
+def test_a_file_of_ones_own_trains_unmeasured_and_is_measured_whole(tmp_path, capsys):
+    path = write(tmp_path / "mine.jsonl", ROWS)
+    train, test = load_data(ScriptArguments(dataset=path, skip_accuracy=True))
+    assert len(train) == 2 and test is None
+    assert len(load_held_out(ScriptArguments(dataset=path))) == 2
+    assert "--held_out as in its recipe" in capsys.readouterr().out
+    _, test = load_data(ScriptArguments(dataset=path, held_out=1))
+    assert load_held_out(ScriptArguments(dataset=path, held_out=1)).to_list() == test.to_list()

@@ -121,6 +121,8 @@ class EfficientGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        if self.num_generations < 1:
+            raise ValueError(f"num_generations={self.num_generations} must be at least 1; 8, say")
         accumulation = self.steps_per_generation or self.gradient_accumulation_steps
         try:
             super().__post_init__()

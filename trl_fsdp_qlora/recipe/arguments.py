@@ -1,6 +1,9 @@
 """A recipe's arguments, from a YAML file and the command line."""
 
+import argparse
 import difflib
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,9 +13,12 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
+DEBUG_ERRORS = "--debug_errors"
+_NUMBERS = {"int": "whole number", "float": "number"}
+
 
 class ConfigError(ValueError):
-    """A recipe file or command line that cannot be used; names the key and the nearest known one."""
+    """A recipe file or command line that cannot be used; names the key, the reason and what to write."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -52,37 +58,137 @@ class ScriptArguments:
     license: str | None = option(None, "SPDX id for the adapter's card.")
 
 
+class _Parser(TrlParser):
+    """TRL's parser, whose errors are exceptions instead of two pages of usage."""
+
+    def error(self, message: str):
+        # argparse names both spellings of an option: argument --max_steps/--max-steps: ...
+        raise ConfigError(f"command line: {re.sub(r'^argument |(?<=[a-z])/--[a-z-]+', '', message)}")
+
+
 def parse_recipe(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple:
     """Instances of `dataclass_types` from `--config FILE.yaml` and the command line, which wins.
 
     Raises:
-        ConfigError: the file is missing or no mapping, or holds a key that none of the types has.
+        ConfigError: the file cannot be read or is no mapping; a key that none of the types has; a value of the wrong
+            type; values that one of the types refuses.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = TrlParser(tuple(dataclass_types))
-    if "--config" in argv:
-        _check_keys(argv[argv.index("--config") + 1], {action.dest for action in parser._actions} - {"help"})
-    unknown = [arg for arg in argv if arg.startswith("--") and arg != "--config"]
+    parser = _Parser(tuple(dataclass_types))
+    parser.add_argument(DEBUG_ERRORS, action="store_true", help="Show the traceback of an error.")
+    path, argv = _take_config(argv)
     options = {option for action in parser._actions for option in action.option_strings}
-    for arg in unknown:
-        _check_key(arg.split("=")[0], options, "command line")
-    return parser.parse_args_and_config(argv)
+    for arg in argv:
+        if arg.startswith("--"):
+            _check_key(arg.split("=")[0], options, "command line")
+    if path is not None:
+        _set_defaults(parser, path)
+    try:
+        *parsed, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:  # of a type's own checks
+        hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
+    if rest:
+        raise ConfigError(f"command line: {' '.join(rest)!r} belongs to no option")
+    return tuple(parsed[: len(dataclass_types)])
+
+
+def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    path, rest, waiting = None, [], False
+    for arg in argv:
+        if waiting or arg.startswith("--config="):
+            if path is not None:
+                raise ConfigError("command line: --config is given twice; put the values of both into one file")
+            path, waiting = arg if waiting else arg.removeprefix("--config="), False
+        elif arg == "--config":
+            waiting = True
+        else:
+            rest.append(arg)
+    if waiting or path == "":
+        raise ConfigError("command line: --config needs a file, e.g. --config my_recipe.yaml")
+    return path, rest
 
 
 def _check_key(key: str, known: set[str], where: str) -> None:
     if key in known:
         return
-    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{where}: unknown key {key!r}{hint}")
 
 
-def _check_keys(path: str, known: set[str]) -> None:
+def _set_defaults(parser: TrlParser, path: str) -> None:
+    config = read_yaml(path)
+    environment = config.pop("env", None) or {}
+    if not isinstance(environment, dict):
+        raise ConfigError(f"{path}: env={environment!r} must hold `NAME: value` lines")
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    # Where an option and its `--no_` twin share a name, the first is the one that takes a value.
+    actions = {action.dest: action for action in reversed(parser._actions)}
+    known = set(actions) - {"help", DEBUG_ERRORS.removeprefix("--")}
+    for key in config:
+        _check_key(key, known, path)
+    parser.set_defaults_with_config(**{key: _typed(actions[key], value, path) for key, value in config.items()})
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: no such file, no YAML, no mapping; names the line.
+    """
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}{did_you_mean(path)}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: it is no text in UTF-8") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"--config {path}{where}: no YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--config {path} must hold `key: value` lines")
-    for key in config:
-        _check_key(key, known | {"env"}, path)
+    return config
+
+
+def _typed(action: argparse.Action, value: Any, path: str) -> Any:
+    """A YAML value as the command line would have given it: argparse looks at the type of strings only."""
+    if value is None:
+        return value
+    if action.nargs == "+":
+        return [_scalar(action, item, path) for item in (value if isinstance(value, list) else [value])]
+    return _scalar(action, value, path)
+
+
+def _scalar(action: argparse.Action, value: Any, path: str) -> Any:
+    kind = getattr(action.type, "__name__", "")  # TRL's own converters carry the name of what they convert to
+    if kind in _NUMBERS and not isinstance(value, str):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or (kind == "int" and value != int(value)):
+            raise ConfigError(f"{path}: {action.dest}={value!r} is no {_NUMBERS[kind]}")
+        value = int(value) if kind == "int" else float(value)
+    elif isinstance(value, str) and callable(action.type):
+        try:
+            value = action.type(value)
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            named = f" is no {_NUMBERS[kind]}" if kind in _NUMBERS else f": {error}"
+            raise ConfigError(f"{path}: {action.dest}={value!r}{named}") from None
+    elif kind == "string_to_bool" and not isinstance(value, bool):
+        raise ConfigError(f"{path}: {action.dest}={value!r} is neither true nor false")
+    elif kind == "str" and isinstance(value, (list, dict)):
+        raise ConfigError(f"{path}: {action.dest}={value!r} must be one word or text")
+    if action.choices is not None and value not in action.choices:
+        raise ConfigError(f"{path}: {action.dest}={value!r} is none of {', '.join(map(str, action.choices))}")
+    return value
+
+
+def did_you_mean(path: str | Path) -> str:
+    """`; did you mean 'x'?` with what lies beside a path that does not exist and is called nearly like it, or nothing."""
+    path = Path(path)
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, sorted(other.name for other in path.parent.iterdir()), n=1)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""

@@ -1,20 +1,18 @@
 """Problems with one exact answer, from a local file or the Hub, as TRL wants them."""
 
-import json
-import os
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from datasets import Dataset
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
 
-from .answers import parse_gold
+from .answers import UnparsableGoldAnswer, parse_gold
+from .arguments import did_you_mean
+from .files import SUFFIXES, DatasetError, Row, read_rows
 from .small_tasks import TASKS, two_digit_pairs
-
-
-class DatasetError(ValueError):
-    """A dataset that cannot be used as it is; the message says which row or column and what to change."""
 
 
 def _svamp(row: dict) -> tuple[str, Any]:
@@ -23,43 +21,73 @@ def _svamp(row: dict) -> tuple[str, Any]:
 
 
 def _gsm8k(row: dict) -> tuple[str, Any]:
-    return row["question"].strip(), row["answer"].rsplit("####", 1)[-1].strip()
+    answer = row["answer"]
+    return row["question"].strip(), answer.rsplit("####", 1)[-1].strip() if isinstance(answer, str) else answer
 
 
 def _plain(row: dict) -> tuple[str, Any]:
     return row["problem"].strip(), row["answer"]
 
 
-# Columns that tell a family -> how to read (question, gold answer) from a row.
-_READERS: list[tuple[set[str], Callable[[dict], tuple[str, Any]]]] = [
-    ({"Body", "Question", "Answer"}, _svamp),
-    ({"question", "answer"}, _gsm8k),
-    ({"problem", "answer"}, _plain),
-]
+class _Family(NamedTuple):
+    text: tuple[str, ...]  # columns of text
+    answer: str  # column of the gold answer
+    read: Callable[[dict], tuple[str, Any]]  # row -> (question, gold answer)
 
 
-def _read_rows(source: str, split: str, config: str | None) -> list[dict]:
+_FAMILIES = (
+    _Family(("Body", "Question"), "Answer", _svamp),
+    _Family(("question",), "answer", _gsm8k),
+    _Family(("problem",), "answer", _plain),
+)
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def _family(source: str, rows: Sequence[Row]) -> _Family:
+    columns = {str(name) for row in rows for name in row.values}
+    for family in _FAMILIES:
+        if {*family.text, family.answer} <= columns:
+            return family
+    known = " | ".join(", ".join((*family.text, family.answer)) for family in _FAMILIES)
+    raise DatasetError(f"{source!r} has columns {', '.join(sorted(columns))}; known families have: {known}")
+
+
+def _check_row(row: Row, family: _Family) -> None:
+    for name in (*family.text, family.answer):
+        if name not in row.values:
+            raise DatasetError(f"{row.where}: the field {name!r} is missing; complete the row or leave it out")
+        value = row.values[name]
+        if value is None or value == "":
+            raise DatasetError(f"{row.where}: the field {name!r} is empty; complete the row or leave it out")
+        if name != family.answer and not isinstance(value, str):
+            raise DatasetError(f"{row.where}: the field {name!r} must be text, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise DatasetError(f"{row.where}: the field {name!r} must be a number or text, not {value!r}")
+
+
+def _source_rows(source: str, split: str, config: str | None) -> list[Row]:
     path = Path(source)
-    if not path.exists():
-        if os.sep in source and source.count("/") != 1:
-            raise DatasetError(f"dataset {source!r} is no file here and no Hub id (owner/name)")
-        from datasets import load_dataset
+    if path.exists():
+        return read_rows(path, split)
+    if path.suffix in SUFFIXES or not _HUB_ID.fullmatch(source):
+        raise DatasetError(
+            f"dataset {source!r} is no file or folder here, and no Hub id (owner/name){did_you_mean(path)}"
+        )
+    try:
+        rows = load_dataset(source, config, split=split).to_list()
+    except (OSError, ValueError, DatasetsError) as error:  # not there, not reached, no such split or configuration
+        reason = str(error).strip().split("\n")[0]
+        raise DatasetError(
+            f"dataset {source!r} (split {split!r}) is no file or folder here and cannot be had from the Hub: {reason}"
+            f"{did_you_mean(path)}"
+        ) from error
+    return [Row(values, f"{source}, row {index}") for index, values in enumerate(rows)]
 
-        return load_dataset(source, config, split=split).to_list()
-    if path.is_dir():
-        path = path / f"{split}.jsonl"
-        if not path.exists():
-            raise DatasetError(f"{source} is a folder without {split}.jsonl; name the file itself")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    return json.loads(text)
 
-
-def _task_rows(name: str, split: str) -> list[dict]:
+def _task_rows(name: str, split: str) -> list[Row]:
     task, (train, held_out) = TASKS[name], two_digit_pairs()
     pairs = held_out if split == "test" else train
-    return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
+    return [Row({"problem": task.question(a, b), "answer": task.value(a, b)}, name) for a, b in pairs]
 
 
 def _question_key(question: str) -> str:
@@ -70,8 +98,8 @@ def read_problems(source: str, split: str = "train", config: str | None = None) 
     """Questions and gold answers of a dataset, each checked to be parsable.
 
     Args:
-        source: a `.json` or `.jsonl` file, a folder of `<split>.jsonl`, a Hub id, or `"addition"` or `"multiplication"`
-            for the two-digit problems of the small base model. The family is told by its columns: SVAMP (`Body`, `Question`,
+        source: a local file or folder (see [`~trl_fsdp_qlora.recipe.files.read_rows`]), a Hub id, or `"addition"` or
+            `"multiplication"` for the two-digit problems of the small base model. The family is told by its columns: SVAMP (`Body`, `Question`,
             `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
         split: split to read; a single file holds only one.
         config: configuration name, for a Hub id.
@@ -80,20 +108,21 @@ def read_problems(source: str, split: str = "train", config: str | None = None) 
         One dict a problem: `row` (index in the source), `question`, `answer` (as text).
 
     Raises:
-        DatasetError: no such file, unknown columns, no rows.
+        DatasetError: no such file, unknown columns, no rows, or a row without one of its fields, which it names.
         trl_fsdp_qlora.recipe.answers.UnparsableGoldAnswer: names the row.
     """
-    rows = _task_rows(source, split) if source in TASKS else _read_rows(source, split, config)
+    rows = _task_rows(source, split) if source in TASKS else _source_rows(source, split, config)
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
-    reader = next((reader for columns, reader in _READERS if columns <= set(rows[0])), None)
-    if reader is None:
-        known = " | ".join(", ".join(sorted(columns)) for columns, _ in _READERS)
-        raise DatasetError(f"{source!r} has columns {', '.join(sorted(rows[0]))}; known families have: {known}")
+    family = _family(source, rows)
     problems = []
     for index, row in enumerate(rows):
-        question, answer = reader(row)
-        parse_gold(answer, index)
+        _check_row(row, family)
+        question, answer = family.read(row.values)
+        try:
+            parse_gold(answer, index)
+        except UnparsableGoldAnswer as error:
+            raise UnparsableGoldAnswer(f"{row.where}: {error}") from None
         problems.append({"row": index, "question": question, "answer": str(answer)})
     return problems
 

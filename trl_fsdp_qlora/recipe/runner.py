@@ -8,12 +8,13 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoTokenizer
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_quantization_config
 
 from ..publishing.card import hardware, software
 from ..run import checkpoints, launch_line, redaction
 from ..upstream.transformers import model_name
-from .arguments import ScriptArguments
+from .arguments import DEBUG_ERRORS, ConfigError, ScriptArguments
+from .checks import lora_config
 from .evaluation import Evaluation, evaluate
 from .record import AccuracyCallback, RunRecord, format_result
 from .rewards import get_reward
@@ -27,34 +28,43 @@ def reward_functions(args: ScriptArguments) -> list:
 def build_trainer(
     trainer_class: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more
 ):
-    """A trainer of `trainer_class` for a recipe's parsed arguments; `more` goes to it as it is."""
+    """A trainer of `trainer_class` for a recipe's parsed arguments; `more` goes to it as it is.
+
+    Raises:
+        ConfigError: TRL, PEFT or the trainer refuses an argument.
+    """
     config.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
         **(config.model_init_kwargs or {}),
     }
-    trainer = trainer_class(
-        model.model_name_or_path,
-        reward_functions(script),
-        config,
-        train,
-        processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-        **more,
-    )
+    try:
+        trainer = trainer_class(
+            model.model_name_or_path,
+            reward_functions(script),
+            config,
+            train,
+            processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
+            quantization_config=get_quantization_config(model),
+            peft_config=lora_config(model),
+            **more,
+        )
+    except (ValueError, ImportError, OSError, NotImplementedError) as error:
+        raise ConfigError(f"{error} ({DEBUG_ERRORS} shows where)") from error
     trainer.card_info.settings = (script, model)
     return trainer
 
 
-def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str | bool | None) -> dict[str, Any]:
+def run_recipe(
+    trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None
+) -> dict[str, Any]:
     """Measure, train, measure again, save; leaves adapter, card, `metrics.json` and `training.png` in the output folder.
 
     Args:
         trainer: built, not yet trained.
         script: of the recipe.
-        test: held-out prompts.
+        test: held-out prompts; `None` where `skip_accuracy` is set and nothing is held out.
         resume: `resume_from_checkpoint`.
 
     Returns:
@@ -103,7 +113,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str
         trainer.add_callback(callback)
     trainer.card_info.dataset = script.dataset
     trainer.card_info.license = script.license
-    trainer.card_info.quickstart_prompt = test[0]["prompt"]
+    trainer.card_info.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
     trainer.card_info.max_new_tokens = args.max_completion_length
     trainer.card_info.command = launch_line.launch_words()
     trainer.card_info.recipe_file = launch_line.config_file(sys.argv)

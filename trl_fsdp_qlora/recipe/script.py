@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,15 +11,34 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from ..fsdp2_qlora.launch_checks import LaunchError
+from ..prefix_sharing.sharing import PrefixSharingError
 from ..run import checkpoints, launch_line, redaction, terminal
+from ..run.input_checks import RewardError
 from .answers import UnparsableGoldAnswer
-from .arguments import ConfigError
+from .arguments import DEBUG_ERRORS, ConfigError
 from .datasets import DatasetError
+
+USER_ERRORS = (
+    checkpoints.CheckpointError,
+    ConfigError,
+    DatasetError,
+    LaunchError,
+    PrefixSharingError,
+    RewardError,
+    UnparsableGoldAnswer,
+)
+EXIT_STATUS = 2
+
+# A launcher ends the other ranks as soon as one has ended. The others therefore leave the word to the first rank for so
+# many seconds, and speak themselves where it had nothing to say.
+PATIENCE = 20.0
 
 
 def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
     """Run a script; what its user did wrong (bad data, config or folder, or one of `errors`) is one line, no traceback.
 
+    The exit status then is 2. With several ranks the first one prints. `--debug_errors` shows the traceback.
     So is Ctrl-C while training, with the command that goes on; the exit status then is 130.
     """
     terminal.no_bars_in_files()
@@ -30,8 +50,15 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
     except KeyboardInterrupt as stop:
         _say_stopped(stop)
         sys.exit(130)  # what a shell makes of SIGINT
-    except (checkpoints.CheckpointError, ConfigError, DatasetError, UnparsableGoldAnswer, *errors) as error:
-        sys.exit(f"error: {redaction.redact(str(error))}")
+    except (*USER_ERRORS, *errors) as error:
+        if DEBUG_ERRORS in sys.argv:
+            raise
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:
+            time.sleep(PATIENCE)
+        line = redaction.redact(" ".join(str(error).split()))
+        print(f"error: {line}" if not rank else f"error on rank {rank}: {line}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_STATUS)
 
 
 class Stopped(KeyboardInterrupt):
