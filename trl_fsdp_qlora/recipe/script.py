@@ -15,6 +15,7 @@ from ..fsdp2_qlora.launch_checks import LaunchError
 from ..prefix_sharing.sharing import PrefixSharingError
 from ..run import checkpoints, launch_line, redaction, terminal
 from ..run.input_checks import RewardError
+from ..run.launch import USER_ERROR
 from .answers import UnparsableGoldAnswer
 from .arguments import DEBUG_ERRORS, ConfigError
 from .datasets import DatasetError
@@ -28,7 +29,6 @@ USER_ERRORS = (
     RewardError,
     UnparsableGoldAnswer,
 )
-EXIT_STATUS = 2
 
 # A launcher ends the other ranks as soon as one has ended. The others therefore leave the word to the first rank for so
 # many seconds, and speak themselves where it had nothing to say.
@@ -58,7 +58,7 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
             time.sleep(PATIENCE)
         line = redaction.redact(" ".join(str(error).split()))
         print(f"error: {line}" if not rank else f"error on rank {rank}: {line}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_STATUS)
+        sys.exit(USER_ERROR)
 
 
 class Stopped(KeyboardInterrupt):

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import psutil
 
-_LAUNCHERS = {"accelerate": ["accelerate"], "torchrun": ["torchrun"], "deepspeed": ["deepspeed"]}
-_MODULES = {"accelerate.commands.launch": ["accelerate", "launch"], "torch.distributed.run": ["torchrun"]}
+_LAUNCHERS = {name: [name] for name in ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")}
+_MODULES = {
+    "accelerate.commands.launch": ["accelerate", "launch"],
+    "torch.distributed.run": ["torchrun"],
+    "trl_fsdp_qlora": ["trl-fsdp-qlora"],
+}
 
 
 def _from_launcher(words: list[str]) -> list[str] | None:

@@ -1,0 +1,77 @@
+"""A user's error in real processes: told once, without a traceback of the script, and without the launcher's."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from tests.tiny import save_tiny_model
+from trl_fsdp_qlora.recipe import script as recipe_script
+
+from .test_recipe_runs import ROOT
+from .wrong_inputs import GOOD
+
+LINE = "error: lora_target_modules: Target modules {'q_prj'} not found in the base model."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launched")
+    save_tiny_model(folder / "base")
+    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def launched(folder, launcher, config, *arguments):
+    port = ["--main_process_port", "0"] if config == "ddp_cpu" else []
+    command = [sys.executable, "-m", *launcher, *port, str(ROOT / "recipes" / "grpo.py"), *GOOD["grpo"].split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["cpu", "ddp_cpu"])
+def test_our_launcher_adds_nothing_and_keeps_the_exit_status(config, folder):
+    launcher = ["trl_fsdp_qlora", "launch", "--config_file", config]
+    run = launched(folder, launcher, config, "--lora_target_modules", "q_prj")
+    assert run.returncode == 2, run.stderr
+    assert "Traceback" not in run.stdout + run.stderr
+    assert run.stderr.count(LINE) == run.stderr.count("error") == 1
+    assert "optimizer step" not in run.stdout  # nothing trained
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_two_ranks_says_it_once(folder):
+    launcher = ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs" / "ddp_cpu.yaml")]
+    run = launched(folder, launcher, "ddp_cpu", "--lora_target_modules", "q_prj")
+    assert run.returncode == 1
+    assert run.stderr.count(LINE) == 1
+    # accelerate's and torch's own report cannot be had away from inside the ranks; ours is not in it.
+    assert 'recipes/grpo.py", line' not in run.stderr
+
+
+def in_process(monkeypatch, folder, *arguments):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *GOOD["grpo"].split(), *arguments])
+    runpy.run_path(str(ROOT / "recipes" / "grpo.py"), run_name="__main__")
+
+
+def test_debug_errors_shows_the_traceback(folder, monkeypatch):
+    with pytest.raises(ValueError, match="unknown reward 'exact'"):
+        in_process(monkeypatch, folder, "--rewards", "exact", "--debug_errors")
+
+
+def test_another_rank_leaves_the_word_to_the_first_and_speaks_where_it_was_silent(folder, monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(recipe_script.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as ended:
+        in_process(monkeypatch, folder, "--rewards", "exact")
+    assert (ended.value.code, waited) == (2, [recipe_script.PATIENCE])
+    assert capsys.readouterr().err.startswith("error on rank 3: unknown reward 'exact'")

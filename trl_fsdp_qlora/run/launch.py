@@ -1,0 +1,75 @@
+"""`accelerate launch` whose own traceback does not follow what a script has said, and whose exit status is the script's."""
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import psutil
+
+from .accelerate_configs import accelerate_config, names
+
+USER_ERROR = 2  # exit status of a script that has said in one line what its user did wrong
+_ENDING = 60.0  # seconds that processes have to end after Ctrl-C
+
+
+def launch(words: Sequence[str]) -> int:
+    """Run what `accelerate launch` with these words runs.
+
+    Args:
+        words: as for `accelerate launch`; `--config_file` also takes the name of one of this package's configs.
+
+    Returns:
+        The exit status: the script's; with several ranks, of the one that failed first. 128 + the signal where a signal
+        ended it.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # It reports each rank that ended, with a number in the place of the reason.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    arguments = launch_command_parser().parse_args(_with_paths(words))
+    try:
+        launch_command(arguments)
+    except CalledProcessError as ended:
+        return _status({0: ended.returncode})
+    except ChildFailedError as ended:
+        return _status({rank: failure.exitcode for rank, failure in ended.failures.items()})
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except KeyboardInterrupt:
+        psutil.wait_procs(psutil.Process().children(), timeout=_ENDING)  # they say themselves where they stopped
+        return 128 + signal.SIGINT
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: accelerate launch: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    return 0
+
+
+def _with_paths(words: Sequence[str]) -> list[str]:
+    words = list(words)
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        if before == "--config_file" and word in names() and not Path(word).exists():
+            words[place] = str(accelerate_config(word))
+        if word.endswith(".py"):  # what follows is the script's
+            break
+    return words
+
+
+def _status(exit_codes: dict[int, int]) -> int:
+    """Of a whole run, from those of its failed ranks; a launcher ends the others by a signal, so that counts last."""
+    codes = exit_codes.values()
+    if USER_ERROR in codes:
+        return USER_ERROR
+    own = [code for code in codes if code > 0]
+    if own:
+        return own[0]
+    rank, code = next(
+        (item for item in exit_codes.items() if item[1] != -signal.SIGTERM), next(iter(exit_codes.items()))
+    )
+    print(f"error: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
+    return 128 - code
