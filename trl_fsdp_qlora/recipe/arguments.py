@@ -31,7 +31,9 @@ class ScriptArguments:
     """Data, rewards and accuracy of a recipe; everything else is the trainer's config. `--help` has a line for each."""
 
     dataset: str = field(
-        metadata={"help": "Hub id, local .json/.jsonl file, folder of <split>.jsonl, 'addition' or 'multiplication'."}
+        metadata={
+            "help": "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, 'addition' or 'multiplication'."
+        }
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
     dataset_split: str = option("train", "Split to train on.")
