@@ -1,6 +1,5 @@
 """What a run measures beside training: held-out accuracy on the way, and the record in `metrics.json`."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,17 @@ class RunRecord:
         self.path = Path(output_dir) / "metrics.json"
         self.content: dict[str, Any] = {}
         if self.path.is_file():
-            self.content = json.loads(self.path.read_text(encoding="utf-8"))
+            try:
+                self.content = manifest.read_json(self.path)
+            except manifest.ManifestError as error:
+                say(f"{self.path}: {error}; the record starts anew")
+
+    def is_complete(self, step: int | None) -> bool:
+        """Whether a run that ended at `step` has measured and saved everything; `None` for one that has not ended."""
+        history = self.content.get("history") or [{}]
+        # Records of older versions do not say, and have `after` last.
+        last = history[-1].get("step") if "after" in self.content else None
+        return step is not None and self.content.get("finished_step", last) == step
 
     def put(self, **values) -> None:
         self.content |= redaction.clean(values)

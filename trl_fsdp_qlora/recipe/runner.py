@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from trl import ModelConfig, get_quantization_config
 
 from ..publishing.card import hardware, software
-from ..run import checkpoints, launch_line, redaction
+from ..run import launch_line, redaction
+from ..run.disk import disk_errors
 from ..upstream.transformers import model_name
 from .arguments import DEBUG_ERRORS, ConfigError, ScriptArguments
 from .checks import lora_config
@@ -70,8 +71,24 @@ def run_recipe(
     Returns:
         The record, as in `metrics.json`.
     """
+    with trainer.checkpointing.alone():
+        return _run_recipe(trainer, script, test, resume)
+
+
+def _run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str | bool | None) -> dict[str, Any]:
     args = trainer.args
     record = RunRecord(args.output_dir)
+    resume = trainer.checkpointing.resume_from(resume)
+    if record.is_complete(trainer.checkpointing.finished(resume)):
+        say(_finished(trainer, script))
+        return record.content
+    if resume is None:
+        record.content = {}  # of a run that left no checkpoint
+    elif not script.skip_accuracy and "before" not in record.content:
+        say(
+            f"{record.path} does not hold the accuracy from before training, and a run that resumes cannot measure it: the "
+            "record, the card and the last line go without"
+        )
     tokenizer = trainer.processing_class
 
     def measure(samples: int = 0, description: str = "accuracy") -> Evaluation:
@@ -106,7 +123,6 @@ def run_recipe(
         dataset=redaction.portable(script.dataset),
         model=redaction.portable(model_name(trainer.model)),
     )
-    resume = checkpoints.resolve_resume(args.output_dir, resume)
     if not script.skip_accuracy:
         first = None if "before" in record.content else begin
         callback = AccuracyCallback(measure, first, script.accuracy_steps, lambda: trainer._metrics["train"])
@@ -125,11 +141,31 @@ def run_recipe(
         record.put(after=measure(script.accuracy_samples, "accuracy after training").as_dict())
         results = {when: format_result(record.content[when]) for when in ("before", "after") if when in record.content}
         trainer.card_info.results = {f"held-out accuracy, {when}": result for when, result in results.items()}
-    trainer.save_model()
-    trainer.create_model_card(Path(args.output_dir).name)
+    with disk_errors(args.output_dir):
+        trainer.save_model()
+        trainer.create_model_card(Path(args.output_dir).name)
+        record.put(finished_step=trainer.state.global_step)
     if PartialState().is_main_process:
         picture = record.draw()
         say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
         if not script.skip_accuracy:
             say("  ->  ".join(results.values()))
     return record.content
+
+
+def _finished(trainer: Any, script: ScriptArguments) -> str:
+    """What a run with no steps left says instead of training."""
+    args = trainer.args
+    goal = f"max_steps={args.max_steps}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
+    longer = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
+    problems = f"--held_out {script.held_out}" if script.held_out else f"--eval_split {script.eval_split}"
+    evaluate_it = (
+        f"python recipes/evaluate.py --model {redaction.portable(model_name(trainer.model))} "
+        f"--adapter {args.output_dir} --dataset {script.eval_dataset or script.dataset} {problems}"
+    )
+    return (
+        f"the run in {args.output_dir} is finished ({goal}): nothing is trained, and what it left stays as it is\n"
+        f"  train further:  the same command with a larger {longer}\n"
+        f"  train another:  the same command with another --output_dir\n"
+        f"  measure it:     {evaluate_it}"
+    )

@@ -18,6 +18,8 @@ from datasets import Dataset
 from transformers import TrainingArguments
 from transformers.utils import try_to_load_from_cache
 
+from ..upstream.transformers import model_name
+
 # Of `TrainingArguments`, what changes the numbers; of the method's own config, everything but what is listed below.
 _TRAINING = [
     "adam_beta1",
@@ -140,7 +142,7 @@ def describe_model(model: Any) -> str:
     base = model.get_base_model() if is_peft_model(model) else model
     config = {name: value for name, value in base.config.to_diff_dict().items() if not _is_volatile(name)}
     digest = _digest(json.dumps(config, sort_keys=True, default=str).encode())
-    files = _weight_files(base.config)
+    files = _weight_files(model_name(base), getattr(base.config, "_commit_hash", None))
     if files:
         weights = _digest(*(piece for path in files for piece in _file_sample(path)))
     else:
@@ -185,8 +187,7 @@ def _is_volatile(name: str) -> bool:
     return name in _VOLATILE or name.endswith(("_token_id", "dtype"))
 
 
-def _weight_files(config: Any) -> list[Path]:
-    name = getattr(config, "_name_or_path", "") or ""
+def _weight_files(name: str, revision: str | None) -> list[Path]:
     folder = Path(name)
     if name and not folder.is_dir():
         found = try_to_load_from_cache(name, "config.json")  # a config does not keep its revision

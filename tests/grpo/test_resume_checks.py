@@ -1,0 +1,283 @@
+"""What a trainer says and does where a checkpoint does not fit: other shapes, another run, the end, a full disk."""
+
+import errno
+import json
+import os
+import random
+import shutil
+
+import datasets
+import pytest
+import safetensors.torch
+import torch
+from transformers import TrainerCallback, TrainerState
+
+from tests.tiny import config, lora, prompts, tiny_model, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.grpo import resumable
+from trl_fsdp_qlora.run import checkpoints, manifest
+from trl_fsdp_qlora.run.errors import CheckpointError
+
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "beta": 0.05,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "max_steps": 3,
+    "learning_rate": 1e-3,
+}
+
+
+def make(output_dir, seed=0, data=None, **changes):
+    data = prompts(8) if data is None else data
+    settings = {**SETTINGS, **changes}
+    return trainer(
+        EfficientGRPOTrainer, EfficientGRPOConfig, output_dir, tiny_model(seed), lora(), dataset=data, **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    torch.manual_seed(0)
+    make(folder).train()
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"per_device_train_batch_size": 8}, "per_device_train_batch_size: 4 -> 8"),
+        ({"steps_per_generation": 4}, "steps_per_generation: 2 -> 4"),
+        ({"num_iterations": 1, "resume_anyway": True}, "num_iterations: 2 -> 1"),
+        ({"beta": 0.0, "resume_anyway": True}, "beta: 0.05 -> 0.0"),
+        ({"num_generations": 2, "resume_anyway": True}, "num_generations: 4 -> 2"),
+    ],
+)
+def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
+    resumed = make(run, max_steps=5, **changes)
+    rows = []
+    loss = resumed._compute_loss
+    resumed._compute_loss = lambda model, inputs: (rows.append(len(inputs["prompt_ids"])), loss(model, inputs))[1]
+    resumed.train(resume_from_checkpoint="auto")
+    assert "are generated anew" in caplog.text and reason in caplog.text
+    assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
+
+
+def test_a_reference_that_older_checkpoints_lack_is_generated(run, caplog):
+    """Format 1 did not say what shaped the completions."""
+    file = checkpoints.rollout_file(run / "checkpoint-3", 0, 1)
+    state = torch.load(file, weights_only=True)
+    del state["shape"]
+    for batch in state["buffer"]:
+        del batch["ref_per_token_logps"]
+    torch.save(state, file)
+    files = {name: entry["bytes"] for name, entry in manifest.read_manifest(run / "checkpoint-3")["files"].items()}
+    files[file.name] = file.stat().st_size
+    manifest.write_json(run / "checkpoint-3" / "manifest.json", {"format": 1, "files": files})
+    resumed = make(run, max_steps=4)
+    resumed.train(resume_from_checkpoint="auto")
+    assert resumed.state.global_step == 4
+    assert "does not say what run it belongs to" in caplog.text
+    assert "lack the reference log-probabilities" in caplog.text
+
+
+OTHERS = {
+    "model": ({"seed": 1}, r"model: .* weights \w+ -> .* weights \w+"),
+    "dataset": ({"data": prompts(16).select(range(8, 16))}, r"dataset: 8 rows of .* -> 8 rows of"),
+    "seed": ({"seed_of_run": 1}, r"seed: 42 -> 1"),
+    "recipe": ({"learning_rate": 5e-4}, r"learning_rate: 0\.001 -> 0\.0005"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_auto_refuses_another_run_unless_told(run, what, caplog):
+    changes, difference = OTHERS[what]
+    changes = {("seed" if name == "seed_of_run" else name): value for name, value in changes.items()}
+    if what == "seed":
+        build = lambda **more: trainer(  # noqa: E731
+            EfficientGRPOTrainer, EfficientGRPOConfig, run, tiny_model(0), lora(), dataset=prompts(8),
+            **{**SETTINGS, "seed": 1, "max_steps": 4, **more},
+        )  # fmt: skip
+    else:
+        build = lambda **more: make(run, max_steps=4, **changes, **more)  # noqa: E731
+    for resume in ("auto", True):
+        with pytest.raises(CheckpointError, match=difference):
+            build().train(resume_from_checkpoint=resume)
+    going = build(resume_anyway=True)
+    going.train(resume_from_checkpoint="auto")
+    assert going.state.global_step == 4
+    assert "going on from" in caplog.text and what.replace("recipe", "learning_rate") in caplog.text
+
+
+def test_what_may_change_is_not_refused(run, caplog):
+    resumed = make(run, max_steps=4, save_steps=2, logging_steps=3, save_total_limit=5, run_name="other")
+    resumed.train(resume_from_checkpoint="auto")
+    assert resumed.state.global_step == 4
+    assert "another" not in caplog.text and "other settings" not in caplog.text
+
+
+def test_a_finished_run_does_no_further_step(run, caplog):
+    before = safetensors.torch.load_file(run / "checkpoint-3" / "adapter_model.safetensors")
+    again = make(run)
+    result = again.train(resume_from_checkpoint="auto")
+    assert result.global_step == 3 and "is finished (3 steps)" in caplog.text
+    assert [path.name for path in checkpoints.checkpoints_in(run)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    again.save_model(run / "saved")
+    for name, weight in safetensors.torch.load_file(run / "saved" / "adapter_model.safetensors").items():
+        assert weight.equal(before[name]), name
+
+
+def test_the_checkpoint_records_the_limit_and_is_pushed_when_whole(tmp_path, monkeypatch):
+    pushed = []
+    made = make(tmp_path, max_steps=2, save_total_limit=1)
+    made.args.push_to_hub = True
+    monkeypatch.setattr(
+        EfficientGRPOTrainer.__mro__[1],
+        "_push_from_checkpoint",
+        lambda self, folder: pushed.append((os.path.basename(folder), manifest.why_incomplete(folder))),
+    )
+    made.train()
+    assert pushed == [("checkpoint-1", None), ("checkpoint-2", None)]
+    assert torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False).save_total_limit == 1
+    assert [path.name for path in checkpoints.checkpoints_in(tmp_path)] == ["checkpoint-2"]
+
+
+def full(*_arguments, **_named):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def torch_full(name):
+    save = torch.save
+
+    def write(content, path, *arguments, **named):
+        if name in str(path):
+            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+        return save(content, path, *arguments, **named)
+
+    return write
+
+
+def safetensors_full(*_arguments, **_named):
+    raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+FULL = {
+    "adapter": ("peft.peft_model.safe_save_file", safetensors_full),
+    "optimizer": ("torch.save", torch_full("optimizer.pt")),
+    "scheduler": ("torch.save", torch_full("scheduler.pt")),
+    "rng": ("torch.save", torch_full("rng_state")),
+    "trainer_state": (f"{TrainerState.__module__}.TrainerState.save_to_json", full),
+    "rollouts": ("torch.save", torch_full("rollouts_")),
+    "manifest": (f"{manifest.__name__}.write_json", full),
+}
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_a_full_disk_is_said_with_the_folder(tmp_path, monkeypatch, kind):
+    target, fails = FULL[kind]
+    made = make(tmp_path, max_steps=3)
+
+    class ThenFull(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                monkeypatch.setattr(target, fails)
+
+    made.add_callback(ThenFull())
+    with pytest.raises(CheckpointError, match=rf"the disk did not take .*{tmp_path}/checkpoint-2: .*MiB free"):
+        made.train()
+    assert checkpoints.last_complete_checkpoint(tmp_path).name == "checkpoint-1"
+
+
+CASES = int(os.environ.get("TRL_FSDP_QLORA_FUZZ", "60"))
+
+
+def damage(folder, rng) -> str:
+    """Do one random thing to one random file of a checkpoint; returns what."""
+    path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    kind = rng.choice(["remove", "truncate", "flip", "zero", "junk", "empty", "folder"])
+    content = bytearray(path.read_bytes())
+    place = rng.randrange(len(content))
+    if kind == "remove":
+        path.unlink()
+    elif kind == "truncate":
+        path.write_bytes(content[:place])
+    elif kind == "flip":
+        content[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+    elif kind == "zero":
+        length = min(len(content) - place, rng.randrange(1, 4097))
+        content[place : place + length] = bytes(b ^ 0xFF if b == 0 else 0 for b in content[place : place + length])
+        path.write_bytes(content)
+    elif kind == "junk":
+        path.write_bytes(rng.randbytes(len(content)))
+    elif kind == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+        path.mkdir()
+    return f"{kind} {path.relative_to(folder)}"
+
+
+def test_random_damage_is_passed_over_for_an_older_whole_one(finished, tmp_path, caplog):
+    seed = int(os.environ.get("TRL_FSDP_QLORA_FUZZ_SEED", "0"))
+    for case in range(CASES):
+        rng = random.Random(f"{seed}-{case}")
+        run = shutil.copytree(finished, tmp_path / str(case))
+        done = [damage(run / f"checkpoint-{step}", rng) for step in rng.choice([(3,), (3, 2), (3, 2, 1)])]
+        caplog.clear()
+        expected = 3 - len(done)
+        found = checkpoints.last_complete_checkpoint(run)
+        assert (found and checkpoints.step_of(found)) == (expected or None), done
+        assert caplog.text.count("passing over") == len(done), done
+        shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_a_run_goes_on_behind_the_damage(run, case, caplog):
+    done = damage(run / "checkpoint-3", random.Random(f"train-{case}"))
+    resumed = make(run, max_steps=4)
+    resumed.train(resume_from_checkpoint="auto")
+    assert "passing over" in caplog.text, done
+    assert resumed.state.global_step == 4
+    assert [e["step"] for e in resumed.state.log_history if "loss" in e] == [1, 2, 3, 4]
+    assert manifest.why_incomplete(run / "checkpoint-3") is None  # written anew
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path, monkeypatch):
+    made = make(tmp_path)
+
+    def held(self):
+        raise CheckpointError("in use by another run")
+
+    monkeypatch.setattr(resumable.FolderLock, "_open", held)
+    with pytest.raises(CheckpointError, match="in use"):
+        made.train()
+
+
+def test_the_dataset_is_known_by_its_rows_not_by_how_it_came():
+    from trl_fsdp_qlora.run.identity import describe_dataset
+
+    rows = [{"prompt": f"{i}", "answer": i} for i in range(50)]
+    plain = datasets.Dataset.from_list(rows)
+    assert describe_dataset(plain) == describe_dataset(datasets.Dataset.from_list(rows).with_format("torch"))
+    reordered = datasets.Dataset.from_list(rows[::-1]).select(range(49, -1, -1))
+    assert describe_dataset(plain) == describe_dataset(reordered)
+    rows[17]["answer"] = 0
+    assert describe_dataset(plain) != describe_dataset(datasets.Dataset.from_list(rows))
+    assert "not compared" in describe_dataset(plain.to_iterable_dataset())
+
+
+def test_state_of_a_full_run_is_plain_json(finished):
+    run = manifest.run_of(finished / "checkpoint-3")
+    assert json.loads(json.dumps(run)) == run
+    assert run["layout"]["processes"] == 1 and run["identity"]["rewards"] == ["digit_share"]
+    assert not any("resume_anyway" in name or "output_dir" in name for name in run["identity"])
+    assert config(EfficientGRPOConfig, "x").resume_anyway is False

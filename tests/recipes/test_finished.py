@@ -1,0 +1,58 @@
+"""A recipe's run that is over, or that lost the measurement from before training."""
+
+import json
+import re
+
+import pytest
+
+from tests.recipes.test_recipe_runs import SETTINGS, folder, launch  # noqa: F401
+
+METHODS = {
+    "grpo.py": "--num_generations 8 --loss_type grpo",
+    "t_spmo.py": "--num_generations 8",
+    "a_star_po.py": "--num_generations 1 --value_samples 2 --value_cache values.sqlite",
+}
+
+
+def command(script: str, output: str, *more: str) -> list[str]:
+    settings = re.sub(r"--(num_generations|loss_type|max_steps) \S+", "", " ".join(SETTINGS)).split()
+    method = METHODS[script].split()
+    sizes = ["--per_device_train_batch_size", "16", "--output_dir", output, "--resume_from_checkpoint", "auto"]
+    return ["--model_name_or_path", "base", *settings, *method, *sizes, *more]
+
+
+def contents(run) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", METHODS)
+def test_a_finished_run_says_so_and_changes_nothing(folder, script):  # noqa: F811
+    output = script.removesuffix(".py")
+    first = launch("cpu.yaml", script, *command(script, output, "--max_steps", "2"), cwd=folder)
+    assert first.returncode == 0, first.stdout + first.stderr
+    left = contents(folder / output)
+    again = launch("cpu.yaml", script, *command(script, output, "--max_steps", "2"), cwd=folder)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"the run in {output} is finished (max_steps=2)" in again.stdout
+    assert "larger --max_steps" in again.stdout and "recipes/evaluate.py --model base --adapter" in again.stdout
+    assert contents(folder / output) == left
+    further = launch("cpu.yaml", script, *command(script, output, "--max_steps", "3"), cwd=folder)
+    assert further.returncode == 0, further.stdout + further.stderr
+    record = json.loads((folder / output / "metrics.json").read_text())
+    assert record["finished_step"] == 3
+
+
+@pytest.mark.slow
+def test_killed_after_the_last_step_is_not_finished_and_without_before_is_said(folder):  # noqa: F811
+    run = launch("cpu.yaml", "grpo.py", *command("grpo.py", "lost", "--max_steps", "2"), cwd=folder)
+    assert run.returncode == 0, run.stdout + run.stderr
+    adapter = (folder / "lost" / "adapter_model.safetensors").read_bytes()
+    (folder / "lost" / "adapter_model.safetensors").unlink()
+    (folder / "lost" / "metrics.json").write_text("{ damaged")
+    again = launch("cpu.yaml", "grpo.py", *command("grpo.py", "lost", "--max_steps", "2"), cwd=folder)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "its metrics.json is no JSON" in again.stdout and "does not hold the accuracy from before" in again.stdout
+    assert (folder / "lost" / "adapter_model.safetensors").read_bytes() == adapter  # no further step
+    record = json.loads((folder / "lost" / "metrics.json").read_text())
+    assert "before" not in record and record["after"]["n"] == 6 and record["finished_step"] == 2
