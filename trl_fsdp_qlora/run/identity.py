@@ -72,18 +72,18 @@ _FREE = [
 _FREE_PREFIX = re.compile(r"(vllm_(?!importance)|log_|show_)")
 _VOLATILE = ("_name_or_path", "_attn_implementation", "attn_implementation", "transformers_version", "use_cache")
 _ADAPTER = [
-    "peft_type",
-    "r",
+    "alpha_pattern",
+    "bias",
     "lora_alpha",
     "lora_dropout",
-    "target_modules",
     "modules_to_save",
-    "bias",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
     "num_virtual_tokens",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_dora",
+    "use_rslora",
 ]
 _WEIGHTS = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)")
 _MAX_ROWS = 20_000
@@ -142,7 +142,7 @@ def describe_model(model: Any) -> str:
     base = model.get_base_model() if is_peft_model(model) else model
     config = {name: value for name, value in base.config.to_diff_dict().items() if not _is_volatile(name)}
     digest = _digest(json.dumps(config, sort_keys=True, default=str).encode())
-    files = _weight_files(model_name(base), getattr(base.config, "_commit_hash", None))
+    files = _weight_files(model_name(base))
     if files:
         weights = _digest(*(piece for path in files for piece in _file_sample(path)))
     else:
@@ -187,7 +187,7 @@ def _is_volatile(name: str) -> bool:
     return name in _VOLATILE or name.endswith(("_token_id", "dtype"))
 
 
-def _weight_files(name: str, revision: str | None) -> list[Path]:
+def _weight_files(name: str) -> list[Path]:
     folder = Path(name)
     if name and not folder.is_dir():
         found = try_to_load_from_cache(name, "config.json")  # a config does not keep its revision
