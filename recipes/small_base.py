@@ -6,6 +6,7 @@ An existing folder is kept.
 """
 
 import argparse
+import warnings
 from pathlib import Path
 
 from trl_fsdp_qlora.recipe.small_base import build_small_base
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     no_bars_in_files()
+    warnings.simplefilter("ignore", FutureWarning)  # libraries about each other
     if args.output_dir.exists():
         print(f"{args.output_dir} is there already; remove it to build it again")
         return

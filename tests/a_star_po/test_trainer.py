@@ -86,7 +86,10 @@ def test_two_optimizer_steps_a_generation_batch_need_no_pass_for_old_log_probabi
     """The paper's batch of 256 in mini-batches of 128, for which TRL would score the batch once more."""
     trainer = make_trainer(full=full, steps_per_generation=2, max_steps=4)
     trainer.train()
-    phases = [{name for name in log if name.startswith("time/")} for log in trainer.state.log_history[:4]]
+    phases = [
+        {name for name, value in log.items() if name.startswith("time/") and value > 0}
+        for log in trainer.state.log_history[:4]
+    ]
     assert all("time/old_policy_pass_s" not in names for names in phases)
     assert ["time/reference_pass_s" in names for names in phases] == [True, False, True, False]
     assert trainer.state.log_history[1]["kl"] > 1e-6  # the reference was scored, and the policy has moved since

@@ -79,7 +79,7 @@ def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
         assert first[f"time/{phase}_s"] > 0, phase
     assert first["waste/prompt_redundancy"] > 1
     assert first["throughput/tokens_per_s"] > 0
-    assert "time/generate_s" not in made.state.log_history[1]  # the second iteration reuses the completions
+    assert made.state.log_history[1]["time/generate_s"] == 0.0  # the second iteration reuses the completions
     out = capsys.readouterr().out
     for text in (
         "8 completions in the loss = 2 prompts × 4 completions, each used 2 times",
@@ -88,3 +88,13 @@ def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
         "prefix sharing",
     ):
         assert text in out
+
+
+def test_a_phase_that_a_step_did_not_have_took_none_of_its_time(tmp_path):
+    # Two steps to a generation: a window's mean is per step, so phases add up to the step.
+    made = trainer(
+        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2, steps_per_generation=2, logging_steps=1
+    )
+    made.train()
+    first, second = made.state.log_history[:2]
+    assert first["time/generate_s"] > 0 and second["time/generate_s"] == 0.0

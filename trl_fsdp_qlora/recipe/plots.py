@@ -8,10 +8,32 @@ import matplotlib
 matplotlib.use("Agg")  # no display on a training node
 import matplotlib.pyplot as plt
 
+_BESIDE_A_STEP = {"accuracy", "evaluate"}
+
 
 def _curve(history: list[dict], key: str) -> tuple[list[int], list[float]]:
     points = [(entry["step"], entry[key]) for entry in history if entry.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def _stack_phases(axes, history: list[dict]) -> None:
+    """Seconds of a step as a stack of its phases; what is measured between steps is none of them."""
+    logged = [entry for entry in history if "step_time" in entry]
+    totals = {}
+    for entry in logged:
+        for key, value in entry.items():
+            name = key.removeprefix("time/").removesuffix("_s")
+            if key.startswith("time/") and key.endswith("_s") and name not in _BESIDE_A_STEP:
+                totals[name] = totals.get(name, 0.0) + value
+    names = sorted(totals, key=totals.get, reverse=True)  # the largest at the bottom
+    steps = [entry["step"] for entry in logged]
+    stack = [[entry.get(f"time/{name}_s", 0.0) for entry in logged] for name in names]
+    if names:
+        axes.stackplot(steps, stack, labels=[name.replace("_", " ") for name in names], alpha=0.85)
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], labels[::-1], fontsize="small")  # in the order of the stack
+    axes.set_title("seconds of an optimizer step, by phase")
+    axes.set_ylim(bottom=0)
 
 
 def draw_run(record: dict[str, Any], path: Path) -> Path:
@@ -38,15 +60,7 @@ def draw_run(record: dict[str, Any], path: Path) -> Path:
     n = record.get("after", record.get("before", {})).get("n")
     accuracy.set_title("held-out accuracy, greedy" + (f" (n={n}, 95% intervals)" if n else ""))
     accuracy.set_ylim(0, 1)
-    phases = sorted({key for entry in history for key in entry if key.startswith("time/") and key.endswith("_s")})
-    for key in phases:
-        steps, values = _curve(history, key)
-        seconds.plot(steps, values, label=key.removeprefix("time/").removesuffix("_s").replace("_", " "))
-    steps, values = _curve(history, "step_time")
-    seconds.plot(steps, values, label="whole step", color="black", linestyle="--")
-    seconds.set_title("seconds of an optimizer step, by phase")
-    seconds.set_ylim(bottom=0)
-    seconds.legend(fontsize="small")
+    _stack_phases(seconds, history)
     for axes in (reward, accuracy, seconds):
         axes.set_xlabel("optimizer step")
         axes.grid(alpha=0.3)

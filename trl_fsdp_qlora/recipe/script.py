@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,9 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
     So is Ctrl-C while training, with the command that goes on; the exit status then is 130.
     """
     terminal.no_bars_in_files()
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # libraries about each other: nothing that a recipe's user can change
     try:
         main()
         # Left to the interpreter's end, gloo's threads now and then abort a process that has done its work.

@@ -172,6 +172,7 @@ class TelemetryCallback(TrainerCallback):
         self.clock = clock
         self.metrics = metrics
         self._step_started = None
+        self._seen: set[str] = set()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = time.perf_counter()
@@ -183,7 +184,9 @@ class TelemetryCallback(TrainerCallback):
         self.clock.stop("optimizer")
 
     def on_step_end(self, args, state, control, **kwargs):
-        figures = self.clock.drain()
+        # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases add up.
+        figures = dict.fromkeys(self._seen, 0.0) | self.clock.drain()
+        self._seen |= {name for name in figures if name.startswith("time/")}
         if self.clock.tokens and self._step_started is not None:
             figures["throughput/tokens_per_s"] = self.clock.tokens / (time.perf_counter() - self._step_started)
         self.clock.tokens = 0.0

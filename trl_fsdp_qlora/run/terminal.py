@@ -161,7 +161,7 @@ class TerminalCallback(ProgressCallback, PrinterCallback):
         left *= state.max_steps - state.global_step
         self._say(training_line(state.global_step, state.max_steps, logs, self._seconds / self._steps, left))
         self._steps, self._seconds = 0, 0.0
-        if state.global_step >= self._next_show:
+        if logs.get("reward") is not None and state.global_step >= self._next_show:  # completions are new
             self._next_show = state.global_step + state.max_steps / SHOWS_PER_RUN
             for line in self._completions():
                 self._say(line)
