@@ -90,5 +90,7 @@ def test_the_script(adapter, tmp_path, monkeypatch, capsys):
     )
     runpy.run_path(str(SCRIPT), run_name="__main__")
     assert (out / "model.safetensors").is_file() and str(out) in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"error: .*exists"):
+    with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2
+    assert f"error: {out} exists" in capsys.readouterr().err
