@@ -1,12 +1,14 @@
-# Two commands: `make quickstart` trains a small model on this machine, `make test` runs every test.
+# `make quickstart` trains a small model on this machine, `make test` runs every test but those that need vLLM, which
+# `make test-vllm` runs in an environment of its own.
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 SEED ?= 0
 BASE ?= runs/small-base
 RUN ?= runs/quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test test-vllm lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --seed $(SEED)
@@ -16,6 +18,9 @@ quickstart: $(VENV)/.quickstart
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM_VENV)/.done
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -100,7 +100,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.reward_func_names,
             lambda prompts: self._tokenize_prompts(prompts)[0],
             self._draw,
-            lockstep=self.rollout.is_sharded,
+            lockstep=self._is_lockstep,
         )
 
     def _refuse_what_stage_one_cannot_sample(self) -> None:
@@ -120,6 +120,10 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         lines = [
             f"A*-PO, {self.args.objective}: V* = {plan.estimator} of {counts} reference samples, from {self.args.value_cache}"
         ]
+        if self.engine_draws and self._starts_from_adapter:
+            lines.append(
+                "stage 1 is drawn with transformers: the reference is an adapter of its own, vLLM holds the base"
+            )
         return [*lines, *super().features()]
 
     # --- stage 1 -----------------------------------------------------------------------------------------------------
@@ -129,7 +133,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         self.values.open(self._describe_context)
         # A sharded model can generate only once `Trainer.train` has prepared it; an endless dataset has no stage 1.
         if not isinstance(self.train_dataset, IterableDataset):
-            if not self.rollout.is_sharded:
+            if not self._is_lockstep:
                 self.estimate_values()
             if self.args.filter_all_failed:
                 rows = self._remove_unused_columns(self.train_dataset, "training")
@@ -147,7 +151,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         Raises:
             RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
         """
-        self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
+        if self._is_lockstep:
+            self.rollout.refuse_unprepared("stage 1", self.model, self.model_wrapped)
         self.values.open(self._describe_context)
         dataset = self.train_dataset if dataset is None else dataset
         return self.values.estimate(self._remove_unused_columns(dataset, "training"))  # as before stage 2 loads it
@@ -169,10 +174,31 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         if self.ref_model is not None:
             with self.generating(self.ref_model) as made:
                 yield made
+        elif self._engine_is_reference:
+            with self._engine_model() as made, self.vllm_generation.without_adapter():
+                yield made
         else:
-            adapter = "ref" if "ref" in self.accelerator.unwrap_model(self.model).peft_config else None
-            with self.generating() as (model, lockstep), use_adapter(model, adapter_name=adapter):
+            adapter = "ref" if self._starts_from_adapter else None
+            with (
+                self.rollout.generating(self.model_wrapped) as (model, lockstep),
+                use_adapter(model, adapter_name=adapter),
+            ):
                 yield model, lockstep
+
+    @property
+    def _starts_from_adapter(self) -> bool:
+        """Training continues an adapter, whose copy `ref` is the reference policy."""
+        return "ref" in getattr(self.accelerator.unwrap_model(self.model), "peft_config", {})
+
+    @property
+    def _engine_is_reference(self) -> bool:
+        """The reference policy is the base that vLLM holds."""
+        return self.engine_draws and not self._starts_from_adapter
+
+    @property
+    def _is_lockstep(self) -> bool:
+        """Stage 1 needs forwards of a sharded model: every rank draws whenever one does."""
+        return self.rollout.is_sharded and not self._engine_is_reference
 
     def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
         repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
@@ -299,7 +325,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return metrics
 
     def _accuracy(self, rows: list[dict]) -> dict[str, float]:
-        self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
+        if not self.engine_draws:
+            self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
         with self.clock.phase("evaluate"), self.generating() as (model, lockstep):
             return evaluate_rows(
                 rows,

@@ -40,15 +40,13 @@ class EfficientGRPOConfig(GRPOConfig):
             When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample with one
             random number per row. Completions follow the same distribution and are not the ones that stock TRL draws
             from the same seed; `False` draws those. Runs as stock, and says why, where it would not be exact.
-        dynamic_sampling (`bool`, *optional*, defaults to `False`):
-            Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are
-            trained on.
-        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `3`):
-            Further generations per generation batch at most; groups that are still equal then stay in it.
         rollout_sync (`str`, *optional*, defaults to `"auto"`):
             With vLLM, what is sent to the engine after an optimizer step: `"adapter"` (the LoRA adapter alone, under a
             name of its own for each version), `"merge"` (TRL's way: every weight, with the adapter merged into it), or
             `"auto"`: the adapter where the base is quantized, sharded, or served elsewhere.
+        vllm_server_timeout (`float`, *optional*, defaults to `50.0`):
+            TRL's own, where it is 240: seconds to wait at the start for a vLLM server, after which a run ends and says so.
+            Raise it where server and run are started together.
         fsdp_gather (`str`, *optional*, defaults to `"auto"`):
             Under FSDP2, how weights come together while completions are generated and scored, and while accuracy is
             measured. `"once"`: the whole model is gathered for the phase (a 4-bit base as it is packed); `"per_layer"`:
@@ -99,16 +97,12 @@ class EfficientGRPOConfig(GRPOConfig):
             "help": "Without vLLM: prefill each prompt once and drop finished rows. False draws stock TRL's completions."
         },
     )
-    dynamic_sampling: bool = field(
-        default=False,
-        metadata={"help": "Draw further prompts in place of groups whose rewards are all equal (DAPO)."},
-    )
-    dynamic_sampling_max_rounds: int = field(
-        default=3, metadata={"help": "Further generations per generation batch at most, with dynamic_sampling."}
-    )
     rollout_sync: str = field(
         default="auto",
         metadata={"help": "With vLLM, what is sent after a step: 'adapter', 'merge' (all weights), or 'auto'."},
+    )
+    vllm_server_timeout: float = field(
+        default=50.0, metadata={"help": "Seconds to wait at the start for a vLLM server (TRL: 240)."}
     )
     fsdp_gather: str = field(
         default="auto",
@@ -149,11 +143,6 @@ class EfficientGRPOConfig(GRPOConfig):
             raise ValueError(f"{error} {advice}") from None
         check_config(self)
         check_mode(self.fsdp_gather)
-        if self.dynamic_sampling_max_rounds < 1:
-            raise ValueError(
-                f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more, or "
-                "dynamic_sampling=False"
-            )
 
     @classmethod
     def complete(cls, args: GRPOConfig | None) -> "GRPOConfig | None":

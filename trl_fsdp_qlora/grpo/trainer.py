@@ -19,6 +19,7 @@ from ..prefix_sharing import PrefixSharing
 from ..prefix_sharing.support import position_limit
 from ..publishing.card import CardInfo, adapter_card, keeping_card
 from ..rollout.correction import importance_weights
+from ..rollout.engine_model import EngineModel
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import start_engine
 from ..rollout.sync_choice import choose_sync, warnings_for, withheld
@@ -34,7 +35,6 @@ from ..upstream.transformers import model_name as base_name
 from ..upstream.trl import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .arguments import adapter_and_base, checked_arguments
 from .groups import EpochRepeatSampler, shuffle_groups
-from .living_groups import LivingGroups
 from .padded_cut import padded_pass
 from .resumable import WholeCheckpoints
 from .token_budget import TokenBudget
@@ -76,7 +76,6 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, lambda: describe_run(self))
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
-        self.living_groups = LivingGroups(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         self._start_engine()
         self._start_clock()
         self._start_scoring()
@@ -147,18 +146,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.vllm_importance_sampling_correction = wanted and not self._weighs_in_loss
         try:
             with self.clock.phase("prepare"), self.sharding.gathered(self.model):
-                if self.model.training and self.args.dynamic_sampling:
-                    seams = self._generate, self._calculate_rewards, self._pending_extra_logs
-                    inputs, metrics = self.living_groups.draw(inputs, *seams)
-                    self._add_metrics(metrics)
                 return super()._generate_and_score_completions(inputs)
         finally:
-            self.living_groups.release()
             self.vllm_importance_sampling_correction = wanted
 
     def _generate(self, prompts):
-        if (held := self.living_groups.generated()) is not None:
-            return held
         with self.prefix_sharing.set_aside(), self.clock.phase("generate"):
             drawn = super()._generate(prompts)
         self._add_metrics(self.rollout.take_metrics())
@@ -181,12 +173,29 @@ class EfficientGRPOTrainer(GRPOTrainer):
         return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
 
     def generating(self, wrapped=None):
-        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`]."""
+        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`].
+
+        With vLLM it is the engine, holding the adapter as it is now.
+        """
+        if wrapped is None and self.engine_draws:
+            if self.state.global_step != self._last_loaded_step:
+                self.vllm_generation.sync_weights()
+                self._last_loaded_step = self.state.global_step
+                self.watch.synced(self.model)
+            return self._engine_model()
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
+    @property
+    def engine_draws(self) -> bool:
+        """vLLM draws what is not part of training, too: accuracy, evaluation, V*."""
+        return self.sync.mode == "adapter" and self.vllm_generation.draws_alone
+
+    def _engine_model(self):
+        """The engine in a model's place, and that no other rank has to draw at the same time."""
+        config = self.accelerator.unwrap_model(self.model).generation_config
+        return nullcontext((EngineModel(self.vllm_generation, config), False))
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        if (held := self.living_groups.rewards()) is not None:
-            return held
         with self.clock.phase("reward"):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
@@ -240,7 +249,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         if self.vllm_importance_sampling_correction and "importance_sampling_ratio" not in inputs:
             mask_BC = sampled_mask(inputs)
             weights = importance_weights(values[0], inputs[SAMPLED], mask_BC, self.args)
-            self._add_metrics(weight_metrics(weights, mask_BC, self.accelerator))
+            self._add_metrics(weight_metrics(weights, mask_BC, self.args, self.accelerator))
             inputs = {**inputs, "importance_sampling_ratio": weights}
         return replace(request, values=values), inputs
 
@@ -322,7 +331,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.checkpointing.writing(folder):
             super()._save_checkpoint(model, trial)
-        rollouts = {"step": self._step, "buffer": self._buffered_inputs, "further": self.living_groups.state()}
+        rollouts = {"step": self._step, "buffer": self._buffered_inputs}
         self.checkpointing.complete(folder, rollouts, self.state.best_model_checkpoint)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
@@ -355,12 +364,12 @@ class EfficientGRPOTrainer(GRPOTrainer):
         rollouts = self.checkpointing.load_rollouts(checkpoint)
         if rollouts is not None:
             self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
-            self.living_groups.load_state(rollouts.get("further"))
         elif checkpoint is not None:
             # As far into a generation cycle as the sampler is.
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
 
     def _load_best_model(self):
+        self._last_loaded_step = -1  # the engine holds the last weights, not the best
         if not self.sharding.load_adapter(self.model, self.state.best_model_checkpoint):
             super()._load_best_model()
 

@@ -8,12 +8,14 @@ policy before.
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from peft import LoraConfig, PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..fsdp2_qlora.adapters import gather_adapter
@@ -40,6 +42,10 @@ def served_rank(peft_config: LoraConfig | None) -> int:
         raise RolloutError("rollout_sync='adapter' without an adapter: set use_peft: true, or rollout_sync: merge")
     initialisation = str(getattr(peft_config, "init_lora_weights", True)).lower()
     try:
+        if getattr(peft_config, "use_dora", False):
+            raise ValueError(
+                "`use_dora=True` adds a magnitude that vLLM's adapters have no place for. Use `use_dora=False`."
+            )
         # The check reads nothing of a model but its active adapter's config.
         validate_lora_for_vllm_sync(SimpleNamespace(active_adapters=["default"], peft_config={"default": peft_config}))
         if initialisation.startswith(_CHANGES_BASE):
@@ -81,6 +87,7 @@ class AdapterVersions:
         self.fallback = Path(fallback)
         self.root: Path | None = None
         self.bytes = 0
+        self._cleanup = None
 
     def name(self, version: int) -> str:
         return f"{self.prefix}-v{version}"
@@ -96,13 +103,13 @@ class AdapterVersions:
             self.root = self._scratch()
         try:
             return self._write(version, weights, peft_config)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk in its own class
             in_memory = self.root.is_relative_to(_MEMORY)
             self.close()
             if not in_memory:
                 raise RolloutError(
                     f"the adapter ({self.bytes / 2**20:.1f} MiB) could not be written under {self.fallback}: "
-                    f"{error.strerror or error}. Free disk there, or choose another output_dir"
+                    f"{error}. Free disk there, or choose another output_dir"
                 ) from error
         # The memory file system filled up since the run began: go on from disk.
         self.root = self._scratch(in_memory=False)
@@ -115,8 +122,9 @@ class AdapterVersions:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
+        """Remove every version; happens by itself when the process ends."""
         if self.root is not None:
-            shutil.rmtree(self.root, ignore_errors=True)
+            self._cleanup()
             self.root = None
 
     def _write(self, version: int, weights: dict[str, torch.Tensor], peft_config: LoraConfig) -> Path:
@@ -133,6 +141,9 @@ class AdapterVersions:
 
     def _scratch(self, in_memory: bool = True) -> Path:
         if in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * self.bytes:
-            return Path(tempfile.mkdtemp(prefix=f"{self.prefix}-", dir=_MEMORY))
-        self.fallback.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".adapters-", dir=self.fallback)).resolve()
+            root = Path(tempfile.mkdtemp(prefix=f"{self.prefix}-", dir=_MEMORY))
+        else:
+            self.fallback.mkdir(parents=True, exist_ok=True)
+            root = Path(tempfile.mkdtemp(prefix=".adapters-", dir=self.fallback)).resolve()
+        self._cleanup = weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
+        return root

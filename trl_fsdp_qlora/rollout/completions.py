@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from .decoding import Decoding, Work
+from .engine_model import EngineModel
 from .support import why_stock
 
 
@@ -64,7 +65,7 @@ def complete(
 
 
 def generate(
-    model: nn.Module,
+    model: nn.Module | EngineModel,
     prompt_ids: list[list[int]],
     config: GenerationConfig,
     seed: int | None = None,
@@ -77,13 +78,15 @@ def generate(
     The result depends on the prompts, the weights and `seed` only: the global random state is neither used nor moved.
 
     Args:
-        model: causal language model, unwrapped; its training mode is restored.
+        model: causal language model, unwrapped; its training mode is restored. Or an engine that draws in its place.
         prompt_ids, config, synced, compact: see [`complete`].
         seed: of the sampling; `None` for greedy decoding.
 
     Returns:
         R lists of completion token ids.
     """
+    if isinstance(model, EngineModel):
+        return model.complete(prompt_ids, config, seed)
     device = _compute_device(model)
     was_training = model.training
     model.eval()

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from .adapter_sync import RolloutError
 
 SHARD_BYTES = 4 * 2**30
-_DONE = "dequantized.json"
+DONE = "dequantized.json"
 
 
 def has_packed_base(model: nn.Module) -> bool:
@@ -51,8 +51,12 @@ def _tensors(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 
 
 def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
-    digest = hashlib.blake2b(f"{dtype} {base.config.to_json_string()}".encode(), digest_size=16)
-    for name, tensor in base.state_dict().items():
+    # What a trainer changes on a config, or where the checkpoint lay, makes no other weights.
+    apart = ("_name_or_path", "use_cache", "dtype", "torch_dtype", "transformers_version", "quantization_config")
+    config = {key: value for key, value in base.config.to_dict().items() if key not in apart}
+    digest = hashlib.blake2b(f"{dtype} {json.dumps(config, sort_keys=True, default=str)}".encode(), digest_size=16)
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items()}
+    for name, tensor in sorted(tensors.items()):
         if ".lora_" not in name:
             digest.update(name.encode())
             digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
@@ -60,7 +64,12 @@ def _fingerprint(base: nn.Module, dtype: torch.dtype) -> str:
 
 
 def dequantized_base(
-    model: PreTrainedModel, tokenizer, cache: str | Path, dtype: torch.dtype = torch.bfloat16, progress: bool = True
+    model: PreTrainedModel,
+    tokenizer,
+    cache: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: bool = True,
+    output: str | Path | None = None,
 ) -> Path:
     """Write the dense weights of a 4-bit model into `cache`, once per content.
 
@@ -70,17 +79,21 @@ def dequantized_base(
         cache: folder of such copies; a copy of the same weights in the same dtype is used again.
         dtype: of the copy.
         progress: show a bar.
+        output: folder to write instead of one in `cache` that is named after the content.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        RolloutError: the disk has no room for it.
+        RolloutError: the disk has no room for it, or `output` holds something else.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    folder = Path(cache) / _fingerprint(base, dtype)
-    if (folder / _DONE).is_file():
+    content = _fingerprint(base, dtype)
+    folder = Path(cache) / content if output is None else Path(output)
+    if (folder / DONE).is_file() and json.loads((folder / DONE).read_text(encoding="utf-8"))["content"] == content:
         return folder
+    if output is not None and folder.exists():
+        raise RolloutError(f"{folder} exists and holds something else; choose another output folder")
     needed = sum(_dense_numel(module) for module in base.modules()) * dtype.itemsize
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
@@ -101,7 +114,9 @@ def dequantized_base(
         (scratch / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(scratch)
         base.generation_config.save_pretrained(scratch)
-        (scratch / _DONE).write_text(json.dumps({"bytes": needed, "dtype": str(dtype)}) + "\n", encoding="utf-8")
+        (scratch / DONE).write_text(
+            json.dumps({"content": content, "bytes": needed, "dtype": str(dtype)}) + "\n", encoding="utf-8"
+        )
         os.replace(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -7,19 +7,17 @@ sharded base needs no merging, and putting the engine to sleep frees its cache a
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from requests.adapters import HTTPAdapter, Retry
 from requests.exceptions import RequestException
 
 from ..upstream.trl import ensure_master_addr_port
-from ..upstream.vllm import VLLMClient, VLLMGeneration
+from ..upstream.vllm import VLLMGeneration
 from .adapter_sync import AdapterVersions, RolloutError, adapter_weights
-
-# A server that is gone is told within a minute: three tries, two and four seconds apart, and this long to connect.
-_CONNECT_SECONDS = 10
+from .server import AdapterServer
 
 
 class _Serving:
@@ -73,42 +71,16 @@ class AdapterEngine(VLLMGeneration):
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
-        if self.mode == "server":
-            with self._together("start"):
-                if self.accelerator.is_main_process:
-                    self._connect()
-        else:
-            with self._together("start"):
+        with self._together("start"):
+            if self.mode == "server":
+                # Every rank: accuracy and V* are drawn by each for itself.
+                url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+                self.vllm_client = AdapterServer(url, self.group_port, self.server_timeout, self.max_lora_rank)
+                self.base = self.vllm_client.folder
+            else:
                 self._start_colocated()
         self._llm_weights_sleeping = False
         self.accelerator.wait_for_everyone()
-
-    def _connect(self) -> None:
-        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-        client = VLLMClient(base_url=url, group_port=self.group_port, connection_timeout=self.server_timeout)
-        retry = Retry(total=2, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST", "GET"])
-        for scheme in ("http://", "https://"):
-            client.session.mount(scheme, HTTPAdapter(max_retries=retry))
-        info = client.get_server_info()
-        lora = info["lora_config"]
-        if lora is None:
-            raise RolloutError(
-                f"the vLLM server at {url} was started without --enable-lora. Restart it with --enable-lora "
-                f"--max-lora-rank {self.max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
-            )
-        if lora["max_lora_rank"] < self.max_lora_rank:
-            raise RolloutError(
-                f"the vLLM server at {url} takes adapters up to rank {lora['max_lora_rank']}, this one needs "
-                f"{self.max_lora_rank}. Restart it with --max-lora-rank {self.max_lora_rank}"
-            )
-        replicas = info["parallel_config"]["data_parallel_size"]
-        if replicas > 1:
-            raise RolloutError(
-                f"the vLLM server at {url} has {replicas} data-parallel replicas, and an adapter reaches only one of "
-                "them. Restart it without --data-parallel-size, or start one server and raise --tensor-parallel-size"
-            )
-        self.vllm_client = client
-        self.served_base = client.model
 
     def _start_colocated(self) -> None:
         from vllm import LLM
@@ -151,7 +123,6 @@ class AdapterEngine(VLLMGeneration):
                 max_loras=1,
             )
         )
-        self.served_base = self.base
         if self.enable_sleep_mode:
             self.llm.sleep()
 
@@ -177,7 +148,7 @@ class AdapterEngine(VLLMGeneration):
         self.last_sync = {"seconds": time.perf_counter() - started, "bytes": self.versions.bytes}
 
     def _load(self, version: int, folder: str) -> None:
-        name = self.versions.name(version)
+        name = Path(folder).name
         if self.mode == "colocate":
             from vllm.lora.request import LoRARequest
 
@@ -188,39 +159,33 @@ class AdapterEngine(VLLMGeneration):
             if self.version:
                 engine.remove_lora(self.version)
             self.llm.adapter = request
-        elif self.accelerator.is_main_process:
-            self._post("load_lora_adapter", {"lora_name": name, "lora_path": folder})
-            self.vllm_client.model = name
-            if self.version:
-                self._post("unload_lora_adapter", {"lora_name": self.versions.name(self.version)})
-
-    def _post(self, endpoint: str, content: dict) -> None:
-        url = f"{self.vllm_client.base_url}/v1/{endpoint}"
-        response = self.vllm_client.session.post(url, json=content, timeout=(_CONNECT_SECONDS, 60))
-        if response.status_code == 404 and "lora_name" not in response.text and endpoint == "load_lora_adapter":
-            raise RolloutError(
-                f"the vLLM server at {self.vllm_client.base_url} takes no adapters at run time. Restart it with "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
-            )
-        if response.status_code != 200:
-            raise RolloutError(f"{endpoint} failed on the vLLM server ({response.status_code}): {response.text[:500]}")
+        else:
+            before, self.vllm_client.model = self.vllm_client.model, name
+            if self.accelerator.is_main_process:
+                self.vllm_client.load_adapter(name, folder)
+                if self.version:
+                    self.vllm_client.unload_adapter(before)
 
     # --- generating --------------------------------------------------------------------------------------------------
+
+    @property
+    def draws_alone(self) -> bool:
+        """A rank can ask for completions by itself: no other has to take part."""
+        return self.mode == "server" or self.tensor_parallel_size == 1
 
     @contextmanager
     def without_adapter(self):
         """Inside, the engine answers with the base model: the reference policy of a LoRA run."""
         if self.mode == "colocate":
-            adapter, self.llm.adapter = self.llm.adapter, None
-        elif self.accelerator.is_main_process:
-            adapter, self.vllm_client.model = self.vllm_client.model, self.served_base
+            holder, name, base = self.llm, "adapter", None
+        else:
+            holder, name, base = self.vllm_client, "model", self.vllm_client.base
+        adapter = getattr(holder, name)
+        setattr(holder, name, base)
         try:
             yield
         finally:
-            if self.mode == "colocate":
-                self.llm.adapter = adapter
-            elif self.accelerator.is_main_process:
-                self.vllm_client.model = adapter
+            setattr(holder, name, adapter)
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """As `VLLMGeneration.generate`; an engine that fails on one rank is a [`RolloutError`] on every rank."""
@@ -239,7 +204,7 @@ class AdapterEngine(VLLMGeneration):
         answer = None
         with self._together("generate"):
             if self.accelerator.is_main_process:
-                with profiler:
+                with profiler or nullcontext():
                     answer = self.vllm_client.generate(
                         prompts=everyone[::num_generations],
                         n=num_generations,
@@ -273,12 +238,16 @@ class AdapterEngine(VLLMGeneration):
             problem = error
         except (RequestException, ConnectionError) as error:
             problem = RolloutError(
-                f"the vLLM server did not {what}: {error}. Is it running, and is vllm_server_base_url right? Training "
-                "goes on from the last checkpoint with resume_from_checkpoint"
+                f"the vLLM server did not {what}: {error}. Is it running, is vllm_server_base_url right, and is "
+                f"vllm_server_timeout ({self.server_timeout:g} s) enough for it to start? What was trained is in the last "
+                "checkpoint: resume_from_checkpoint goes on from it"
             )
             problem.__cause__ = error
         except Exception as error:  # whatever the engine died of; re-raised below, on all ranks
-            problem = RolloutError(f"vLLM could not {what}: {type(error).__name__}: {error}")
+            problem = RolloutError(
+                f"vLLM could not {what}: {type(error).__name__}: {error}. What was trained is in the last checkpoint: "
+                "resume_from_checkpoint goes on from it"
+            )
             problem.__cause__ = error
         reasons = gather_object([None if problem is None else str(problem)])
         if problem is not None:

@@ -1,6 +1,8 @@
 """Starting the engine of a run whose policy is an adapter."""
 
+import logging
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 
 from .adapter_sync import AdapterVersions, RolloutError, served_rank
-from .dequantized_base import dequantized_base, has_packed_base
+from .dequantized_base import DONE, dequantized_base, has_packed_base
 from .engine import AdapterEngine
+
+logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -35,11 +39,11 @@ def start_engine(args: Any, model: PeftModel, accelerator: Accelerator, tokenize
     base = model.name_or_path
     if has_packed_base(model) and args.vllm_mode == "colocate":
         base = _shared_dequantized(model, accelerator, tokenizer)
-    return AdapterEngine(
+    engine = AdapterEngine(
         base=base,
         peft_config=peft_config,
         max_lora_rank=served_rank(peft_config),
-        versions=AdapterVersions(f"policy-{os.getpid()}", Path(args.output_dir) / ".rollout"),
+        versions=AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", Path(args.output_dir) / ".rollout"),
         model=model,
         accelerator=accelerator,
         processing_class=tokenizer,
@@ -66,6 +70,12 @@ def start_engine(args: Any, model: PeftModel, accelerator: Accelerator, tokenize
         logprobs=0,
         generation_kwargs=args.generation_kwargs,
     )
+    if has_packed_base(model) and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
+        logger.warning(
+            f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy instead, "
+            "which `python recipes/dequantize.py --model_name_or_path ...` writes, or rollouts come from another rounding"
+        )
+    return engine
 
 
 def _shared_dequantized(model: PeftModel, accelerator: Accelerator, tokenizer) -> str:

@@ -96,18 +96,24 @@ def sampled_mask(inputs: dict[str, Any]) -> torch.Tensor:
     return mask_BC & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask_BC
 
 
-def weight_metrics(weights: torch.Tensor, mask_BC: torch.Tensor, accelerator: Accelerator) -> dict[str, float]:
+def weight_metrics(
+    weights: torch.Tensor, mask_BC: torch.Tensor, args: Any, accelerator: Accelerator
+) -> dict[str, float]:
     """TRL's figures of the importance weights, over all ranks, and the share of them that left their bounds. Collective.
 
     Args:
-        weights: `(B, C)` or `(B, 1)`.
+        weights: `(B, C)` or `(B, 1)`, truncated or masked.
         mask_BC: tokens that the engine drew.
+        args: with `vllm_importance_sampling_clip_min` and `..._clip_max`.
     """
     flat = weights.flatten() if weights.size(1) == 1 and mask_BC.size(1) != 1 else weights[mask_BC]
-    nothing = flat.new_tensor([float("inf"), 0.0, 0.0, float("-inf")])
-    sums = (
-        torch.stack([flat.min(), flat.sum(), flat.new_tensor(flat.numel()), flat.max()]) if flat.numel() else nothing
-    )
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    outside = flat <= (0.0 if low is None else low)
+    if high is not None:
+        outside |= flat >= high
+    sums = flat.new_tensor([float("inf"), 0.0, 0.0, float("-inf"), 0.0])
+    if flat.numel():
+        sums = torch.stack([flat.min(), flat.sum(), flat.new_tensor(flat.numel()), flat.max(), outside.sum().to(flat)])
     everyone = accelerator.gather(sums[None])
     count = everyone[:, 2].sum().item()
     if not count:
@@ -116,4 +122,5 @@ def weight_metrics(weights: torch.Tensor, mask_BC: torch.Tensor, accelerator: Ac
         "sampling/importance_sampling_ratio/min": everyone[:, 0].min().item(),
         "sampling/importance_sampling_ratio/mean": everyone[:, 1].sum().item() / count,
         "sampling/importance_sampling_ratio/max": everyone[:, 3].max().item(),
+        "sampling/importance_sampling_ratio/outside_share": everyone[:, 4].sum().item() / count,
     }

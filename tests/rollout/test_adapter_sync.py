@@ -1,0 +1,135 @@
+"""Adapter versions on their way: whole folders under new names, the adapter's bytes alone, room that runs out."""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from tests import tiny
+from trl_fsdp_qlora.rollout import adapter_sync
+from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError, adapter_weights
+from trl_fsdp_qlora.rollout.engine import _Serving
+from trl_fsdp_qlora.rollout.engine_model import sampling
+
+
+@pytest.fixture
+def policy():
+    torch.manual_seed(0)
+    return get_peft_model(tiny.tiny_model(), tiny.lora())
+
+
+@pytest.fixture
+def versions(tmp_path):
+    made = AdapterVersions("run", tmp_path / "output")
+    yield made
+    made.close()
+
+
+def test_a_version_loads_as_the_policy_and_has_the_adapters_bytes(policy, versions):
+    folder = versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
+    loaded = PeftModel.from_pretrained(tiny.tiny_model(), folder)
+    ids = torch.arange(5, 15)[None]
+    torch.testing.assert_close(loaded(ids).logits, policy(ids).logits, rtol=0, atol=0)
+    adapter = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
+    assert versions.bytes == adapter
+    on_disk = load_file(folder / "adapter_model.safetensors")
+    assert sum(tensor.numel() * tensor.element_size() for tensor in on_disk.values()) == adapter
+
+
+def test_names_are_never_used_twice_and_old_folders_go(policy, versions):
+    weights, config = adapter_weights(policy), policy.peft_config["default"]
+    folders = [versions.publish(version, weights, config) for version in (1, 2, 3)]
+    assert len({folder.name for folder in folders}) == 3
+    versions.forget_before(3)
+    assert [path.name for path in versions.root.iterdir()] == ["run-v3"]
+    root = versions.root
+    versions.close()
+    assert not root.exists()
+
+
+def test_the_scratch_folder_goes_with_the_process(policy, tmp_path):
+    versions = AdapterVersions("run", tmp_path)
+    versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
+    root = versions.root
+    del versions
+    assert not root.exists()
+
+
+@pytest.fixture
+def small_memory(tmp_path, monkeypatch):
+    """A memory file system of 256 KiB in the place of /dev/shm."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.decode().strip()}")
+    monkeypatch.setattr(adapter_sync, "_MEMORY", folder)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_no_room_in_memory_goes_to_disk(policy, versions, small_memory):
+    (small_memory / "other").write_bytes(b"x" * (200 << 10))
+    folder = versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
+    assert versions.fallback.resolve() in folder.parents
+
+
+def test_memory_that_fills_up_later_goes_to_disk(policy, versions, small_memory):
+    weights, config = adapter_weights(policy), policy.peft_config["default"]
+    assert small_memory in versions.publish(1, weights, config).parents
+    free = shutil.disk_usage(small_memory).free
+    (small_memory / "other").write_bytes(b"x" * (free - 4096))
+    folder = versions.publish(2, weights, config)
+    assert versions.fallback.resolve() in folder.parents
+    assert load_file(folder / "adapter_model.safetensors").keys() == weights.keys()
+
+
+def test_no_room_anywhere_says_how_much_is_needed(policy, small_memory, monkeypatch):
+    monkeypatch.setattr(adapter_sync, "_MEMORY", small_memory / "none")
+    (small_memory / "other").write_bytes(b"x" * (240 << 10))
+    versions = AdapterVersions("run", small_memory / "output")
+    with pytest.raises(RolloutError, match=r"0\.0 MiB.*could not be written.*output_dir"):
+        versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
+
+
+def test_sleeping_frees_the_cache_and_keeps_the_weights():
+    calls = []
+
+    class Recorded:
+        def sleep(self, **options):
+            calls.append(("sleep", options))
+
+        def release_kv_cache_memory(self):
+            calls.append(("release_kv_cache_memory", {}))
+
+        def wake_up(self, **options):
+            calls.append(("wake_up", options))
+
+        def generate(self, prompts, **options):
+            calls.append(("generate", options))
+
+    llm = _Serving(Recorded())
+    llm.adapter = "adapter 7"
+    # As VLLMGeneration.generate calls it with sleep mode on.
+    llm.wake_up(tags=["kv_cache"])
+    llm.generate(["prompt"], use_tqdm=False)
+    llm.sleep(level=2)
+    assert calls == [
+        ("wake_up", {"tags": ["kv_cache"]}),
+        ("generate", {"lora_request": "adapter 7", "use_tqdm": False}),
+        ("sleep", {"level": 0}),
+        ("release_kv_cache_memory", {}),
+    ]
+
+
+def test_sampling_parameters():
+    from transformers import GenerationConfig
+
+    common = {"max_new_tokens": 7, "eos_token_id": [2, 5], "pad_token_id": 0}
+    greedy = sampling(GenerationConfig(do_sample=False, **common), None)
+    assert greedy == {"max_tokens": 7, "repetition_penalty": 1.0, "stop_token_ids": [2, 5], "temperature": 0.0}
+    drawn = sampling(GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, **common), 11)
+    assert (drawn["temperature"], drawn["top_p"], drawn["top_k"], drawn["seed"]) == (0.7, 0.9, 0, 11)

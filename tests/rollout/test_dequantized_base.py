@@ -1,0 +1,95 @@
+"""The dense copy of a 4-bit base: the same function of its inputs, an ordinary checkpoint, made once."""
+
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.distributed.launch import REPOSITORY, rank_environment
+from tests.fsdp2_qlora import tiny
+from trl_fsdp_qlora.rollout import dequantized_base as module
+from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
+from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base, has_packed_base
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def checkpoint(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base") / "model"
+    return tiny.make_checkpoint(folder, tie_word_embeddings=request.param)
+
+
+def write(model, folder, **options):
+    return dequantized_base(model, tiny.make_tokenizer(), folder, torch.float32, progress=False, **options)
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("adapted", [True, False])
+def test_logits_are_the_4_bit_models(checkpoint, tmp_path, double, adapted):
+    model = tiny.load(checkpoint, double=double)
+    tiny.without_repacking(model)
+    assert has_packed_base(model)
+    ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids).logits
+    folder = write(get_peft_model(model, tiny.lora()) if adapted else model, tmp_path)
+    # By plain transformers, with nothing missing and nothing left over.
+    dense, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not has_packed_base(dense)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(dense(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        whole = tiny.load_whole(checkpoint)(ids).logits
+    assert (whole - expected).abs().max() > 1e-3  # the rounding is there to be seen
+    assert AutoTokenizer.from_pretrained(folder)("1+2=")["input_ids"] == tiny.make_tokenizer()("1+2=")["input_ids"]
+
+
+def test_made_once_per_content(checkpoint, tmp_path, monkeypatch):
+    first = write(tiny.load(checkpoint), tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path != first]  # no scratch left
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_shards", lambda *_: pytest.fail("written again"))
+        assert write(get_peft_model(tiny.load(checkpoint), tiny.lora()), tmp_path) == first
+    assert write(tiny.load(checkpoint, double=False), tmp_path) != first
+
+
+def test_an_interrupted_copy_is_not_taken_for_one(checkpoint, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_shards", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(tiny.load(checkpoint), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert (write(tiny.load(checkpoint), tmp_path) / "config.json").is_file()
+
+
+def test_shards(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD_BYTES", 1 << 14)
+    folder = write(tiny.load(checkpoint), tmp_path)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_disk_is_asked_first(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(RolloutError, match=r"takes 0\.0 GiB.*TRL_FSDP_QLORA_CACHE"):
+        write(tiny.load(checkpoint), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_the_script_writes_what_the_trainer_would(checkpoint, tmp_path):
+    command = [sys.executable, "recipes/dequantize.py", "--model_name_or_path", checkpoint, "--dtype", "float32"]
+    command += ["--use_bnb_nested_quant", "true", "--dense_dtype", "float32", "--output", str(tmp_path / "dense")]
+    run = subprocess.run(command, capture_output=True, text=True, env=rank_environment({}), cwd=REPOSITORY)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == str(tmp_path / "dense")
+    ours = write(tiny.load(checkpoint), tmp_path / "cache")
+    assert (tmp_path / "dense" / module.DONE).read_text() == (ours / module.DONE).read_text()
+    with pytest.raises(RolloutError, match="holds something else"):
+        write(tiny.load(checkpoint, double=False), tmp_path / "cache", output=tmp_path / "dense")

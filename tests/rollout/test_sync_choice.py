@@ -1,0 +1,142 @@
+"""What goes to the engine, and what is refused before a model is loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests import tiny
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.rollout import sync_choice
+from trl_fsdp_qlora.rollout.adapter_sync import RolloutError, served_rank
+from trl_fsdp_qlora.rollout.sync_choice import choose_sync, warnings_for
+
+LORA = LoraConfig(r=16, target_modules="all-linear")
+
+
+def args(**changes):
+    values = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "rollout_sync": "auto",
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "max_completion_length": 256,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": None,
+        "learning_rate": 1e-5,
+        "vllm_enable_sleep_mode": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.parametrize(
+    "changes, peft_config, quantized, mode, reason",
+    [
+        ({}, LORA, False, "merge", "one unquantized device"),
+        ({}, LORA, True, "adapter", "quantized"),
+        ({"vllm_mode": "server"}, LORA, False, "adapter", "server"),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, LORA, False, "adapter", "sharded"),
+        ({"rollout_sync": "adapter"}, LORA, False, "adapter", "asked for"),
+        ({"rollout_sync": "merge", "vllm_mode": "server"}, LORA, False, "merge", "asked for"),
+        ({}, None, False, "merge", "no adapter"),
+        ({"vllm_mode": "server"}, LoraConfig(r=16, use_dora=True), False, "merge", "use_dora"),
+        ({"use_vllm": False}, LORA, True, "off", "use_vllm"),
+    ],
+)
+def test_choice(on_a_gpu, changes, peft_config, quantized, mode, reason):
+    sync = choose_sync(args(**changes), peft_config, quantized)
+    assert sync.mode == mode
+    assert reason in sync.reason
+
+
+def test_fsdp_is_sharded(on_a_gpu, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert choose_sync(args(), LORA, False).mode == "adapter"
+
+
+@pytest.mark.parametrize("rank, served", [(1, 1), (4, 8), (16, 16), (48, 64), (300, 320)])
+def test_ranks_are_rounded_up(rank, served):
+    assert served_rank(LoraConfig(r=rank)) == served
+
+
+def test_a_rank_pattern_counts():
+    assert served_rank(LoraConfig(r=8, rank_pattern={"q_proj": 30})) == 32
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"r": 1000}, "1000"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused_by_name(changes, named):
+    with pytest.raises(RolloutError, match=named):
+        served_rank(LoraConfig(**{"r": 16, **changes}))
+
+
+def test_refused_before_the_base_is_loaded(tmp_path):
+    config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, rollout_sync="adapter")
+    with pytest.raises(RolloutError, match="use_dora"):
+        EfficientGRPOTrainer(
+            "there-is-no-such-model",
+            tiny.digit_share,
+            config,
+            tiny.prompts(),
+            peft_config=LoraConfig(r=4, use_dora=True),
+        )
+
+
+@pytest.mark.parametrize(
+    "changes, quantized, peft_config, named",
+    [
+        ({"rollout_sync": "merge"}, True, LORA, "trl#4973"),
+        ({"rollout_sync": "adapter"}, False, None, "use_peft"),
+        ({"rollout_sync": "often"}, False, LORA, "'often'"),
+    ],
+)
+def test_wrong_choices(changes, quantized, peft_config, named):
+    with pytest.raises(RolloutError, match=named):
+        choose_sync(args(**changes), peft_config, quantized)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"max_completion_length": 4096}, "token_truncate"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 50}, "top_k"),
+        ({"learning_rate": 1e-6}, "learning_rate"),
+    ],
+)
+def test_warnings(monkeypatch, changes, named):
+    monkeypatch.setattr(sync_choice, "version", lambda _: "0.31.0")
+    sync = sync_choice.Sync("adapter", "")
+    assert warnings_for(args(), sync) == []
+    (warning,) = warnings_for(args(**changes), sync)
+    assert named in warning
+
+
+@pytest.mark.parametrize("installed, warned", [("0.22.1", 0), ("0.31.0+cpu", 0), ("0.21.0", 1), ("0.33.0", 1)])
+def test_versions(monkeypatch, installed, warned):
+    monkeypatch.setattr(sync_choice, "version", lambda _: installed)
+    assert len(warnings_for(args(), sync_choice.Sync("adapter", ""))) == warned
+
+
+def test_sleep_mode_and_expandable_segments(monkeypatch):
+    monkeypatch.setattr(sync_choice, "version", lambda _: "0.31.0")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    (warning,) = warnings_for(args(vllm_enable_sleep_mode=True), sync_choice.Sync("adapter", ""))
+    assert "expandable_segments" in warning

@@ -1,0 +1,90 @@
+"""One engine and one server for all tests of this folder; without vLLM every test is skipped."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.vllm.serve import Server
+from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
+
+# Before vLLM is imported, and inherited by every process that a test starts.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+HERE = Path(__file__).parent
+INSTALLED = importlib.util.find_spec("vllm") is not None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            if not INSTALLED:
+                item.add_marker(
+                    pytest.mark.skip(reason="vLLM is not installed: `make test-vllm` builds an environment")
+                )
+
+
+def save(folder: Path, seed: int) -> str:
+    """A checkpoint of a size that vLLM's CPU kernels take."""
+    tokenizer = character_tokenizer()
+    new_model(tokenizer, seed, hidden=128, layers=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("base"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def another_base(tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("another"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def quantized_base(tmp_path_factory) -> tuple[str, str]:
+    """A checkpoint that is trained in 4 bits, and its dequantized copy that the server holds."""
+    from tests.fsdp2_qlora import tiny
+    from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
+
+    folder = tiny.make_checkpoint(tmp_path_factory.mktemp("qlora") / "base", hidden=128, intermediate=256)
+    cache = tmp_path_factory.mktemp("dequantized")
+    copy = dequantized_base(tiny.load(folder), tiny.make_tokenizer(), cache, torch.float32, progress=False)
+    return folder, str(copy)
+
+
+@pytest.fixture(scope="session")
+def server(quantized_base):
+    with Server(quantized_base[1]) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def _engines() -> dict:
+    return {}
+
+
+@pytest.fixture
+def shared_engine(_engines, monkeypatch):
+    """`vllm.LLM` hands out one engine for each checkpoint: starting one takes ten seconds."""
+    import vllm
+
+    start = vllm.LLM
+
+    def reuse(model, **options):
+        if model not in _engines:
+            _engines[model] = start(model=model, **{**options, "max_num_seqs": 16, "max_model_len": 128})
+        llm = _engines[model]
+        for adapter in llm.llm_engine.list_loras():
+            llm.llm_engine.remove_lora(adapter)
+        llm.reset_prefix_cache()
+        return llm
+
+    monkeypatch.setattr(vllm, "LLM", reuse)

@@ -1,0 +1,65 @@
+"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp or dies."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from tests.distributed.fsdp_on_gloo import force_fsdp
+
+force_fsdp()
+
+import torch  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from tests.vllm.runs import figures, on_quantized, on_server  # noqa: E402
+from trl_fsdp_qlora.rollout.adapter_sync import RolloutError  # noqa: E402
+from trl_fsdp_qlora.rollout.completions import generate  # noqa: E402
+
+
+class ServerDies(TrainerCallback):
+    """Kills the server's process group when two steps are made."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and state.is_world_process_zero:
+            os.killpg(int(os.environ["SERVER_PID"]), 9)
+
+
+def adapter_bytes(model) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)  # of a DTensor: whole
+
+
+def main(way: str, model: str, out: str, url: str = "") -> None:
+    settings = {"per_device_train_batch_size": 4, "max_steps": 4, **(on_server(url) if url else {})}
+    if way == "dies":
+        settings |= {"callbacks": [ServerDies()], "max_steps": 50, "save_strategy": "steps", "save_steps": 1}
+    trainer = on_quantized(model, out, quantized=way == "fsdp", **settings)
+    result = {"sync": trainer.sync.mode, "reason": trainer.sync.reason}
+    started = time.perf_counter()
+    try:
+        trainer.train()
+    except RolloutError as error:
+        result["error"] = str(error)
+    result["seconds"] = time.perf_counter() - started
+    result["steps"] = trainer.state.global_step
+    if "error" not in result:
+        with trainer.generating() as (drawer, lockstep):
+            rank = trainer.accelerator.process_index
+            config = trainer.generation_config
+            # Another number of prompts on every rank: nobody waits for anybody.
+            drawn = [generate(drawer, [[5 + rank, 6, 7]] * (1 + rank), config, seed=1) for _ in range(1 + rank)]
+        result |= {"lockstep": lockstep, "drawn": [len(batch) for batch in drawn]}
+        names = ("rollout/logp_difference/mean", "rollout/staleness", "time/weight_sync_s", "loss")
+        result |= {name: figures(trainer, name) for name in names}
+        result["bytes"] = trainer.vllm_generation.last_sync["bytes"]
+        result["adapter_bytes"] = adapter_bytes(trainer.model)
+        result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    (Path(out) / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized() and "error" not in result:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

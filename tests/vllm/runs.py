@@ -1,0 +1,72 @@
+"""Trainers that roll out with vLLM, small enough for seconds."""
+
+import torch
+from peft import LoraConfig
+
+from tests import tiny
+from tests.fsdp2_qlora import tiny as qlora
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+
+SETTINGS = {
+    "use_vllm": True,
+    "vllm_max_model_length": 128,
+    "vllm_gpu_memory_utilization": 0.3,
+    "max_completion_length": 16,
+    "max_grad_norm": 1.0,
+    "optim": "adamw_torch",
+    "model_init_kwargs": {"dtype": "float32"},
+}
+
+
+def grpo(
+    model,
+    folder,
+    trainer_class=EfficientGRPOTrainer,
+    config_class=EfficientGRPOConfig,
+    dataset=None,
+    processing_class=None,
+    callbacks=None,
+    quantization_config=None,
+    eval_dataset=None,
+    peft_config=None,
+    **changes,
+):
+    """A trainer on sums; colocated unless `changes` say otherwise."""
+    torch.manual_seed(0)
+    return trainer_class(
+        model,
+        tiny.digit_share,
+        tiny.config(config_class, folder, **{"vllm_mode": "colocate", **SETTINGS, **changes}),
+        dataset or tiny.prompts(),
+        eval_dataset=eval_dataset,
+        processing_class=processing_class or tiny.character_tokenizer(),
+        quantization_config=quantization_config,
+        peft_config=peft_config or LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
+        callbacks=callbacks,
+    )
+
+
+def on_quantized(checkpoint: str, folder, quantized: bool = True, **changes):
+    """A trainer on the tiny checkpoint of the sharding tests, in 4 bits or (a dense copy) as it is."""
+    trainer = grpo(
+        checkpoint,
+        folder,
+        dataset=qlora.prompt_data(32),
+        processing_class=qlora.make_tokenizer(),
+        quantization_config=qlora.quantization() if quantized else None,
+        **changes,
+    )
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:  # TRL makes the adapter of a 4-bit base bfloat16
+            parameter.data = parameter.data.float()
+    qlora.without_repacking(trainer.model)
+    return trainer
+
+
+def on_server(url: str) -> dict:
+    return {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 5.0}
+
+
+def figures(trainer, name: str) -> list[float]:
+    """A metric's values by logging step."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]

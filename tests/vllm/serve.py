@@ -1,0 +1,109 @@
+"""A real `vllm serve` for the tests, and one that is made of recorded answers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from tests.distributed.launch import free_port
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class Server:
+    """`vllm serve` on a free port, as docs/rollouts.md starts it."""
+
+    def __init__(self, model: str, patience: float = 300):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = TemporaryFile()  # noqa: SIM115 (the process writes to it until the end)
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--port", str(self.port)]
+        command += ["--enable-lora", "--max-lora-rank", "16", "--logprobs-mode", "processed_logprobs"]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
+        environment = {**os.environ, **SETTINGS}
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self.patience = patience
+
+    def __enter__(self) -> "Server":
+        deadline = time.monotonic() + self.patience
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5)
+                return self
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        self.kill()
+        self.log.seek(0)
+        raise RuntimeError(f"vllm serve did not start:\n{self.log.read().decode(errors='replace')[-4000:]}")
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill -9, with its engine processes."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait()
+
+    def models(self) -> list[str]:
+        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as answer:
+            return [model["id"] for model in json.load(answer)["data"]]
+
+
+class RecordedServer:
+    """Answers as a vLLM 0.31 server does that was started in some wrong way."""
+
+    def __init__(self, max_lora_rank: int | None = 16, replicas: int = 1, dev_mode: bool = True):
+        lora = None if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
+        info = {"vllm_config": {"lora_config": lora, "parallel_config": {"data_parallel_size": replicas}}}
+        pages = {"/health": {}, "/v1/models": {"data": [{"id": "base", "root": "/base", "parent": None}]}}
+        if dev_mode:
+            pages["/server_info"] = info
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                page = pages.get(self.path.partition("?")[0])
+                self.reply(404 if page is None else 200, {"detail": "Not Found"} if page is None else page)
+
+            def do_POST(self):  # without VLLM_ALLOW_RUNTIME_LORA_UPDATING there is no /v1/load_lora_adapter
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.reply(404, {"detail": "Not Found"})
+
+            def reply(self, code, content):
+                body = json.dumps(content).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                """Say nothing."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def __enter__(self) -> "RecordedServer":
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.http.server_close()

@@ -1,0 +1,148 @@
+"""GRPO with a real `vllm serve`, one process and two, DDP and FSDP2 + QLoRA; what goes wrong ends with what to do."""
+
+import json
+import time
+
+import pytest
+from transformers import GenerationConfig
+
+from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.distributed.launch import free_port, launch
+from tests.fsdp2_qlora import tiny as qlora
+from tests.vllm.runs import figures, grpo, on_quantized, on_server
+from tests.vllm.serve import RecordedServer
+from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
+from trl_fsdp_qlora.rollout.engine_model import EngineModel
+from trl_fsdp_qlora.rollout.sync_proof import StaleRolloutError
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"max_lora_rank": None}, "--enable-lora"),
+        ({"max_lora_rank": 4}, "--max-lora-rank 8"),
+        ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"replicas": 2}, "--data-parallel-size"),
+    ],
+)
+def test_a_server_that_was_started_wrong(base, tmp_path, wrong, named):
+    with RecordedServer(**wrong) as server, pytest.raises(RolloutError, match=named):
+        grpo(base, tmp_path, **on_server(server.url))
+
+
+def test_a_server_that_takes_no_adapters(base, tmp_path):
+    with RecordedServer() as server:
+        trainer = grpo(base, tmp_path, **on_server(server.url))
+        with pytest.raises(RolloutError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+            trainer.train()
+
+
+def test_no_server(base, tmp_path):
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=r"did not start.*vllm_server_base_url right.*vllm_server_timeout \(5 s\)"):
+        grpo(base, tmp_path, **on_server(f"http://127.0.0.1:{free_port()}"))
+    assert time.monotonic() - started < 60
+
+
+def test_a_run_syncs_generates_and_unloads(server, quantized_base, tmp_path):
+    trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, max_steps=4, **on_server(server.url))
+    trainer.train()
+    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
+    assert len(figures(trainer, "rollout/staleness")) == 3
+    assert trainer.vllm_generation.last_sync["seconds"] < 1.0
+    prefix = trainer.vllm_generation.versions.prefix
+    assert [name for name in server.models() if name.startswith(prefix)] == [f"{prefix}-v4"]
+
+
+def test_accuracy_is_drawn_by_the_server(server, quantized_base, tmp_path):
+    trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, max_steps=1, **on_server(server.url))
+    trainer.train()
+    problems = qlora.prompt_data(6).map(lambda _: {"answer": "1"})
+    with trainer.generating() as (model, _lockstep):
+        assert isinstance(model, EngineModel)
+        measured = evaluate(
+            model, trainer.processing_class, problems, max_new_tokens=8, samples=2, batch_size=8, progress=False
+        )
+    assert measured.n == 6
+    assert measured.tokens_per_completion > 0
+    # Greedy, the server says what the policy says, and without the adapter what the base says.
+    ids = [trainer.processing_class(f"{i}+{i}=")["input_ids"] for i in range(4)]
+    greedy = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=[trainer.processing_class.eos_token_id])
+    greedy.pad_token_id = trainer.processing_class.pad_token_id
+    from trl_fsdp_qlora.rollout.completions import generate
+
+    assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
+    with trainer.vllm_generation.without_adapter(), trainer.model.disable_adapter():
+        assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
+
+
+def test_another_model_behind_the_url(server, tmp_path):
+    checkpoint = qlora.make_checkpoint(tmp_path / "model", hidden=128, intermediate=256, initializer_range=0.1)
+    trainer = on_quantized(checkpoint, tmp_path / "out", quantized=False, **on_server(server.url))
+    with pytest.raises(StaleRolloutError, match="another base"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_an_adapter_that_does_not_fit_the_servers_model(server, base, tmp_path):
+    trainer = grpo(base, tmp_path, **on_server(server.url))  # other layers
+    with pytest.raises((RolloutError, StaleRolloutError)) as caught:
+        trainer.train()
+    print(caught.value)
+    assert trainer.state.global_step == 0
+
+
+def test_a_folder_that_is_gone(server, quantized_base, tmp_path):
+    import shutil
+
+    trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, **on_server(server.url))
+    publish = trainer.vllm_generation.versions.publish
+
+    def deleted(*args):
+        folder = publish(*args)
+        shutil.rmtree(folder)
+        return folder
+
+    trainer.vllm_generation.versions.publish = deleted
+    with pytest.raises(RolloutError, match=r"load_lora_adapter failed.*is gone"):
+        trainer.train()
+
+
+def two_ranks(way, model, out, url="", timeout=240, check=True, **environment):
+    out.mkdir()
+    arguments = ["tests/vllm/rank.py", way, model, str(out), *([url] if url else [])]
+    outputs = launch(*arguments, timeout=timeout, environment=environment, check=check)
+    written = [out / f"rank{rank}.json" for rank in range(2)]
+    assert all(path.is_file() for path in written), "\n".join(text[-3000:] for _, text in outputs)
+    return [json.loads(path.read_text()) for path in written]
+
+
+def assert_proven(results, sharded):
+    for rank, result in enumerate(results):
+        assert result["sync"] == "adapter"
+        assert result["sharded"] == sharded
+        assert result["drawn"] == [1 + rank] * (1 + rank)
+        assert not result["lockstep"]
+    first = results[0]
+    assert first["bytes"] == first["adapter_bytes"]
+    assert max(first["rollout/logp_difference/mean"]) < 1e-4
+    assert len(first["rollout/staleness"]) == 3
+    assert max(map(abs, first["rollout/staleness"])) < 0.1
+    print(first["time/weight_sync_s"], first["rollout/logp_difference/mean"])
+
+
+def test_two_ddp_ranks(server, quantized_base, tmp_path):
+    assert_proven(two_ranks("ddp", quantized_base[1], tmp_path / "out", server.url), sharded=False)
+
+
+def test_two_fsdp2_ranks_with_a_4_bit_base(server, quantized_base, tmp_path):
+    results = two_ranks("fsdp", quantized_base[0], tmp_path / "out", server.url, **fsdp_environment())
+    assert_proven(results, sharded=True)
+    assert results[0]["reason"] == "the base is quantized"
+
+
+def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
+    environment = fsdp_environment(trl_fsdp_qlora_cache=str(tmp_path / "cache"))
+    assert_proven(two_ranks("fsdp", quantized_base[0], tmp_path / "out", **environment), sharded=True)
+    assert len(list((tmp_path / "cache" / "dequantized").iterdir())) == 1

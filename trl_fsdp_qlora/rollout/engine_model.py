@@ -1,0 +1,92 @@
+"""Completions beside training's own rollouts (accuracy, evaluation, V*) from the engine that draws those."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from transformers import GenerationConfig
+
+from .adapter_sync import RolloutError
+from .engine import AdapterEngine
+
+# Requests to a server at a time, each for one prompt.
+_CONCURRENCY = 64
+
+
+class EngineModel:
+    """Stands where a model stands in [`trl_fsdp_qlora.rollout.completions.generate`]; this rank draws alone.
+
+    Args:
+        engine: on a server, or colocated with one device for each engine.
+        generation_config: of the model, for its end-of-sequence tokens.
+    """
+
+    def __init__(self, engine: AdapterEngine, generation_config: GenerationConfig):
+        self.engine = engine
+        self.generation_config = generation_config
+
+    def complete(self, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None) -> list[list[int]]:
+        """One completion for every prompt; row i is drawn with a seed of its own, made of `seed` and i.
+
+        Raises:
+            RolloutError: the engine failed, on this rank.
+        """
+        settings = [
+            sampling(config, None if seed is None else seed * 1_000_003 + row) for row in range(len(prompt_ids))
+        ]
+        draw = self._ask_server if self.engine.mode == "server" else self._ask_engine
+        try:
+            return draw(prompt_ids, settings)
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise RolloutError(
+                f"vLLM could not generate: {type(error).__name__}: {error}. What was trained is in the last checkpoint: "
+                "resume_from_checkpoint goes on from it"
+            ) from error
+
+    def _ask_engine(self, prompt_ids: list[list[int]], settings: list[dict]) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        llm, sleeps = self.engine.llm, self.engine.enable_sleep_mode
+        if sleeps:
+            llm.wake_up(tags=["kv_cache"])
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompt_ids],
+            sampling_params=[SamplingParams(**row) for row in settings],
+            use_tqdm=False,
+        )
+        if sleeps:
+            llm.sleep()
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def _ask_server(self, prompt_ids: list[list[int]], settings: list[dict]) -> list[list[int]]:
+        client = self.engine.vllm_client
+
+        def one(row: int) -> list[int]:
+            drawn = client.generate(
+                prompts=[prompt_ids[row]], max_tokens=settings[row]["max_tokens"], generation_kwargs=settings[row]
+            )
+            return drawn["completion_ids"][0]
+
+        with ThreadPoolExecutor(min(_CONCURRENCY, len(prompt_ids))) as pool:
+            return list(pool.map(one, range(len(prompt_ids))))
+
+
+def sampling(config: GenerationConfig, seed: int | None) -> dict:
+    """vLLM's sampling parameters for a generation config of transformers.
+
+    Args:
+        config: greedy, or sampling with temperature, top_p, top_k, min_p.
+        seed: of this row; `None` for none.
+    """
+    ends = config.eos_token_id
+    settings = {
+        "max_tokens": config.max_new_tokens,
+        "repetition_penalty": 1.0 if config.repetition_penalty is None else config.repetition_penalty,
+        "stop_token_ids": list(ends) if isinstance(ends, list | tuple | set) else [ends],
+        "temperature": 0.0,
+    }
+    if config.do_sample:
+        chosen = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        settings |= {name: value for name, value in chosen.items() if value is not None}
+        settings["seed"] = None if seed is None else seed % 2**63
+    return settings

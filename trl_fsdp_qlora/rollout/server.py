@@ -1,0 +1,104 @@
+"""A `vllm serve` as this package uses it: checked before it is asked, adapters by name, faults within a minute."""
+
+from pathlib import Path
+
+from requests.adapters import HTTPAdapter, Retry
+
+from ..upstream.vllm import VLLMClient
+from .adapter_sync import RolloutError
+
+# A server that is gone is told within a minute: three tries, two and four seconds apart, and this long to connect or load.
+_CONNECT_SECONDS, _LOAD_SECONDS = 10, 40
+
+
+class AdapterServer(VLLMClient):
+    """TRL's client of a vLLM server, for a server that holds a base and is given adapters.
+
+    Args:
+        url: of the server.
+        group_port: of `VLLMClient`; nothing is sent there.
+        patience: seconds to wait until the server is up.
+        max_lora_rank: the adapter's, as vLLM counts ranks.
+
+    Attributes:
+        base: the name under which it serves the base.
+        folder: what it loaded the base from.
+
+    Raises:
+        ConnectionError: it is not up.
+        RolloutError: it cannot take such adapters; names what to start it with.
+    """
+
+    def __init__(self, url: str, group_port: int, patience: float, max_lora_rank: int):
+        super().__init__(base_url=url, group_port=group_port, connection_timeout=patience)
+        retry = Retry(total=2, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST", "GET"])
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter(max_retries=retry))
+        models = self.session.get(f"{self.base_url}/v1/models", timeout=_CONNECT_SECONDS).json()["data"]
+        # Adapters of earlier runs are listed too, with the base as their parent.
+        base = next(model for model in models if not model.get("parent"))
+        self.model = self.base = base["id"]
+        self.folder = base.get("root") or base["id"]
+        self._check(max_lora_rank)
+
+    def _check(self, max_lora_rank: int) -> None:
+        response = self.session.get(
+            f"{self.base_url}/server_info", params={"config_format": "json"}, timeout=_LOAD_SECONDS
+        )
+        if response.status_code == 404:
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} does not say how it was started. Restart it with "
+                "VLLM_SERVER_DEV_MODE=1 in its environment"
+            )
+        if response.status_code != 200:
+            raise RolloutError(f"{self.base_url}/server_info: {response.status_code} {response.text[:300]}")
+        info = response.json()["vllm_config"]
+        lora = info["lora_config"]
+        if lora is None:
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} was started without --enable-lora. Restart it with --enable-lora "
+                f"--max-lora-rank {max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+            )
+        if lora["max_lora_rank"] < max_lora_rank:
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} takes adapters up to rank {lora['max_lora_rank']}, this one needs "
+                f"{max_lora_rank}. Restart it with --max-lora-rank {max_lora_rank}"
+            )
+        replicas = info["parallel_config"]["data_parallel_size"]
+        if replicas > 1:
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} has {replicas} data-parallel replicas, and an adapter reaches only "
+                "one of them. Restart it without --data-parallel-size, or raise --tensor-parallel-size instead"
+            )
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load `folder` and answer with it from now on.
+
+        Raises:
+            RolloutError: with the server's reason.
+        """
+        self._ask("load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        self.model = name
+
+    def unload_adapter(self, name: str) -> None:
+        self._ask("unload_lora_adapter", {"lora_name": name})
+
+    def _ask(self, endpoint: str, content: dict) -> None:
+        response = self.session.post(
+            f"{self.base_url}/v1/{endpoint}", json=content, timeout=(_CONNECT_SECONDS, _LOAD_SECONDS)
+        )
+        if response.status_code == 200:
+            return
+        if response.status_code == 404 and response.json().get("detail") == "Not Found":  # no such endpoint
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} takes no adapters at run time. Restart it with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+            )
+        folder = Path(content.get("lora_path", "."))
+        hint = "the server has to see the same folder, and to serve the model that is trained"
+        if not folder.is_dir():
+            hint = f"{folder} is gone: something removed it while the server read it; resume from the last checkpoint"
+        raise RolloutError(
+            f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): "
+            f"{response.text[:500]} ({hint})"
+        )
