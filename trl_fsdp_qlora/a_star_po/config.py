@@ -151,6 +151,11 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}")
+        if self.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling=True replaces groups of equal rewards, and A*-PO learns from one completion per prompt: "
+                "leave it at False"
+            )
         if self.beta <= 0:
             raise ValueError(
                 f"beta={self.beta} must be positive: without it TRL keeps no reference policy, from which A*-PO takes "

@@ -21,6 +21,30 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
     return peft_config, config is not None
 
 
+def check_dynamic_sampling(call: dict[str, Any]) -> None:
+    """Refuse what further prompts cannot be drawn for.
+
+    Raises:
+        ValueError: names it.
+    """
+    dataset = call.get("train_dataset")
+    if dataset is not None and not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"dynamic_sampling draws further prompts by their index, which an {type(dataset).__name__} has not: load the "
+            "dataset without streaming, or set dynamic_sampling=False"
+        )
+    own = next((name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)), None)
+    pictures = next(
+        (name for name in ("image", "images") if name in (getattr(dataset, "column_names", None) or ())), None
+    )
+    if own or pictures:
+        what = own or f"a column {pictures!r}"
+        raise ValueError(
+            f"dynamic_sampling draws single-turn completions of text prompts, and there is {what}: set "
+            "dynamic_sampling=False"
+        )
+
+
 def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `trl.GRPOTrainer` to construct it with, from those the user gave.
 
@@ -34,6 +58,8 @@ def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if call.get("train_dataset") is not None:
         needs_prompt = call.get("environment_factory") is None
         checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)
+    if args.dynamic_sampling:
+        check_dynamic_sampling(call)
     rewards = call.get("reward_funcs")
     if rewards is not None:
         rewards = [checks.guard_reward(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]

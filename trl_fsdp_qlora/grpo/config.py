@@ -40,6 +40,11 @@ class EfficientGRPOConfig(GRPOConfig):
             When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample with one
             random number per row. Completions follow the same distribution and are not the ones that stock TRL draws
             from the same seed; `False` draws those. Runs as stock, and says why, where it would not be exact.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are
+            trained on.
+        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `3`):
+            Further generations per generation batch at most; groups that are still equal then stay in it.
         rollout_sync (`str`, *optional*, defaults to `"auto"`):
             With vLLM, what is sent to the engine after an optimizer step: `"adapter"` (the LoRA adapter alone, under a
             name of its own for each version), `"merge"` (TRL's way: every weight, with the adapter merged into it), or
@@ -97,6 +102,13 @@ class EfficientGRPOConfig(GRPOConfig):
             "help": "Without vLLM: prefill each prompt once and drop finished rows. False draws stock TRL's completions."
         },
     )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={"help": "Draw further prompts in place of groups whose rewards are all equal (DAPO)."},
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=3, metadata={"help": "Further generations per generation batch at most, with dynamic_sampling."}
+    )
     rollout_sync: str = field(
         default="auto",
         metadata={"help": "With vLLM, what is sent after a step: 'adapter', 'merge' (all weights), or 'auto'."},
@@ -143,6 +155,11 @@ class EfficientGRPOConfig(GRPOConfig):
             raise ValueError(f"{error} {advice}") from None
         check_config(self)
         check_mode(self.fsdp_gather)
+        if self.dynamic_sampling_max_rounds < 1:
+            raise ValueError(
+                f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more, or "
+                "dynamic_sampling=False"
+            )
 
     @classmethod
     def complete(cls, args: GRPOConfig | None) -> "GRPOConfig | None":

@@ -35,6 +35,7 @@ from ..upstream.transformers import model_name as base_name
 from ..upstream.trl import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .arguments import adapter_and_base, checked_arguments
 from .groups import EpochRepeatSampler, shuffle_groups
+from .living_groups import LivingGroups
 from .padded_cut import padded_pass
 from .resumable import WholeCheckpoints
 from .token_budget import TokenBudget
@@ -76,6 +77,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, lambda: describe_run(self))
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
+        self.living_groups = LivingGroups(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         self._start_engine()
         self._start_clock()
         self._start_scoring()
@@ -146,11 +148,18 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.vllm_importance_sampling_correction = wanted and not self._weighs_in_loss
         try:
             with self.clock.phase("prepare"), self.sharding.gathered(self.model):
+                if self.model.training and self.args.dynamic_sampling:
+                    seams = self._generate, self._calculate_rewards, self._pending_extra_logs
+                    inputs, metrics = self.living_groups.draw(inputs, *seams)
+                    self._add_metrics(metrics)
                 return super()._generate_and_score_completions(inputs)
         finally:
+            self.living_groups.release()
             self.vllm_importance_sampling_correction = wanted
 
     def _generate(self, prompts):
+        if (held := self.living_groups.generated()) is not None:
+            return held
         with self.prefix_sharing.set_aside(), self.clock.phase("generate"):
             drawn = super()._generate(prompts)
         self._add_metrics(self.rollout.take_metrics())
@@ -196,6 +205,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         return nullcontext((EngineModel(self.vllm_generation, config), False))
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if (held := self.living_groups.rewards()) is not None:
+            return held
         with self.clock.phase("reward"):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
@@ -331,7 +342,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.checkpointing.writing(folder):
             super()._save_checkpoint(model, trial)
-        rollouts = {"step": self._step, "buffer": self._buffered_inputs}
+        rollouts = {"step": self._step, "buffer": self._buffered_inputs, "further": self.living_groups.state()}
         self.checkpointing.complete(folder, rollouts, self.state.best_model_checkpoint)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
@@ -364,6 +375,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         rollouts = self.checkpointing.load_rollouts(checkpoint)
         if rollouts is not None:
             self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
+            self.living_groups.load_state(rollouts.get("further"))
         elif checkpoint is not None:
             # As far into a generation cycle as the sampler is.
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
