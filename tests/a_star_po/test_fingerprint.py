@@ -15,10 +15,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from trl_fsdp_qlora.a_star_po.canonical import FingerprintError, canonical, digest
 from trl_fsdp_qlora.a_star_po.fingerprint import (
-    FingerprintError,
-    canonical,
-    digest,
     reference_fingerprint,
     reward_fingerprint,
     row_key,
@@ -54,7 +52,7 @@ def test_keys_depend_on_every_part():
 
 
 def test_keys_are_the_same_in_another_process():
-    code = "from trl_fsdp_qlora.a_star_po.fingerprint import digest; print(digest({'a': {1, 2, 'x'}, 'b': 0.1}))"
+    code = "from trl_fsdp_qlora.a_star_po.canonical import digest; print(digest({'a': {1, 2, 'x'}, 'b': 0.1}))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == digest({"b": 0.1, "a": {"x", 2, 1}})
 
@@ -181,14 +179,17 @@ def test_reward_models_count_by_their_weights():
     assert reward_fingerprint([model], ["r"]) != before
 
 
-def test_a_source_that_cannot_be_found_needs_a_version():
-    namespace = {}
-    exec("def reward(completions, **kwargs): return [1.0]", namespace)
-    with pytest.raises(FingerprintError, match=r"'reward'.*value_reward_version"):
-        reward_fingerprint([namespace["reward"]], ["reward"])
-    one = reward_fingerprint([namespace["reward"]], ["reward"], "v1")
+def test_what_cannot_be_followed_needs_a_version():
+    generator = iter(x for x in range(3))
+
+    def reward(completions, **kwargs):
+        return [next(generator) for _ in completions]
+
+    with pytest.raises(FingerprintError, match=r"generator.*value_reward_version"):
+        reward_fingerprint([reward], ["reward"])
+    one = reward_fingerprint([reward], ["reward"], "v1")
     assert one == reward_fingerprint([scaled], ["reward"], "v1")
-    assert one != reward_fingerprint([namespace["reward"]], ["reward"], "v2")
+    assert one != reward_fingerprint([reward], ["reward"], "v2")
 
 
 def test_reference_is_the_base_whatever_adapter_hangs_on_it(tmp_path):

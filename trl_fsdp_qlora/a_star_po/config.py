@@ -90,8 +90,8 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
         value_batch_size (`int`, defaults to `8`): prompts sampled together in stage 1, by one rank. With the seed it
             decides which samples are drawn; the number of ranks does not.
         value_cache (`str`, *optional*): the cache's SQLite file; default
-            `$XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite`. On a local disk.
-        value_reward_version (`str`, *optional*): identifies the reward functions instead of their sources.
+            `$XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite`, or local scratch where that is a network file system.
+        value_reward_version (`str`, *optional*): identifies the reward functions instead of what their code reaches.
         value_reference_version (`str`, *optional*): identifies the reference policy instead of its weights' hash.
         unseen_prompts (`str`, defaults to `"estimate"`): what stage 2 does with a prompt that stage 1 never saw:
             `"estimate"` its value then, with one line that says so, or `"refuse"`.

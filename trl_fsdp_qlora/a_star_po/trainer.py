@@ -167,7 +167,20 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             loaded if isinstance(loaded, nn.Module) else given
             for loaded, given in zip(self.reward_funcs, self._given_rewards, strict=True)
         ]
-        return describe_context(self.args, model, adapter, self.eos_token_ids, functions, self.reward_func_names)
+        return describe_context(
+            self.args,
+            model,
+            adapter,
+            self._generation_config(sample=True),
+            self.processing_class,
+            functions,
+            self.reward_func_names,
+            [
+                p if isinstance(f, nn.Module) else None
+                for f, p in zip(functions, self.reward_processing_classes, strict=True)
+            ],
+            self.chat_template_kwargs,
+        )
 
     @contextmanager
     def _reference_policy(self):

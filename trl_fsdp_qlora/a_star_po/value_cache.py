@@ -145,6 +145,10 @@ class ValueCache:
                 f"{self.path} has format version {version} and this package reads version {FORMAT_VERSION}: set "
                 f"value_cache to another path (the file was not touched), or use the package version that wrote it"
             )
+        # In a tree whose order is broken, one search finds an entry and the next does not.
+        problem = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise sqlite3.DatabaseError(f"database disk image is malformed ({' '.join(problem.split())})")
 
     def close(self) -> None:
         """Release this process's claims and close the file."""
@@ -360,7 +364,7 @@ class ValueCache:
     def _explained(self, verb: str):
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # a damaged schema's name in SQLite's message
             raise ValueCacheError(
                 f"the V* cache {self.path} could not be {verb}: {error}. Every entry that was stored before is kept. "
                 f"{_advice(error)}"
@@ -380,7 +384,7 @@ def _advice(error: Exception) -> str:
     text = str(error)
     if "full" in text or "No space" in text or "disk I/O" in text:
         return "Free some disk space and start again: finished prompts are not sampled twice."
-    if "not a database" in text or "malformed" in text:
+    if "not a database" in text or "malformed" in text or "no such" in text or isinstance(error, UnicodeDecodeError):
         return "Set value_cache to another path, or move this file away."
     if "locked" in text:
         return "Another process holds it for more than 60 s; is one of them stopped?"

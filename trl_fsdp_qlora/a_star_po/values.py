@@ -11,10 +11,18 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from torch import nn
+from transformers import GenerationConfig
 
 from ..run.telemetry import PhaseClock
+from .canonical import canonical, digest
 from .config import AStarPOConfig
-from .fingerprint import digest, reference_fingerprint, reward_fingerprint, row_key
+from .fingerprint import (
+    reference_fingerprint,
+    reward_fingerprint,
+    row_key,
+    sampling_fingerprint,
+    tokenizer_fingerprint,
+)
 from .stage_one import Draw, Item, Report, StageOne
 from .value_cache import ValueCache
 
@@ -209,26 +217,23 @@ def describe_context(
     args: AStarPOConfig,
     reference: nn.Module,
     adapter: str | None,
-    eos_token_ids: list[int],
+    sampling: GenerationConfig,
+    tokenizer,
     functions: list,
     names: list[str],
+    tokenizers: list,
+    chat_template_kwargs: dict,
 ) -> dict:
-    """All that a value depends on beside its prompt: reference policy, sampling settings, reward functions."""
-    sampling = {
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-        "max_completion_length": args.max_completion_length,
-        "generation_kwargs": args.generation_kwargs,
-        "eos_token_ids": sorted(eos_token_ids),
-    }
+    """All that a value depends on beside its prompt: reference policy, sampling and decoding, reward functions."""
     version = args.value_reference_version
     return {
         "reference": reference_fingerprint(reference, adapter) if version is None else {"version": version},
-        "sampling": sampling,
-        "rewards": reward_fingerprint(functions, names, args.value_reward_version),
+        "sampling": {
+            "generation": sampling_fingerprint(reference, sampling),
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "chat_template_kwargs": canonical(chat_template_kwargs),
+        },
+        "rewards": reward_fingerprint(functions, names, args.value_reward_version, tokenizers),
     }
 
 
