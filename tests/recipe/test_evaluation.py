@@ -3,6 +3,7 @@ import torch
 from datasets import Dataset
 
 from tests.tiny import prompts, tiny_model
+from trl_fsdp_qlora.recipe import evaluation
 from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.recipe.evaluation import evaluate, majority
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
@@ -69,3 +70,18 @@ def test_a_bad_gold_answer_is_found_before_anything_is_generated():
 def test_majority_by_value():
     assert majority(["5.0", "7", "5", None]) == "5.0"
     assert majority([None, None]) is None
+
+
+def test_penalties_of_the_models_own_config_are_left_out(monkeypatch):
+    model, completions = tiny_model(), []
+    generate = evaluation.generate
+    monkeypatch.setattr(
+        evaluation,
+        "generate",
+        lambda *args, **kwargs: completions.append(generate(*args, **kwargs)) or completions[-1],
+    )
+    for penalty, ngram in ((1.0, 0), (20.0, 1)):
+        model.generation_config.repetition_penalty, model.generation_config.no_repeat_ngram_size = penalty, ngram
+        evaluate(model, character_tokenizer(), prompts(4), max_new_tokens=8, progress=False)
+    plain, penalised = completions
+    assert plain == penalised and any(len(set(tokens)) < len(tokens) for tokens in plain)

@@ -13,6 +13,9 @@ from ..rollout.completions import generate, over_ranks
 from .answers import answers_match, extract_answer, parse_gold, parse_number
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
+# What `generate` would otherwise fill in from the model's own generation config (Qwen2.5's has a repetition penalty).
+NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+
 
 @dataclass
 class Evaluation:
@@ -95,7 +98,8 @@ def evaluate(
         batch_size: completions a batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
         temperature: of the samples.
-        top_p: of the samples.
+        top_p: of the samples. Penalties that the model's own generation config asks for are left out, of greedy decoding
+            too: what is measured is the model.
         answer_format: see [`trl_fsdp_qlora.recipe.answers.extract_answer`].
         seed: of the samples.
         progress: show a bar on the main rank.
@@ -116,7 +120,7 @@ def evaluate(
     eos = {eos} if isinstance(eos, int) else set(eos or ())
     eos.add(tokenizer.eos_token_id)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos)}
+    common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos), **NEUTRAL}
     greedy = GenerationConfig(do_sample=False, **common)
     sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
 
