@@ -99,6 +99,10 @@ def _prefix_shared_attention(
         return own_function(module, query, key, value, attention_mask, **kwargs)
     layout = prefix_layout.layout
     try:
+        if attention_mask is not None and attention_mask.numel() > 1:
+            raise UnsupportedAttention(
+                f"{type(module).__name__} makes a mask or a bias of its own for each pair of tokens"
+            )
         call = _describe(module, query, key, value, layout, base, own_function, kwargs)
         name, backend = _choose(call)
         out = backend.attend(call)
