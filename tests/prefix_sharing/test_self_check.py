@@ -7,7 +7,7 @@ from peft import get_peft_model
 from tests.tiny import lora
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, cascade
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout
-from trl_fsdp_qlora.prefix_sharing.self_check import difference
+from trl_fsdp_qlora.prefix_sharing.self_check import GradientCheck, difference
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import COMPLETION, SUPPORTED, awkward_batch, build, make_batch, stock_log_probs, with_stock_head
@@ -120,6 +120,37 @@ def test_no_gradient_is_left_behind(adapter):
     one_pass(model, sharing)
     assert sharing.active()
     assert all(p.grad is g and (g is None or (g == 1).all()) for p, g in zip(model.parameters(), before, strict=True))
+
+
+class Engine(torch.nn.Module):
+    """Answers for the attributes of the model in it, as DeepSpeed's engine does, and has a backward of its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_gradients_are_left_alone_under_an_engine_with_its_own_backward(monkeypatch):
+    base = with_stock_head(build(SUPPORTED["llama"]))
+    model = get_peft_model(base, lora())
+    sharing = PrefixSharing(temperature=0.9)
+    sharing.prepare("policy", model)
+    assert GradientCheck.possible(model) and Engine(model).peft_config
+    assert not GradientCheck.possible(Engine(model))
+    monkeypatch.setattr(torch.Tensor, "backward", None)
+    one_pass(Engine(model), sharing)
+    assert sharing.active()
+    next(model.parameters()).ds_id = 0  # what ZeRO-3 puts on each parameter
+    assert not GradientCheck.possible(model)
 
 
 def test_each_set_of_backends_is_compared_once():

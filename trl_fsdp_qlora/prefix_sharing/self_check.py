@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
+from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -92,7 +93,10 @@ class GradientCheck:
         """Whether a plain `backward` through `model` may be undone: no wrapper but DDP, or FSDP2 with nothing pending."""
         if isinstance(model, FSDPModule):
             return not has_unreduced_gradients(model)
-        return isinstance(model, (DistributedDataParallel, PreTrainedModel)) or hasattr(model, "peft_config")
+        # By class: DeepSpeed's engine answers for the attributes of what is in it, and its ZeRO marks the parameters.
+        if not isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel)):
+            return False
+        return not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
