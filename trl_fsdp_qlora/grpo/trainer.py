@@ -29,6 +29,7 @@ from ..run import terminal
 from ..run.identity import describe_run
 from ..run.startup import StartupCallback
 from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
+from ..scoring.contexts import share_values
 from ..scoring.request import Kind, PassRequest
 from ..upstream.peft import is_reference
 from ..upstream.transformers import model_name as base_name
@@ -309,10 +310,13 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """What `request` asks for, in TRL's three values; the pass is a phase itself where it is not part of one."""
         is_phase = self.model.training and request.kind in (Kind.OLD, Kind.PROBE, Kind.REFERENCE)
         with self.clock.phase(f"{request.kind.value}_pass") if is_phase else nullcontext():
-            values, figures = self.prefix_sharing.log_probs(request, padded)
+            (logps, entropies, aux_loss), figures = self.prefix_sharing.log_probs(request, padded)
+        if figures and entropies is not None and self.top_entropy_quantile < 1.0:  # a quantile may fall on a tie
+            batch = request.input_ids, request.attention_mask, request.logits_to_keep
+            entropies = share_values(entropies, *batch)
         prefix = f"prefix_sharing/{'policy' if request.kind is Kind.POLICY else 'no_grad'}"
         self._add_metrics({f"{prefix}/{name}": value for name, value in figures.items()})
-        return request.narrow(values)
+        return request.narrow((logps, entropies, aux_loss))
 
     def _add_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -1,0 +1,28 @@
+"""Tokens predicted from the same context, of which a batch with several completions per prompt has many."""
+
+import torch
+
+
+def share_values(
+    values_BC: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+) -> torch.Tensor:
+    """`values_BC` with that of the first of all equal contexts for each of them.
+
+    A padded batch computes them by the same operations in the same order, so they tie to the last bit, and a quantile may
+    fall on the tie: all of its tokens are then selected. On a packed row they differ in the last bit.
+
+    Args:
+        values_BC: what each completion token was predicted with, such as the entropy.
+        input_ids, attention_mask: `(B, P + C)`.
+        logits_to_keep: C.
+    """
+    columns = input_ids.shape[1] - logits_to_keep
+    # What stands under the padding does not matter, and token t is predicted from what is in front of it.
+    tokens = input_ids.masked_fill(attention_mask == 0, -1)
+    contexts = tokens[:, columns : columns + logits_to_keep - 1]
+    first_BC = torch.zeros(values_BC.shape, dtype=torch.long, device=values_BC.device)
+    for row in range(len(tokens)):
+        same_prompt = (tokens[: row + 1, :columns] == tokens[row, :columns]).all(1, keepdim=True)
+        same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1)
+        first_BC[row] = same.argmax(0)  # the row is equal to itself
+    return values_BC.gather(0, first_BC)
