@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --seed $(SEED)
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
+	$(BIN)/trl-fsdp-qlora launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
 		--config recipes/small-base/grpo/config_quickstart.yaml --model_name_or_path $(BASE) \
 		--seed $(SEED) --output_dir $(RUN) --resume_from_checkpoint auto
 

@@ -22,6 +22,8 @@ class Process:
         ),
         (["python", "-m", "accelerate.commands.launch", "--cpu", "s.py"], "accelerate launch --cpu s.py"),
         (["/v/bin/python", "/v/bin/torchrun", "--nproc_per_node", "2", "s.py"], "torchrun --nproc_per_node 2 s.py"),
+        (["/v/bin/python", "/v/bin/trl-fsdp-qlora", "launch", "s.py"], "trl-fsdp-qlora launch s.py"),
+        (["python", "-m", "trl_fsdp_qlora", "launch", "s.py"], "trl-fsdp-qlora launch s.py"),
         (["python", "-m", "torch.distributed.run", "s.py"], "torchrun s.py"),
     ],
 )

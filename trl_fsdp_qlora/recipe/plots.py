@@ -31,9 +31,9 @@ def _stack_phases(axes, history: list[dict]) -> None:
     if names:
         axes.stackplot(steps, stack, labels=[name.replace("_", " ") for name in names], alpha=0.85)
         handles, labels = axes.get_legend_handles_labels()
-        axes.legend(handles[::-1], labels[::-1], fontsize="small")  # in the order of the stack
+        axes.legend(handles[::-1], labels[::-1], fontsize="small", ncols=2)  # in the order of the stack
+        axes.set_ylim(0, 1.3 * max(map(sum, zip(*stack, strict=True))))  # room for the legend
     axes.set_title("seconds of an optimizer step, by phase")
-    axes.set_ylim(bottom=0)
 
 
 def draw_run(record: dict[str, Any], path: Path) -> Path:

@@ -1,0 +1,83 @@
+"""The README: what it prints runs, its links lead somewhere, and it stays short."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import save_tiny_model
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def smallest_script() -> str:
+    (script,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "trainer.train()" in code]
+    assert script.count(MODEL) == 1
+    return script
+
+
+def run_script(folder: Path, model: str) -> str:
+    script = smallest_script().replace(MODEL, model)
+    run = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=550)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_the_smallest_script_runs_as_printed(tmp_path):
+    save_tiny_model(tmp_path / "tiny")
+    assert "step 10/10  reward" in run_script(tmp_path, "tiny")
+    assert (tmp_path / "runs" / "mine" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_smallest_script_runs_with_the_model_that_it_names(tmp_path, smollm2):
+    assert "step 10/10  reward" in run_script(tmp_path, str(smollm2))
+
+
+def test_it_is_short_and_says_first_what_a_user_asks_first():
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    first_screen = "\n".join(lines[:24])
+    for said in ("TRL", "Nothing here has run on a GPU yet", "pip install trl-fsdp-qlora", "activate"):
+        assert said in first_screen
+    for extra in ("bitsandbytes", "deepspeed", "vllm", "math", "plots"):
+        assert f"`{extra}`" in first_screen
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages == set(re.findall(r"^- \[([\w.]+)\]", index, re.MULTILINE))
+
+
+def test_the_terminal_shown_is_what_is_printed_now():
+    """Every line of it has the form that `run/startup.py` and `run/terminal.py` give it."""
+    (terminal,) = re.findall(r"```text\n(trl-fsdp-qlora\n.*?)```", README, re.DOTALL)
+    forms = (
+        r"trl-fsdp-qlora",
+        r"  [a-z -]+: +\S.*",
+        r" {20,}\S.*",
+        r"the first training prompt, \d+ tokens:",
+        r"    <\|user\|>.*",
+        r"before: greedy pass@1 .*",
+        r"step +\d+/300  reward \d\.\d{3}(  accuracy \d+\.\d%)?  \d+\.\d\d s/step  \d+:\d\d left",
+        r'    reward \d\.\d{3}  ".*" → ".*"',
+        r"…",
+        r"trained to step 300 in \d+:\d\d",
+        r"adapter, card, metrics\.json and training\.png are in runs/quickstart",
+        r"greedy pass@1 .* -> .*",
+    )
+    for line in terminal.splitlines():
+        assert any(re.fullmatch(form, line) for form in forms), line
