@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from ..fsdp2_qlora.generation import choose, gathered, is_gathered
 from ..upstream.trl import unwrap_model_for_generation
 from .completions import complete
+from .continuous_batching import weights_kept
 from .decoding import Work
 from .support import why_stock
 
@@ -79,6 +80,9 @@ class Rollout:
             wrapped: the policy as it was prepared.
             settings: of transformers' `generate`; `None` where something else generates.
         """
+        if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
+            with weights_kept(self.accelerator.unwrap_model(wrapped)):
+                return stock(*turn)
         prompt_ids, images, multimodal_fields, *_ = turn
         if settings is None or images or multimodal_fields or self.why_stock(wrapped, settings) is not None:
             return stock(*turn)
@@ -98,6 +102,8 @@ class Rollout:
     def describe(self, wrapped: nn.Module, settings: GenerateSettings | None) -> list[str]:
         """A line of the start-up block on transformers' `generate`, where it is used."""
         if settings is None:
+            if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
+                return ["rollouts: transformers' continuous batching, a new engine for every generation batch"]
             return []
         reason = self.why_stock(wrapped, settings)
         if reason is None:
