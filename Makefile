@@ -20,7 +20,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 
 test-vllm: $(VLLM_VENV)/.done
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/rollout
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

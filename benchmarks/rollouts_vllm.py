@@ -4,8 +4,8 @@ whole step beside stock TRL with transformers' `generate`.
     VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 .venv-vllm/bin/python benchmarks/rollouts_vllm.py \
         --model DIR --data SVAMP.json [--part steps|curves] [--rounds 5] [--out FILE.json]
 
-`steps`: three trainers in one process, LoRA r=16 on all linear layers, float32, 2 prompts × 8 completions of exactly
-`--completion` tokens: ours with vLLM, the same with TRL's pass for old log-probabilities, and stock TRL with `generate`
+`steps`: three trainers in one process, LoRA r=16 on all linear layers, float32, `--prompts` prompts × 8 completions of
+exactly `--completion` tokens: ours with vLLM, the same with TRL's pass for old log-probabilities, and stock TRL with `generate`
 (stock's vLLM path does not run on a CPU). They take turns of one optimizer step, so that a drifting machine hits all alike;
 printed are the ratios of every round. `curves`: `--steps` steps of a run with vLLM and of one with `generate` for each of
 `--seeds`.
@@ -71,7 +71,7 @@ def build(cls, config_cls, options, folder: str, seed: int = 0, exact_length: bo
         partial_credit,
         config_cls(
             output_dir=folder,
-            per_device_train_batch_size=16,
+            per_device_train_batch_size=8 * options.prompts,
             num_generations=8,
             max_completion_length=options.completion,
             max_steps=options.steps,
@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--part", choices=["steps", "curves"], default="steps")
     parser.add_argument("--completion", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=2, help="per step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -174,7 +175,12 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with tempfile.TemporaryDirectory() as folder:
         measured = turns(options, folder) if options.part == "steps" else curves(options, folder)
-    result = {"part": options.part, "completion": options.completion, "threads": torch.get_num_threads()}
+    result = {
+        "part": options.part,
+        "prompts": options.prompts,
+        "completion": options.completion,
+        "threads": torch.get_num_threads(),
+    }
     result |= {"hardware": hardware(), "software": software(), **measured}
     print(json.dumps({key: value for key, value in measured.items() if key != "phases"}, indent=2))
     if options.out:

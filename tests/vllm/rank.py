@@ -12,19 +12,23 @@ force_fsdp()
 
 import torch  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
 
 from tests.vllm.runs import figures, on_quantized, on_server  # noqa: E402
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError  # noqa: E402
 from trl_fsdp_qlora.rollout.completions import generate  # noqa: E402
 
 
-class ServerDies(TrainerCallback):
-    """Kills the server's process group when two steps are made."""
+def dies_in_a_rollout(trainer) -> None:
+    """The server is killed when two steps are made: after a sync, before it has answered."""
+    client = trainer.vllm_generation.vllm_client
+    generate = client.generate
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2 and state.is_world_process_zero:
+    def killed(**request):
+        if trainer.state.global_step == 2:
             os.killpg(int(os.environ["SERVER_PID"]), 9)
+        return generate(**request)
+
+    client.generate = killed
 
 
 def adapter_bytes(model) -> int:
@@ -34,9 +38,11 @@ def adapter_bytes(model) -> int:
 def main(way: str, model: str, out: str, url: str = "") -> None:
     settings = {"per_device_train_batch_size": 4, "max_steps": 4, **(on_server(url) if url else {})}
     if way == "dies":
-        settings |= {"callbacks": [ServerDies()], "max_steps": 50, "save_strategy": "steps", "save_steps": 1}
+        settings |= {"max_steps": 50, "save_strategy": "steps", "save_steps": 1}
     trainer = on_quantized(model, out, quantized=way == "fsdp", **settings)
     result = {"sync": trainer.sync.mode, "reason": trainer.sync.reason}
+    if way == "dies":
+        dies_in_a_rollout(trainer)
     started = time.perf_counter()
     try:
         trainer.train()

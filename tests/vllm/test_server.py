@@ -50,7 +50,6 @@ def test_a_run_syncs_generates_and_unloads(server, quantized_base, tmp_path):
     trainer.train()
     assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
     assert len(figures(trainer, "rollout/staleness")) == 3
-    assert trainer.vllm_generation.last_sync["seconds"] < 1.0
     prefix = trainer.vllm_generation.versions.prefix
     assert [name for name in server.models() if name.startswith(prefix)] == [f"{prefix}-v4"]
 

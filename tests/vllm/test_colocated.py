@@ -1,0 +1,279 @@
+"""GRPO, T-SPMO and A*-PO with vLLM in their process: same tokens as PEFT, every sync proven, faults caught before a step."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
+
+from tests import tiny
+from tests.vllm.runs import figures, grpo, on_quantized
+from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
+from trl_fsdp_qlora.rollout.completions import generate
+from trl_fsdp_qlora.rollout.engine import AdapterEngine
+from trl_fsdp_qlora.rollout.engine_model import EngineModel
+from trl_fsdp_qlora.rollout.sync_proof import StaleRolloutError
+
+
+class Steps(TrainerCallback):
+    """Optimizer steps that were begun."""
+
+    def __init__(self):
+        self.made = 0
+
+    def on_pre_optimizer_step(self, *_args, **_kwargs):
+        self.made += 1
+
+
+@pytest.fixture
+def start(shared_engine, base, tmp_path):
+    def make(model=base, **changes):
+        return grpo(model, tmp_path / "out", **changes)
+
+    return make
+
+
+def test_a_run_is_proven_and_moves_the_adapter_alone(start):
+    trainer = start(max_steps=4)
+    assert trainer.sync.mode == "adapter"
+    trainer.train()
+    adapter = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+    assert trainer.vllm_generation.last_sync["bytes"] == adapter
+    assert trainer.vllm_generation.last_sync["seconds"] == pytest.approx(
+        figures(trainer, "time/weight_sync_s")[-1], abs=0.01
+    )
+    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
+    staleness = figures(trainer, "rollout/staleness")
+    assert len(staleness) == 3  # the first sync has none before it
+    assert max(map(abs, staleness)) < 1e-2
+    assert max(abs(x - 1) for x in figures(trainer, "sampling/importance_sampling_ratio/mean")) < 1e-4
+    assert not figures(trainer, "time/old_pass_s")
+    assert trainer.vllm_generation.versions.root.is_dir()
+
+
+def skip_sync(engine):
+    load = engine._load
+
+    def skipped(version, folder):
+        if version < 3:
+            load(version, folder)
+
+    engine._load = skipped
+
+
+def scale_twice(engine):
+    engine.peft_config = LoraConfig(**{**engine.peft_config.to_dict(), "lora_alpha": 16})
+
+
+def old_name(engine):
+    """The folder is new, the name and id are the first version's: vLLM has it already and reads nothing."""
+    from vllm.lora.request import LoRARequest
+
+    add = engine.llm.llm_engine.add_lora
+
+    def under_the_first_name(version, folder):
+        request = LoRARequest("policy", 1, folder)
+        add(request)
+        engine.llm.adapter = request
+
+    engine._load = under_the_first_name
+
+
+@pytest.mark.parametrize("fault, steps", [(skip_sync, 2), (scale_twice, 1), (old_name, 1)])
+def test_a_wrong_adapter_is_caught_before_a_step_is_made_on_it(start, fault, steps):
+    made = Steps()
+    trainer = start(max_steps=6, callbacks=[made])
+    fault(trainer.vllm_generation)
+    with pytest.raises(StaleRolloutError, match=r"nats on average; after the first sync it was"):
+        trainer.train()
+    assert made.made == steps  # those on good rollouts
+
+
+def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypatch):
+    made = Steps()
+    begin = AdapterEngine._start_colocated
+
+    def wrong(engine):
+        engine.base = another_base
+        begin(engine)
+
+    monkeypatch.setattr(AdapterEngine, "_start_colocated", wrong)
+    trainer = start(callbacks=[made])
+    with pytest.raises(StaleRolloutError, match="another base"):
+        trainer.train()
+    assert made.made == 0
+
+
+def test_a_deleted_adapter_folder(start):
+    trainer = start()
+    publish = trainer.vllm_generation.versions.publish
+
+    def deleted(*args):
+        folder = publish(*args)
+        (folder / "adapter_model.safetensors").unlink()
+        return folder
+
+    trainer.vllm_generation.versions.publish = deleted
+    with pytest.raises(RolloutError, match=r"could not load the adapter.*resume_from_checkpoint"):
+        trainer.train()
+
+
+def test_an_engine_that_dies(start):
+    trainer = start()
+
+    def dies(*_args, **_kwargs):
+        raise RuntimeError("EngineDeadError")
+
+    trainer.vllm_generation.llm.generate = dies
+    with pytest.raises(
+        RolloutError, match=r"could not generate: RuntimeError: EngineDeadError.*resume_from_checkpoint"
+    ):
+        trainer.train()
+
+
+def engine_of(model, folder, policy, tokenizer, width=64):
+    from accelerate import Accelerator
+
+    from trl_fsdp_qlora.rollout.adapter_sync import served_rank
+
+    config = policy.peft_config["default"]
+    return AdapterEngine(
+        base=str(model),
+        peft_config=config,
+        max_lora_rank=served_rank(config),
+        versions=AdapterVersions("greedy", folder),
+        model=policy,
+        accelerator=Accelerator(cpu=True),
+        processing_class=tokenizer,
+        mode="colocate",
+        max_model_length=128,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.3,
+        max_completion_length=width,
+        temperature=0.0,
+    )
+
+
+def random_adapter(model, scale):
+    torch.manual_seed(0)
+    policy = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+    )
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(scale * torch.randn_like(parameter))
+    return policy.eval()
+
+
+@torch.no_grad()
+def scores_of(policy, prompt, completion):
+    """The policy's logits at the tokens of a completion."""
+    return policy(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
+
+
+def assert_greedy_as_peft(policy, engine, prompts, width, ends, pad):
+    """Greedy tokens equal PEFT's up to ties, and the log-probabilities of sampled ones the policy's."""
+    config = GenerationConfig(max_new_tokens=width, do_sample=False, eos_token_id=ends, pad_token_id=pad)
+    expected = generate(policy, prompts, config)
+    engine.sync_weights()
+    drawn = engine.generate(prompts, None, 1)[1]
+    ties = 0
+    for prompt, mine, theirs in zip(prompts, drawn, expected, strict=True):
+        if list(mine) != list(theirs):
+            where = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
+            assert where is not None, f"one goes on where the other ends: {mine} {theirs}"
+            best = scores_of(policy, prompt, mine)[where].topk(2).values
+            assert best[0] - best[1] < 1e-4, f"no tie: {mine} {theirs}"
+            ties += 1
+    assert ties <= len(prompts) // 4
+    engine.temperature = 1.0
+    _, drawn, logps, _ = engine.generate(prompts, None, 1)
+    differences = []
+    for prompt, mine, sampled in zip(prompts, drawn, logps, strict=True):
+        policy_logps = scores_of(policy, prompt, mine).log_softmax(-1).gather(1, torch.tensor(mine)[:, None])[:, 0]
+        differences += (torch.tensor([row[0] for row in sampled]) - policy_logps).abs().tolist()
+    mean = sum(differences) / len(differences)
+    print(f"{ties} ties in {len(prompts)} completions; |Δlogp| mean {mean:.2e}, largest {max(differences):.2e}")
+    assert mean <= 1e-4
+    return expected, ties
+
+
+def test_greedy_is_pefts_token_for_token(shared_engine, base, tmp_path):
+    tokenizer = tiny.character_tokenizer()
+    policy = random_adapter(base, 0.05)
+    prompts = [tokenizer(f"{i}+{7 * i}=")["input_ids"] for i in range(1, 17)]
+    ends, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
+    engine = engine_of(base, tmp_path, policy, tokenizer)
+    expected, ties = assert_greedy_as_peft(policy, engine, prompts, 64, ends, pad)
+    # The base alone says something else, and the engine's stand-in for a model says the same as the engine.
+    config = GenerationConfig(max_new_tokens=64, do_sample=False, eos_token_id=ends, pad_token_id=pad)
+    alone = EngineModel(engine, policy.generation_config)
+    assert sum(a != b for a, b in zip(generate(alone, prompts, config), expected, strict=True)) == ties
+    with engine.without_adapter(), policy.disable_adapter():
+        base_says = generate(alone, prompts, config)
+        assert sum(a != b for a, b in zip(base_says, generate(policy, prompts, config), strict=True)) <= ties + 1
+    assert base_says != expected
+
+
+def test_equal_prompts_are_drawn_apart_and_again_the_same(shared_engine, base, tmp_path):
+    tokenizer = tiny.character_tokenizer()
+    policy = random_adapter(base, 0.05)
+    engine = engine_of(base, tmp_path, policy, tokenizer)
+    engine.sync_weights()
+    model = EngineModel(engine, policy.generation_config)
+    config = GenerationConfig(max_new_tokens=12, do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
+    config.eos_token_id = [tokenizer.eos_token_id]
+    prompts = [tokenizer("1+2=")["input_ids"]] * 8
+    drawn = generate(model, prompts, config, seed=3)
+    assert len(set(map(tuple, drawn))) == 8
+    assert generate(model, prompts, config, seed=3) == drawn
+    assert generate(model, prompts, config, seed=4) != drawn
+
+
+@pytest.mark.slow
+def test_smollm2_greedy_is_pefts(shared_engine, smollm2, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    policy = random_adapter(smollm2, 0.02)
+    questions = [f"A shop sells {i} apples a day. How many in {i + 2} days?" for i in range(3, 11)]
+    prompts = [tokenizer(question)["input_ids"] for question in questions]
+    engine = engine_of(smollm2, tmp_path, policy, tokenizer)
+    ends = policy.generation_config.eos_token_id  # what vLLM stops at, too
+    ends = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])})
+    assert_greedy_as_peft(policy, engine, prompts, 64, ends, tokenizer.pad_token_id or 0)
+    engine.sync_weights()
+    print(engine.last_sync)
+    assert engine.last_sync["bytes"] == sum(p.numel() * 4 for p in policy.parameters() if p.requires_grad)
+
+
+def test_t_spmo(start):
+    trainer = start(trainer_class=TSPMOTrainer, config_class=TSPMOConfig, max_steps=3)
+    trainer.train()
+    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
+    assert len(figures(trainer, "rollout/staleness")) == 2
+
+
+def test_accuracy_of_a_recipe_goes_through_the_engine(start, monkeypatch):
+    trainer = start(max_steps=1)
+    trainer.train()
+    before = trainer.vllm_generation.version
+    with trainer.generating() as (model, lockstep):
+        assert isinstance(model, EngineModel)
+        assert not lockstep
+    assert trainer.vllm_generation.version == before + 1
+    with trainer.generating():
+        pass
+    assert trainer.vllm_generation.version == before + 1
+
+
+def test_a_quantized_base_is_served_as_it_is_trained(shared_engine, quantized_base, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    trainer = on_quantized(quantized_base[0], tmp_path / "out", max_steps=3)
+    assert trainer.sync.mode == "adapter"
+    assert trainer.vllm_generation.base.startswith(str(tmp_path / "cache" / "dequantized"))
+    trainer.train()
+    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-4
+    assert len(figures(trainer, "rollout/staleness")) == 2
