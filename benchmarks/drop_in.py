@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -61,6 +62,7 @@ def build(cls, config_cls, model, folder: str, **extra):
 
 def stepper(trainer):
     """A function that runs one turn of optimizer steps of `trainer` outside `train`, and returns its seconds."""
+    trainer.remove_callback(PrinterCallback)
     trainer.create_optimizer_and_scheduler(10**6)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
@@ -77,8 +79,9 @@ def stepper(trainer):
             handler.on_optimizer_step(args, state, control)
             trainer.model.zero_grad()
             handler.on_step_end(args, state, control)
-        trainer._metrics["train"].clear()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        trainer.log({})  # a trainer keeps its metrics until it logs them
+        return seconds
 
     return turn
 

@@ -30,9 +30,9 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 BENCHMARKS = {
     "lm_head": "benchmarks/lm_head.py --device cuda --dtype bfloat16 --rounds 20 --tokens 1024 8192 "
     "--output benchmarks/results/lm_head_cuda.json",
-    "prefix_sharing": "benchmarks/prefix_sharing.py --device cuda --runs 5 --vocabulary 49152 --backends auto flex "
+    "prefix_sharing": "benchmarks/prefix_sharing_speedup.py --device cuda --runs 5 --vocabulary 49152 --backends auto flex "
     "--output prefix_sharing_cuda",
-    "token_selection": "benchmarks/token_selection.py --device cuda --output token_selection_cuda",
+    "token_selection": "benchmarks/token_selection_savings.py --device cuda --output token_selection_cuda",
 }
 RECIPE = (
     "-m accelerate.commands.launch --config_file accelerate_configs/single_gpu.yaml recipes/grpo.py "

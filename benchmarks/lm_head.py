@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import trl
-from torch.profiler import ProfilerActivity, profile
+from synthetic import peak_bytes
 
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
@@ -43,23 +43,6 @@ def forward_backward(score, hidden_NH, weight_VH, targets_N, upstream_N):
     if hidden_NH.is_cuda:
         torch.cuda.synchronize()
     return log_probs_N.detach(), hidden_NH.grad
-
-
-def peak_bytes(run, device: str) -> int:
-    """Highest sum of live allocations during `run()`, above the level at its start."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    return peak
 
 
 def compare(tokens: int, hidden: int, vocabulary: int, rounds: int, device: str, dtype: torch.dtype) -> dict:

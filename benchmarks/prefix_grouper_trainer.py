@@ -1,4 +1,4 @@
-"""A GRPO trainer on the PyPI package `prefix-grouper`, the contestant of `benchmarks/prefix_sharing.py`.
+"""A GRPO trainer on the PyPI package `prefix-grouper`, the contestant of `benchmarks/prefix_sharing_speedup.py`.
 
 `pip install prefix-grouper` (0.0.1.post1 was used). Its own registration hands two-dimensional masks to the attention
 function, which only FlashAttention reads as meant; with sdpa they are neither causal nor of the right shape. So the

@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from synthetic import RESULTS, logged
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def last_number_reward(completions, answer, **kwargs) -> list[float]:
@@ -32,6 +31,22 @@ def last_number_reward(completions, answer, **kwargs) -> list[float]:
         right = bool(numbers) and float(numbers[-1]) == gold
         rewards.append(1.0 if right else 0.2 * bool(numbers) - 0.001 * len(text))
     return rewards
+
+
+def recording(cls):
+    """`cls` with the batch and the log-probabilities of the last loss in `batch` and `log_probs`."""
+
+    class Recording(cls):
+        def _compute_loss(self, model, inputs):
+            self.batch = inputs
+            return super()._compute_loss(model, inputs)
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self.log_probs = result[0].detach()
+            return result
+
+    return Recording
 
 
 def make_trainer(cls, args, dtype=torch.float32):
@@ -70,31 +85,27 @@ def make_trainer(cls, args, dtype=torch.float32):
 def compare_batch(args) -> dict:
     """Differences on one batch of sampled completions, and how far both are from stock TRL in float64."""
     trainers = {
-        "stock": make_trainer(GRPOTrainer, args),
-        "packed": make_trainer(EfficientGRPOTrainer, args),
-        "float64": make_trainer(GRPOTrainer, args, torch.float64),
+        "stock": make_trainer(recording(GRPOTrainer), args),
+        "packed": make_trainer(recording(EfficientGRPOTrainer), args),
+        "float64": make_trainer(recording(GRPOTrainer), args, torch.float64),
     }
     stock = trainers["stock"]
     stock.model.train()
-    inputs = stock._generate_and_score_completions(next(iter(stock.get_train_dataloader())))
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    stock.current_gradient_accumulation_steps = 1
+    stock.training_step(stock.model, next(iter(stock.get_train_dataloader())))  # samples the batch of all three
+    inputs = stock.batch
+    # Away from the policy that sampled, so that the loss depends on every log-probability.
+    inputs["old_per_token_logps"] = stock.log_probs + 0.1 * torch.randn_like(stock.log_probs)
     logps, loss, gradient = {}, {}, {}
     for name, trainer in trainers.items():
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
         if name == "float64":  # PEFT makes adapters float32
             trainer.model.double()
-        with torch.no_grad():
-            logps[name] = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, inputs["completion_ids"].size(1)
-            )[0]
-        if name == "stock":
-            # Away from the policy that sampled, so that the loss depends on every log-probability.
-            inputs["old_per_token_logps"] = logps[name] + 0.1 * torch.randn_like(logps[name])
-        value = trainer._compute_loss(trainer.model, inputs)
+        trainer.model.zero_grad()
+        value = trainer.compute_loss(trainer.model, inputs)
         value.backward()
-        loss[name] = value.item()
+        logps[name], loss[name] = trainer.log_probs, value.item()
         gradient[name] = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad])
 
     def distance(a, b):
@@ -105,8 +116,8 @@ def compare_batch(args) -> dict:
         }
 
     return {
-        "rows": list(ids.shape),
-        "token_ratio": 1 / trainers["packed"]._metrics["train"]["prefix_sharing/policy/tokens_share"][-1],
+        "rows": list(torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1).shape),
+        "token_ratio": 1 / logged(trainers["packed"])["prefix_sharing/policy/tokens_share"],
         "loss": loss,
         "packed_from_stock": distance("packed", "stock"),
         "packed_from_float64": distance("packed", "float64"),

@@ -22,9 +22,8 @@ import time
 from pathlib import Path
 
 import torch
-from lm_head import peak_bytes
 from peft import LoraConfig
-from prefix_sharing import RESULTS, cpu_name, saved_bytes, step
+from synthetic import RESULTS, cpu_name, peak_bytes, saved_bytes, step
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
@@ -60,23 +59,33 @@ METHODS = {
 }
 
 
+def keeping_batches(cls):
+    """`cls` with the micro-batches of the first `MEASURED_STEPS` steps in `batches`."""
+
+    class KeepingBatches(cls):
+        def _compute_loss(self, model, inputs):
+            if self.state.global_step < MEASURED_STEPS:
+                vars(self).setdefault("batches", []).append(dict(inputs))
+            return super()._compute_loss(model, inputs)
+
+    return KeepingBatches
+
+
 class Milestones(TrainerCallback):
     """Measures after `steps` steps and after `seconds` of training, whichever comes when, and stops after both.
 
-    Also measures at the `EARLY` shares of `steps`, and keeps the batches of the first `MEASURED_STEPS` in `batches`.
+    Also measures at the `EARLY` shares of `steps`.
     """
 
-    def __init__(self, trainer, measure, steps: int, seconds: float | None):
-        self.trainer, self.measure, self.steps, self.seconds = trainer, measure, steps, seconds
-        self.trained, self.found, self.batches, self.early = 0.0, {}, [], []
+    def __init__(self, measure, steps: int, seconds: float | None):
+        self.measure, self.steps, self.seconds = measure, steps, seconds
+        self.trained, self.found, self.early = 0.0, {}, []
         self.early_steps = {max(1, round(share * steps)) for share in EARLY}
 
     def on_step_end(self, args, state, control, **kwargs):
         # From step end to step end: generation belongs to the step, and happens before its micro-batches begin.
         now = time.process_time()
         self.trained += now - self.resumed
-        if state.global_step <= MEASURED_STEPS:
-            self.batches += self.trainer._buffered_inputs
         if state.global_step in self.early_steps:
             self.early.append(self.point(state.global_step))
         if state.global_step == self.steps:
@@ -127,7 +136,7 @@ def run(name: str, task: str, base: Path, seed: int, steps: int, seconds: float 
         disable_tqdm=True,
         **options,
     )
-    trainer = trainer_cls(
+    trainer = keeping_batches(trainer_cls)(
         AutoModelForCausalLM.from_pretrained(base),
         reward_functions(script),
         config,
@@ -143,13 +152,13 @@ def run(name: str, task: str, base: Path, seed: int, steps: int, seconds: float 
         return result
 
     before = measure() if name == BASELINE else None
-    milestones = Milestones(trainer, measure, steps, seconds)
+    milestones = Milestones(measure, steps, seconds)
     trainer.add_callback(milestones)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row][:steps]
     trainer.model.train()
     found = milestones.found
-    bytes_of = [step_bytes(trainer, batch) for batch in milestones.batches]
+    bytes_of = [step_bytes(trainer, batch) for batch in list(trainer.batches)]
     return {
         "seed": seed,
         "before": None if before is None else {"correct": before.correct, "n": before.n},

@@ -1,9 +1,14 @@
 """The floors of the house: a room imports only from rooms below it, files and overrides stay short."""
 
 import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import trl_fsdp_qlora
 
@@ -118,3 +123,52 @@ def test_an_override_has_at_most_20_lines(name):
     functions = [node for node in trainer.body if isinstance(node, ast.FunctionDef)]
     assert len(functions) == len({function.name for function in functions})
     assert {f.name: statement_lines(f) for f in functions if statement_lines(f) > 20} == {}
+
+
+ROOT = PACKAGE.parent
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+
+
+def absolute_imports(path: Path) -> set[str]:
+    """Top-level names of what a file imports, also inside functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return {name.split(".")[0] for name in names}
+
+
+def canonical(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def test_what_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [name for names in project["optional-dependencies"].values() for name in names]
+    declared = {canonical(Requirement(line).name) for line in [*project["dependencies"], *extras]}
+    distributions = packages_distributions()
+    own = {PACKAGE.name, *(path.stem for path in BENCHMARKS)}
+    contestants = {"prefix_grouper"}  # of a benchmark, which says so when it is not there
+    undeclared = {}
+    for path in [*FILES, *(ROOT / "recipes").glob("*.py"), *BENCHMARKS]:
+        for name in absolute_imports(path) - own - contestants - sys.stdlib_module_names:
+            if not {canonical(found) for found in distributions.get(name, [name])} & declared:
+                undeclared.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert undeclared == {}
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_stands_on_the_package(path):
+    """Not on the tests, not on private state; and it is not named as a mechanism of the package is."""
+    assert "tests" not in absolute_imports(path)
+    modules = {part for module in MODULES for part in module}
+    assert path.stem not in modules, f"{path.stem} is a module or a room of the package"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    private = {
+        f"line {node.lineno}: {node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr)
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+        and not (isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super")
+    }
+    assert private == set()

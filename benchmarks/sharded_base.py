@@ -1,6 +1,6 @@
 """What two ranks hold, move and spend with a sharded 4-bit base, against bf16 FSDP2 and against a replicated base.
 
-    OMP_NUM_THREADS=1 python benchmarks/fsdp2_qlora.py [--output benchmarks/results/fsdp2_qlora.json]
+    OMP_NUM_THREADS=1 python benchmarks/sharded_base.py [--output benchmarks/results/sharded_base.json]
 
 Two gloo processes on the CPU, a Qwen3-like model of 21M parameters. Prints a table and writes JSON:
 
@@ -16,57 +16,102 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.distributed.fsdp_on_gloo import force_fsdp, fsdp_environment
-from tests.distributed.launch import launch
-from tests.fsdp2_qlora import tiny
+from trl_fsdp_qlora.fsdp2_qlora.communication import count_traffic
+from trl_fsdp_qlora.fsdp2_qlora.generation import gathered, keep_gathered, reshard
+from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
+from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 
 SHAPE = {"hidden": 512, "layers": 7, "intermediate": 1536}
+# What `accelerate launch` makes of accelerate_configs/fsdp2_qlora.yaml.
+LAUNCH = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_CPU": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
 NEW_TOKENS, ROWS, ROUNDS, MICRO_BATCHES = 64, 8, 5, 4
 
 
-def prepared(path: str, out: str, quantized: bool, double: bool = True, mixed_precision: str = "no"):
-    """A model of the benchmark, sharded over the ranks of this launch; `(model, peak bytes while loading)`."""
-    import psutil
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
+def make_checkpoint(folder: Path, hidden: int = 64, layers: int = 2, intermediate: int = 128) -> str:
+    """A Qwen3-architecture model with seeded weights; its folder."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
-    from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
-    from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 
-    AcceleratorState._reset_state(reset_partial_state=False)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+def quantization(double: bool) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_quant_storage="uint8",
+        bnb_4bit_compute_dtype="float32",
+    )
+
+
+def with_lora(model) -> PeftModel:
+    lora = LoraConfig(r=8, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
+
+
+def fsdp_over_gloo() -> Accelerator:
+    """An accelerator that shards on the CPU as it does on GPUs; by itself it would make plain DDP of it there."""
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
     shard_quantized_base(accelerator)
-    Path("/proc/self/clear_refs").write_text("5")
+    return accelerator
+
+
+def prepared(accelerator: Accelerator, path: str, quantized: bool, double: bool = True):
+    """A model of the benchmark, sharded over the ranks of this launch; `(model, peak bytes while loading)`."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's high-water mark
     start = psutil.Process().memory_info().rss
     if quantized:
-        model = load_quantized_base(path, tiny.quantization(double), dtype="bfloat16")
+        model = load_quantized_base(path, quantization(double), dtype="bfloat16")
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    model = get_peft_model(model, tiny.lora(r=8))
+    model = with_lora(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     model, optimizer = accelerator.prepare(model, optimizer)
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 - start
     torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
+    accelerator.free_memory()
     return model, peak
 
 
 def moved(model, keep: bool = False) -> dict:
     """Bytes this rank receives and sends in one optimizer step of `MICRO_BATCHES` micro-batches."""
-    from trl_fsdp_qlora.fsdp2_qlora.communication import count_traffic
-    from trl_fsdp_qlora.fsdp2_qlora.generation import keep_gathered
-
     ids = torch.randint(3, 60, (2, 32))
     traffic = count_traffic(model)
     for micro_batch in range(MICRO_BATCHES):
@@ -90,15 +135,13 @@ def generate_seconds(model, context) -> float:
 
 
 def worker(path: str, out: str) -> None:
-    from contextlib import nullcontext
-
-    from trl_fsdp_qlora.fsdp2_qlora.generation import gathered, reshard
-
-    force_fsdp()
-    prepared(str(Path(out, "tiny")), out, quantized=True)  # what the runtime takes once, before memory is measured
+    accelerator = fsdp_over_gloo()
+    prepared(
+        accelerator, str(Path(out, "tiny")), quantized=True
+    )  # what the runtime takes once, before memory is measured
     result = {}
     for name, double in (("double", True), ("single", False)):
-        model, peak = prepared(path, out, quantized=True, double=double)
+        model, peak = prepared(accelerator, path, quantized=True, double=double)
         base = model.base_bytes
         result[f"base_{name}"] = {**base.to_dict(), "state_share": base.state_full / base.quantized_full}
         if double:  # a second load would use memory that the first gave back
@@ -107,15 +150,15 @@ def worker(path: str, out: str) -> None:
             result["moved_4bit"] = moved(model)
             result["moved_4bit_kept"] = moved(model, keep=True)
             sharded = model
-    whole_model = tiny.load(path, dtype=torch.bfloat16)
+    whole_model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, quantization_config=quantization(double=True)
+    )
     for layer in whole_model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False  # the same kernels on both sides
-    from peft import get_peft_model
-
-    whole_model = get_peft_model(whole_model, tiny.lora(r=8)).train(False)
-    result["moved_bf16"] = moved(prepared(path, out, quantized=False)[0])
-    sharded, _ = prepared(path, out, quantized=True)
+    whole_model = with_lora(whole_model).train(False)
+    result["moved_bf16"] = moved(prepared(accelerator, path, quantized=False)[0])
+    sharded, _ = prepared(accelerator, path, quantized=True)
     sharded.train(False)
     seconds = {"replicated": [], "once": [], "per_layer": []}
     for round_ in range(ROUNDS + 1):
@@ -137,16 +180,19 @@ def worker(path: str, out: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "fsdp2_qlora.json")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sharded_base.json")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "OUT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(*arguments.worker)
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny.make_checkpoint(Path(folder, "model"), **SHAPE)
-        tiny.make_checkpoint(Path(folder, "tiny"))
-        launch(__file__, "--worker", model, folder, environment=fsdp_environment(), timeout=580)
+        model = make_checkpoint(Path(folder, "model"), **SHAPE)
+        make_checkpoint(Path(folder, "tiny"))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        subprocess.run(
+            [*torchrun, __file__, "--worker", model, folder], env={**os.environ, **LAUNCH}, timeout=900, check=True
+        )
         rank0, rank1 = (json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in (0, 1))
     report(rank0, rank1)
     packed, bf16 = rank0["moved_4bit"], rank0["moved_bf16"]

@@ -1,8 +1,8 @@
 """Speed-up of A*-PO over processes: the report's own table, seconds per phase, effective batch held equal.
 
-    python benchmarks/a_star_po.py --processes 1 2 --out benchmarks/results/a_star_po_speedup -- \
+    python benchmarks/a_star_po_speedup.py --processes 1 2 --out benchmarks/results/a_star_po_speedup -- \
         --config recipes/small-base/a_star_po/config_quick.yaml --use_cpu true --max_steps 30
-    python benchmarks/a_star_po.py --processes 1 2 4 8 --price 2.50 --out scaling -- \
+    python benchmarks/a_star_po_speedup.py --processes 1 2 4 8 --price 2.50 --out scaling -- \
         --config recipes/Qwen2.5-3B/a_star_po/config_report_1gpu.yaml
 
 What follows `--` are arguments of `recipes/a_star_po.py`, for one process; with N processes the accumulation steps, then

@@ -1,7 +1,7 @@
 """Time and saved bytes of `compute_loss` + backward: this package against stock TRL and against PrefixGrouper.
 
-    python benchmarks/prefix_sharing.py                 # the table of the documentation, two CPU threads, minutes
-    python benchmarks/prefix_sharing.py --device cuda   # bf16, 0.5B shape, longer prompts and completions
+    python benchmarks/prefix_sharing_speedup.py                 # the table of the documentation, two CPU threads, minutes
+    python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and completions
 
 Everything runs through the real trainers on the same batch and in one process; runs of the contestants alternate and
 medians are compared. Stock TRL on CPU projects every position through the LM head, prompts included, where on CUDA it
@@ -10,27 +10,20 @@ Saved bytes are those of the distinct storages that autograd keeps for backward 
 """
 
 import argparse
-import copy
 import gc
 import importlib.util
 import json
-import platform
 import statistics
-import tempfile
-import time
 from pathlib import Path
 
 import torch
 import transformers
 import trl
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from synthetic import RESULTS, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
 from trl import GRPOTrainer
 
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora import EfficientGRPOTrainer
 
-RESULTS = Path(__file__).parent / "results"
 CPU_POINTS = [
     # name, P, C, G, kind, target for time, target for bytes
     ("512/64/8", 512, 64, 8, "equal", 4.4, 4.2),
@@ -45,123 +38,6 @@ CUDA_POINTS = [
     ("4096/1024/16", 4096, 1024, 16, "equal", None, None),
     ("2048/1024/8 ragged", 2048, 1024, 8, "ragged", None, None),
 ]
-
-
-def make_model(args) -> Qwen3ForCausalLM:
-    """Random weights in the shape of Qwen3: hidden 256 x 4 layers, or of the 0.6B model on CUDA."""
-    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "head_dim": 64}
-    if args.device == "cuda":
-        shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-        shape |= {"num_key_value_heads": 8, "head_dim": 128}
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=args.vocabulary, max_position_embeddings=8192, tie_word_embeddings=True, **shape)
-    config.pad_token_id, config.eos_token_id = 0, 1
-    return Qwen3ForCausalLM(config)
-
-
-def make_batch(vocabulary: int, prompt: int, completion: int, group: int, kind: str, device: str, seed: int) -> dict:
-    """One micro-batch as `_compute_loss` takes it; random advantages."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def integers(low, high, *size):
-        return torch.randint(low, high + 1, size, generator=draw)
-
-    prompt_length = int(integers(prompt // 2, prompt, 1)) if kind == "ragged" else prompt
-    lengths = integers(1, completion, group) if kind == "ragged" else torch.full((group,), completion)
-    prompts = 1 if kind != "different" else group
-    prompt_ids = integers(2, vocabulary - 1, prompts, prompt_length).expand(group, -1)
-    completion_ids = integers(2, vocabulary - 1, group, int(lengths.max()))
-    completion_mask = (torch.arange(completion_ids.shape[1]) < lengths.unsqueeze(1)).long()
-    batch = {
-        "prompt_ids": prompt_ids.contiguous(),
-        "prompt_mask": torch.ones_like(prompt_ids),
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "advantages": torch.randn(group, generator=draw),
-        "num_items_in_batch": completion_mask.sum(),
-    }
-    return {key: value.to(device) for key, value in batch.items()}
-
-
-def make_trainer(cls, model, prefix_sharing: str, args, group: int, config_cls=EfficientGRPOConfig):
-    """A trainer on a copy of `model`, in training mode, ready for `_compute_loss`."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    config = config_cls(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=group,
-        num_generations=group,
-        use_cpu=args.device == "cpu",
-        bf16=args.device == "cuda",
-        gradient_checkpointing=False,
-        report_to=[],
-        prefix_sharing=prefix_sharing,
-    )
-    trainer = cls(
-        model=copy.deepcopy(model),
-        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["a"] * group}),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
-    )
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer
-
-
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes of the distinct storages saved for backward, without the parameters of `model`."""
-
-    def __init__(self, model):
-        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages = {}
-
-        def pack(x):
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in known:
-                self.storages[storage.data_ptr()] = storage.nbytes()
-            return x
-
-        super().__init__(pack, lambda x: x)
-
-    @property
-    def total(self) -> int:
-        return sum(self.storages.values())
-
-
-def cpu_name() -> str:
-    """The processor's model name where Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def step(trainer, batch, device) -> tuple[float, float]:
-    """Seconds and loss of one `compute_loss` + backward."""
-    trainer.model.zero_grad(set_to_none=True)
-    synchronize(device)
-    start = time.perf_counter()
-    loss = trainer._compute_loss(trainer.model, batch)
-    loss.backward()
-    synchronize(device)
-    return time.perf_counter() - start, loss.item()
-
-
-def saved_bytes(trainer, batch) -> int:
-    trainer.model.zero_grad(set_to_none=True)
-    saved = SavedBytes(trainer.model)
-    with saved:
-        loss = trainer._compute_loss(trainer.model, batch)
-    loss.backward()
-    return saved.total
 
 
 def gradient_difference(trainer, reference) -> float:
@@ -195,7 +71,7 @@ def measure(point, args, contestants) -> dict:
             totals[key]["difference"] = max(totals[key]["difference"], difference)
         size = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
         stock_tokens += size
-        tokens += size * trainers[args.backends[0]]._metrics["train"]["prefix_sharing/policy/tokens_share"][-1]
+        tokens += size * logged(trainers[args.backends[0]])["prefix_sharing/policy/tokens_share"]
     stock = totals["stock"]
     return {
         "point": name,

@@ -1,6 +1,6 @@
 """What it saves T-SPMO to compute equal beginnings of completions once: `compute_loss` + backward on synthetic tries.
 
-    python benchmarks/t_spmo.py [--threads 1] [--runs 7] [--output t_spmo_cpu]
+    python benchmarks/t_spmo_tries.py [--threads 1] [--runs 7] [--output t_spmo_cpu]
 
 Qwen3-like, hidden 256 x 4 layers, vocabulary 32k, LoRA, one group of 32 completions of 128 tokens, prompts of 64. Each
 completion copies an earlier one up to a random place and goes on with tokens of its own; `branching` is the range that
@@ -17,13 +17,28 @@ import time
 import peft
 import torch
 import trl
-from prefix_sharing import RESULTS, cpu_name, make_batch, make_model, make_trainer, saved_bytes, step
+from synthetic import RESULTS, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
 
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.prefix_sharing import sharing
 from trl_fsdp_qlora.t_spmo.credit import group_credit
 
 PROMPT, COMPLETION, GROUP = 64, 128, 32
 BRANCHING = {"0 to 8": (0, 8), "0 to 32": (0, 32), "0 to 128": (0, 128), "32 to 40": (32, 40), "none": (0, 0)}
+
+
+class Nesting:
+    """`sharing.pack` with another price for a token saved: `None` shares the prompt only, infinity nests always."""
+
+    CHOSEN = object()
+
+    def __init__(self):
+        self.pairs_per_token, self.inner = self.CHOSEN, sharing.pack
+        sharing.pack = self
+
+    def __call__(self, *args, pairs_per_token, **kwargs):
+        given = pairs_per_token if self.pairs_per_token is self.CHOSEN else self.pairs_per_token
+        return self.inner(*args, pairs_per_token=given, **kwargs)
 
 
 def branching_batch(vocabulary: int, where: tuple[int, int], seed: int) -> tuple[dict, float]:
@@ -52,8 +67,8 @@ def main() -> None:
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(make_model(args), lora)
     trainer = make_trainer(TSPMOTrainer, model, "auto", args, GROUP, TSPMOConfig)
-    state = trainer.prefix_sharing._states["policy"]
-    variants = {"flat": None, "nested": float("inf"), "auto": state.pairs_per_token}
+    nesting = Nesting()
+    variants = {"flat": None, "nested": float("inf"), "auto": nesting.CHOSEN}
     rows = []
     print("| branching | repeated positions | flat s | nested | auto | flat MB | nested | auto | nested chosen |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -62,17 +77,16 @@ def main() -> None:
         for run in range(-1, args.runs):
             batch, share = branching_batch(args.vocabulary, where, seed=run + 1)
             for variant, pairs in variants.items():
-                state.pairs_per_token = pairs
+                nesting.pairs_per_token = pairs
                 start = time.process_time()
                 step(trainer, batch, args.device)
                 spent = time.process_time() - start
                 if run < 0:  # warm up: self-check, allocator
                     continue
                 seconds[variant].append(spent)
-                metrics = trainer._metrics["train"]
-                before = len(metrics["prefix_sharing/policy/layers_tree"])
+                logged(trainer)
                 saved[variant].append(saved_bytes(trainer, batch))
-                nested[variant].append(len(metrics["prefix_sharing/policy/layers_tree"]) > before)
+                nested[variant].append("prefix_sharing/policy/layers_tree" in logged(trainer))
                 repeated[variant].append(share)
         found = {
             variant: {"seconds": statistics.median(seconds[variant]), "bytes": statistics.mean(saved[variant])}

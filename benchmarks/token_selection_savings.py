@@ -1,6 +1,6 @@
 """What token selection and skipping save: `compute_loss` + backward of one trainer, with and without.
 
-    python benchmarks/token_selection.py [--threads 2] [--runs 7] [--output token_selection_cpu]
+    python benchmarks/token_selection_savings.py [--threads 2] [--runs 7] [--output token_selection_cpu]
 
 Qwen3-like, hidden 256 × 4 layers, vocabulary 32k, LoRA on all linear layers (so the LM head is frozen), prompts of 64,
 completions of 512, groups of 8. Every variant is the same `EfficientGRPOTrainer` with packed rows; runs alternate,
@@ -17,7 +17,7 @@ import time
 import peft
 import torch
 import trl
-from prefix_sharing import RESULTS, cpu_name, make_batch, make_model, make_trainer, saved_bytes, step
+from synthetic import RESULTS, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.token_budget import TokenBudget
@@ -90,6 +90,7 @@ def main() -> None:
             trainer.budget, trainer.state.global_step = budgets[name], run + 1
             batch = two if name.startswith("two") else one
             clock.seconds = 0.0
+            logged(trainer)  # what is logged later is of this batch
             start = time.perf_counter()
             step(trainer, batch, args.device)
             seconds = time.perf_counter() - start
@@ -100,7 +101,7 @@ def main() -> None:
             found["head_seconds"].append(clock.seconds)
             found["bytes"].append(saved_bytes(trainer, batch))
             skipping = trainer.budget.kept_by is None
-            found["scored_share"].append(trainer._metrics["train"]["tokens/scored_share"][-1] if skipping else 1.0)
+            found["scored_share"].append(logged(trainer)["tokens/scored_share"] if skipping else 1.0)
     totals = {
         name: {
             key: (statistics.median if key.endswith("seconds") else statistics.mean)(values)

@@ -1,0 +1,158 @@
+"""What the benchmarks share: models, batches and trainers from a seed, and how seconds and bytes are measured."""
+
+import copy
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from trl_fsdp_qlora import EfficientGRPOConfig
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def make_model(args) -> Qwen3ForCausalLM:
+    """Random weights in the shape of Qwen3: hidden 256 x 4 layers, or of the 0.6B model on CUDA."""
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "head_dim": 64}
+    if args.device == "cuda":
+        shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+        shape |= {"num_key_value_heads": 8, "head_dim": 128}
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=args.vocabulary, max_position_embeddings=8192, tie_word_embeddings=True, **shape)
+    config.pad_token_id, config.eos_token_id = 0, 1
+    return Qwen3ForCausalLM(config)
+
+
+def make_batch(vocabulary: int, prompt: int, completion: int, group: int, kind: str, device: str, seed: int) -> dict:
+    """One micro-batch as `_compute_loss` takes it; random advantages."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def integers(low, high, *size):
+        return torch.randint(low, high + 1, size, generator=draw)
+
+    prompt_length = int(integers(prompt // 2, prompt, 1)) if kind == "ragged" else prompt
+    lengths = integers(1, completion, group) if kind == "ragged" else torch.full((group,), completion)
+    prompts = 1 if kind != "different" else group
+    prompt_ids = integers(2, vocabulary - 1, prompts, prompt_length).expand(group, -1)
+    completion_ids = integers(2, vocabulary - 1, group, int(lengths.max()))
+    completion_mask = (torch.arange(completion_ids.shape[1]) < lengths.unsqueeze(1)).long()
+    batch = {
+        "prompt_ids": prompt_ids.contiguous(),
+        "prompt_mask": torch.ones_like(prompt_ids),
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": torch.randn(group, generator=draw),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+    return {key: value.to(device) for key, value in batch.items()}
+
+
+def make_trainer(cls, model, prefix_sharing: str, args, group: int, config_cls=EfficientGRPOConfig):
+    """A trainer on a copy of `model`, in training mode, ready for `_compute_loss`."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    config = config_cls(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=group,
+        num_generations=group,
+        use_cpu=args.device == "cpu",
+        bf16=args.device == "cuda",
+        gradient_checkpointing=False,
+        report_to=[],
+        prefix_sharing=prefix_sharing,
+    )
+    trainer = cls(
+        model=copy.deepcopy(model),
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * group}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def logged(trainer) -> dict[str, float]:
+    """The trainer's metrics since the last call, averaged, as it would log them now."""
+    logs = {}
+    trainer.log(logs)
+    return logs
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes of the distinct storages saved for backward, without the parameters of `model`."""
+
+    def __init__(self, model):
+        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.storages = {}
+
+        def pack(x):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in known:
+                self.storages[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        super().__init__(pack, lambda x: x)
+
+    @property
+    def total(self) -> int:
+        return sum(self.storages.values())
+
+
+def cpu_name() -> str:
+    """The processor's model name where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def step(trainer, batch, device) -> tuple[float, float]:
+    """Seconds and loss of one `compute_loss` + backward."""
+    trainer.model.zero_grad(set_to_none=True)
+    synchronize(device)
+    start = time.perf_counter()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    synchronize(device)
+    return time.perf_counter() - start, loss.item()
+
+
+def saved_bytes(trainer, batch) -> int:
+    trainer.model.zero_grad(set_to_none=True)
+    saved = SavedBytes(trainer.model)
+    with saved:
+        loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return saved.total
+
+
+def peak_bytes(run, device: str) -> int:
+    """Highest sum of live allocations during `run()`, above the level at its start."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    level = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+    return peak
