@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 from trl import ModelConfig, get_peft_config
 
 from ..prefix_sharing.sharing import CHOICES
@@ -233,9 +233,13 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
 def check_skeleton(model: ModelConfig) -> None:
     """Refuse an attention implementation that is not there and LoRA targets that match nothing, without weights.
 
+    Not under ZeRO-3, where transformers fills every model that it builds, which one without memory does not survive.
+
     Raises:
         ConfigError: names the layers that there are.
     """
+    if is_deepspeed_zero3_enabled():
+        return
     name = model.model_name_or_path
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(name, revision=model.model_revision)
