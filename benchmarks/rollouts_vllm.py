@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from drop_in import stepper
 from peft import LoraConfig
+from synthetic import logged
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -42,8 +43,22 @@ class CountSteps(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         state.global_step += 1
-        metrics = self.trainer._metrics["train"]
-        self.phases.append({name: values[-1] for name, values in metrics.items() if name.startswith("time/")})
+        self.phases.append({name: value for name, value in logged(self.trainer).items() if name.startswith("time/")})
+
+
+class TimedStock(GRPOTrainer):
+    """Stock TRL with the seconds of each generation."""
+
+    def __init__(self, *args, **kwargs):
+        self.seconds = []
+        super().__init__(*args, **kwargs)
+
+    def _generate(self, prompts):
+        started = time.perf_counter()
+        try:
+            return super()._generate(prompts)
+        finally:
+            self.seconds.append(time.perf_counter() - started)
 
 
 class WithThePass(EfficientGRPOTrainer):
@@ -97,28 +112,30 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def the_same(make):
+    """`make`, which answers every call with what it made in the first."""
+    made = []
+
+    def once(**options):
+        if not made:
+            made.append(make(**options))
+        return made[0]
+
+    return once
+
+
 def turns(options, folder: str) -> dict:
-    made = {
-        "ours": build(EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, use_vllm=True),
-        "stock_generate": build(GRPOTrainer, GRPOConfig, options, folder),
-    }
-    # One engine serves both: they differ in a pass, not in rollouts.
+    # One engine serves both of ours: they differ in a pass, not in rollouts.
     import vllm
 
-    llm = made["ours"].vllm_generation.llm._llm
-    vllm.LLM = lambda **_: llm
+    vllm.LLM = the_same(vllm.LLM)
+    made = {
+        "ours": build(EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, use_vllm=True),
+        "stock_generate": build(TimedStock, GRPOConfig, options, folder),
+    }
     made["with_the_pass"] = build(WithThePass, EfficientGRPOConfig, options, folder, use_vllm=True)
     made["with_the_pass"].vllm_generation.version = 10**6  # ids of its own in that engine
-    generate, stock_seconds = made["stock_generate"]._generate, []
-
-    def timed(prompts):
-        started = time.perf_counter()
-        try:
-            return generate(prompts)
-        finally:
-            stock_seconds.append(time.perf_counter() - started)
-
-    made["stock_generate"]._generate = timed
+    stock_seconds = made["stock_generate"].seconds
     seconds, syncs, counters, run = {name: [] for name in made}, [], {}, {}
     for name, trainer in made.items():
         counters[name] = CountSteps(trainer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import LOSS_TYPES, lora, trainer
+from tests.tiny import LOSS_TYPES, character_tokenizer, config, digit_share, lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 # fp32, SGD: what differs is the order of additions. Three steps of lr 1e-2.
@@ -122,6 +122,7 @@ def test_loss_and_gradients_on_the_same_batch(tmp_path, loss_type):
 
 
 def test_a_plain_trl_config_serves(tmp_path):
-    made = trainer(EfficientGRPOTrainer, GRPOConfig, tmp_path)
-    assert made.args.prefix_sharing == "auto"
-    assert type(made.args) is GRPOConfig
+    given = config(GRPOConfig, tmp_path)
+    made = EfficientGRPOTrainer(tiny_model(), digit_share, given, prompts(), processing_class=character_tokenizer())
+    assert made.args.prefix_sharing == "auto" and made.args.learning_rate == given.learning_rate
+    assert type(given) is GRPOConfig and not hasattr(given, "prefix_sharing")  # the user's own stays as it was

@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 
+from ..grpo.requests import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.completions import generate
 from ..scoring.request import Kind
@@ -167,20 +168,12 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             loaded if isinstance(loaded, nn.Module) else given
             for loaded, given in zip(self.reward_funcs, self._given_rewards, strict=True)
         ]
-        return describe_context(
-            self.args,
-            model,
-            adapter,
-            self._generation_config(sample=True),
-            self.processing_class,
-            functions,
-            self.reward_func_names,
-            [
-                p if isinstance(f, nn.Module) else None
-                for f, p in zip(functions, self.reward_processing_classes, strict=True)
-            ],
-            self.chat_template_kwargs,
-        )
+        processing = [
+            p if isinstance(f, nn.Module) else None
+            for f, p in zip(functions, self.reward_processing_classes, strict=True)
+        ]
+        policy = self.args, model, adapter, self._generation_config(sample=True), self.processing_class
+        return describe_context(*policy, functions, self.reward_func_names, processing, self.chat_template_kwargs)
 
     @contextmanager
     def _reference_policy(self):
@@ -280,7 +273,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
-        logps_BC, entropies_BC, aux_loss = self._score_completions(self._loss_pass(model), inputs)
+        logps_BC, entropies_BC, aux_loss = self._score_completions(loss_pass(model, self.model.training), inputs)
         loss, kl_BC = self._objective(logps_BC, inputs["ref_per_token_logps"], mask_BC, inputs["advantages"])
         self._record("kl", kl_BC.sum(), mask_BC.sum())
         self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())

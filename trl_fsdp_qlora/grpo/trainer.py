@@ -2,13 +2,11 @@
 
 import functools
 import inspect
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -17,8 +15,8 @@ from trl import GRPOTrainer
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing
 from ..prefix_sharing.support import position_limit
-from ..publishing.card import CardInfo, adapter_card, keeping_card
-from ..rollout.correction import importance_weights
+from ..publishing.card import CardInfo, card_of, keeping_card
+from ..rollout.correction import importance_weights, weighs_in_loss
 from ..rollout.engine_model import EngineModel
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import start_engine
@@ -31,18 +29,16 @@ from ..run.startup import StartupCallback
 from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.contexts import share_values
 from ..scoring.request import Kind, PassRequest
-from ..upstream.peft import is_reference
-from ..upstream.transformers import model_name as base_name
 from ..upstream.trl import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .arguments import adapter_and_base, checked_arguments
 from .groups import EpochRepeatSampler, shuffle_groups
 from .living_groups import LivingGroups
 from .padded_cut import padded_pass
+from .requests import loss_pass, padded_batch, rollout_pass
 from .resumable import WholeCheckpoints
 from .token_budget import TokenBudget
 
 logger = get_logger(__name__)
-_SENT = {"adapter": "the adapter alone", "merge": "all weights, the adapter merged"}
 
 
 class EfficientGRPOTrainer(GRPOTrainer):
@@ -234,24 +230,16 @@ class EfficientGRPOTrainer(GRPOTrainer):
         micro_step = self._step % self.args.gradient_accumulation_steps
         choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
         if choice is None:
-            return super()._compute_loss(*self._weighed(self._loss_pass(model), inputs))
-        request = self._loss_pass(model, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
+            return super()._compute_loss(*self._weighed(loss_pass(model, self.model.training), inputs))
+        request = loss_pass(model, self.model.training, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
         loss = super()._compute_loss(*self._weighed(request, choice.inputs))
         # Every rank takes part, also one that computed everything.
         self.budget.report(self.accelerator.reduce(choice.counts, reduction="sum"), self._metrics["train"])
         return loss
 
-    def _loss_pass(self, model, **asked) -> PassRequest:
-        """The policy's pass of a loss, while training or evaluating."""
-        return PassRequest(Kind.POLICY if self.model.training else Kind.EVALUATION, model, **asked)
-
     @property
     def _weighs_in_loss(self) -> bool:
-        """Old log-probabilities are the loss's own: one optimizer step per generation batch, every token scored."""
-        every = self.args.steps_per_generation * self.num_iterations
-        by_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
-        aligned = self.args.gradient_accumulation_steps % every == 0
-        return self.use_vllm and aligned and not self._is_vlm and not (by_sequence and self.budget.strategy != "all")
+        return weighs_in_loss(self.args, self._is_vlm, self.budget.strategy)
 
     def _weighed(self, request: PassRequest, inputs):
         """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
@@ -280,31 +268,18 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _padded_batch(self, request: PassRequest, inputs):
         return self._get_per_token_logps_and_entropies(
-            request,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
+            request, *padded_batch(inputs), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
 
     @functools.wraps(GRPOTrainer._get_per_token_logps_and_entropies)
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
-        request = model if isinstance(model, PassRequest) else self._rollout_pass(model)
+        request = rollout_pass(model, self.ref_model)
         if request.values is not None:
             return request.values
         call = inspect.signature(stock).bind(model, *args, **kwargs).arguments
         del call["model"]
         return self._score(request.on(**call), functools.partial(padded_pass, stock, whole_rows=self._keeps_columns))
-
-    def _rollout_pass(self, model) -> PassRequest:
-        """A pass that TRL asks for beside the loss, of a model as it is."""
-        if model is self.ref_model:
-            return PassRequest(Kind.REFERENCE, model, role="reference")
-        if is_reference(model):
-            return PassRequest(Kind.REFERENCE, model)
-        return PassRequest(Kind.POLICY if torch.is_grad_enabled() else Kind.OLD, model)
 
     def _score(self, request: PassRequest, padded):
         """What `request` asks for, in TRL's three values; the pass is a phase itself where it is not part of one."""
@@ -362,7 +337,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir=None, state_dict=None):
-        with keeping_card(output_dir or self.args.output_dir, self._card):
+        with keeping_card(output_dir or self.args.output_dir, partial(card_of, self)):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir):
@@ -409,28 +384,17 @@ class EfficientGRPOTrainer(GRPOTrainer):
             *self.budget.describe(self.prefix_sharing.active()),
             "whole groups in every micro-batch" if cost is None else cost,
             *self.rollout.describe(self.model, self._generate_settings()),
-            *([f"vLLM gets {_SENT[self.sync.mode]}: {self.sync.reason}"] if self.use_vllm else []),
+            *([self.sync.describe()] if self.use_vllm else []),
             *([] if self.base_bytes is None else [str(self.base_bytes)]),
         ]
-
-    def _card(self, name: str | None = None):
-        model = self.accelerator.unwrap_model(self.model)
-        return adapter_card(
-            base_model=base_name(model),
-            name=name or Path(self.args.output_dir).name,
-            args=self.args,
-            info=self.card_info,
-            peft_config=model.peft_config["default"] if is_peft_model(model) else None,
-            hub_model_id=self.hub_model_id if self.args.push_to_hub else None,
-        )
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.adapter_card`]; `card_info` fills it in."""
         if not self.is_world_process_zero():
             return
         self.card_info.dataset = dataset_name or self.card_info.dataset
-        card = self._card(model_name)
+        card = card_of(self, model_name)
         if tags:
             card.data.tags = [*card.data.tags, *([tags] if isinstance(tags, str) else tags)]
-        os.makedirs(self.args.output_dir, exist_ok=True)
-        card.save(os.path.join(self.args.output_dir, "README.md"))
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        card.save(Path(self.args.output_dir, "README.md"))

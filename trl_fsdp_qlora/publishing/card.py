@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import yaml
+from accelerate.utils import is_peft_model
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
 from ..run.redaction import clean, command_line, is_secret_name, portable, redact, secret_values
+from ..upstream.transformers import model_name
 
 logger = logging.get_logger(__name__)
 
@@ -273,6 +275,19 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
     )
     # Whatever field a secret came in by: a card is what gets published.
     return ModelCard(redact(text, secret_values(vars(args))))
+
+
+def card_of(trainer: Any, name: str | None = None) -> ModelCard:
+    """The card of what `trainer` trains, called `name` or as its output folder."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return adapter_card(
+        base_model=model_name(model),
+        name=name or Path(trainer.args.output_dir).name,
+        args=trainer.args,
+        info=trainer.card_info,
+        peft_config=model.peft_config["default"] if is_peft_model(model) else None,
+        hub_model_id=trainer.hub_model_id if trainer.args.push_to_hub else None,
+    )
 
 
 @contextmanager

@@ -22,11 +22,18 @@ LONG_COMPLETION = 512
 LOW_ADAPTER_RATE = 5e-6
 
 
+_SENT = {"adapter": "the adapter alone", "merge": "all weights, the adapter merged"}
+
+
 class Sync(NamedTuple):
     """`"adapter"`, `"merge"` or `"off"` (no vLLM), and why."""
 
     mode: str
     reason: str
+
+    def describe(self) -> str:
+        """A line for a start-up report."""
+        return f"vLLM gets {_SENT[self.mode]}: {self.reason}"
 
 
 def choose_sync(args: Any, peft_config: Any, quantized: bool) -> Sync:

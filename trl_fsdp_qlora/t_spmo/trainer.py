@@ -3,6 +3,7 @@
 import torch
 from accelerate.utils import gather_object
 
+from ..grpo.requests import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..upstream.transformers import model_name
 from .config import TSPMOConfig
@@ -83,7 +84,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         credit_BC = inputs["advantages"]
-        request = self._loss_pass(model, scored_BC=credit_BC != 0, nested=True)
+        request = loss_pass(model, self.model.training, scored_BC=credit_BC != 0, nested=True)
         logps_BC, entropies_BC, aux_loss = self._score_completions(request, inputs)
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
         # Mean over the groups of the optimizer step: rows of one group carry 1/|U| each and sum up to its objective.
