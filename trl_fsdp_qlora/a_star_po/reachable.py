@@ -43,6 +43,7 @@ _COMPILED = (
     *(types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType),
     *(types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
 )
+_CACHED = type(functools.cache(len))
 # With these, code can reach any name of a module.
 _DYNAMIC = frozenset({"getattr", "vars", "globals", "locals", "eval", "exec", "__dict__", "attrgetter", "getmembers"})
 _PICKLING = ("__getstate__", "__reduce__", "__reduce_ex__")
@@ -134,7 +135,7 @@ class Reachable:
             return ["property", self.of(value.fget), self.of(value.fset), self.of(value.fdel)]
         if kind is types.CellType:
             return self.of(value.cell_contents) if _filled(value) else "empty"
-        if isinstance(value, functools._lru_cache_wrapper):  # what it has cached is not a part of it
+        if kind is _CACHED:  # what it has cached is not a part of it
             return ["lru_cache", self.of(value.__wrapped__)]
         if kind in (complex, range, slice, types.EllipsisType, types.NotImplementedType):
             return repr(value)
