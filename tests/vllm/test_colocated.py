@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
 
 from tests import tiny
 from tests.vllm.runs import figures, grpo, on_quantized
-from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
 from trl_fsdp_qlora.rollout.completions import generate
 from trl_fsdp_qlora.rollout.engine import AdapterEngine
@@ -254,6 +254,37 @@ def test_t_spmo(start):
     trainer.train()
     assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
     assert len(figures(trainer, "rollout/staleness")) == 2
+
+
+def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
+    trainer = start(
+        trainer_class=AStarPOTrainer,
+        config_class=AStarPOConfig,
+        max_steps=3,
+        num_generations=1,
+        value_samples=2,
+        value_reward_range=[0.0, 2.0],
+        value_cache=str(tmp_path / "values.sqlite"),
+        eval_dataset=tiny.prompts(6),
+    )
+    adapters = []
+    ask = trainer.vllm_generation.llm._llm.generate
+
+    def recorded(prompts, **options):
+        adapters.append(options["lora_request"] and options["lora_request"].lora_name)
+        return ask(prompts, **options)
+
+    monkeypatch.setattr(trainer.vllm_generation.llm._llm, "generate", recorded)
+    report = trainer.estimate_values()
+    assert report.samples == 2 * report.prompts
+    assert set(adapters) == {None}  # stage 1: the base
+    adapters.clear()
+    trainer.train()
+    assert [name.rpartition("-")[2] for name in adapters] == ["v1", "v2", "v3"]
+    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
+    adapters.clear()
+    assert trainer.evaluate()["eval_n"] == 6
+    assert {name.rpartition("-")[2] for name in adapters} == {"v4"}  # after the last step
 
 
 def test_accuracy_of_a_recipe_goes_through_the_engine(start, monkeypatch):
