@@ -145,3 +145,14 @@ def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
     environment = fsdp_environment(trl_fsdp_qlora_cache=str(tmp_path / "cache"))
     assert_proven(two_ranks("fsdp", quantized_base[0], tmp_path / "out", **environment), sharded=True)
     assert len(list((tmp_path / "cache" / "dequantized").iterdir())) == 1
+
+
+def test_a_server_that_is_killed_in_a_rollout(server, quantized_base, tmp_path):
+    """The last test: the server is gone afterwards."""
+    pid = {"SERVER_PID": str(server.process.pid)}
+    results = two_ranks("dies", quantized_base[1], tmp_path / "out", server.url, check=False, **pid)
+    for result in results:
+        assert "did not generate" in result["error"] and "resume_from_checkpoint" in result["error"]
+        assert result["steps"] == 2
+        assert result["seconds"] < 60
+    assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").is_file()
