@@ -42,9 +42,9 @@ def my_batch():
     return ids[part], mask[part]
 
 
-def one_pass(model, sharing, batch=None):
+def one_pass(model, sharing, batch=None, scored_BC=None):
     ids, mask = my_batch() if batch is None else batch
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION)
+    request = PassRequest(Kind.POLICY, model, scored_BC=scored_BC).on(ids, mask, COMPLETION)
     return sharing.log_probs(request, lambda request: (*stock_log_probs(model, ids, mask), None)).values[0]
 
 
@@ -160,6 +160,17 @@ def named_backend_and_an_unpackable_batch_on_one_rank(wrapper, *_):
             raise AssertionError("nothing was raised")
 
 
+def nothing_to_score_on_one_rank_at_first(wrapper, expected, expected_gradients):
+    """Both ranks count the first pass as compared: a rank that compared again in the next one would be alone."""
+    model, sharing = wrapped(wrapper)
+    mine = my_batch()[1][:, -COMPLETION:].bool()
+    one_pass(model, sharing, scored_BC=mine & (dist.get_rank() == 0)).sum().backward()
+    model.zero_grad()
+    logps = one_pass(model, sharing)
+    assert sharing.active(), sharing.describe()
+    assert_right(model, sharing, logps, expected, expected_gradients)
+
+
 SCENARIOS = (
     check_leaves_nothing,
     check_between_micro_batches,
@@ -167,6 +178,7 @@ SCENARIOS = (
     wrong_gradient_on_one_rank,
     error_outside_of_attention,
     named_backend_and_an_unpackable_batch_on_one_rank,
+    nothing_to_score_on_one_rank_at_first,
 )
 
 

@@ -162,6 +162,7 @@ def compare(
     padded: Callable[[], torch.Tensor],
     scored_BC: torch.Tensor,
     dtype: torch.dtype,
+    after_forward: bool = False,
 ) -> str | None:
     """Run a pass both ways and say what is wrong with the packed one, on this rank; `None` where they agree.
 
@@ -173,8 +174,11 @@ def compare(
             that there is nothing to compare.
         scored_BC: tokens to compare.
         dtype: what the model computes in.
+        after_forward: a forward was made and thrown away. DDP's reducer waits for its backward and would average the
+            next one it sees over the ranks, so no gradients are compared there.
     """
-    if not (torch.is_grad_enabled() and GradientCheck.possible(model)):
+    armed = after_forward and isinstance(model, DistributedDataParallel)
+    if armed or not (torch.is_grad_enabled() and GradientCheck.possible(model)):
         with torch.no_grad():
             logps_BC = packed()
             return None if logps_BC is None else difference(logps_BC, padded(), scored_BC, dtype)

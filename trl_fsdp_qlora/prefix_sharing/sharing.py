@@ -183,7 +183,7 @@ class PrefixSharing:
             if attempt.new:
                 attempt = _Attempt(None)  # its activations go before the passes to compare are made
                 rewind()
-                self._check(request, padded)
+                self._check(request, padded, after_forward=True)
                 if state.reason is None:
                     attempt = self._attempt(request, padded)
             if attempt.problem is not None:
@@ -203,7 +203,9 @@ class PrefixSharing:
         self._states[role].reason = reason
         logger.warning("Prefix sharing is off for the %s model, which runs padded as in stock TRL: %s.", role, reason)
 
-    def _check(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> None:
+    def _check(
+        self, request: PassRequest, padded: Callable[[PassRequest], LogProbs], after_forward: bool = False
+    ) -> None:
         """Compare a packed pass with the padded one; on a mismatch on any rank, all ranks give the model up."""
         state, device = self._states[request.role], request.input_ids.device
         request = replace(request, compute_entropy=False, compute_aux_loss=False)
@@ -216,14 +218,19 @@ class PrefixSharing:
 
         with without_dropout(request.model):
             problem = compare(
-                request.model, packed, lambda: padded(request)[0], _scored(request), self._compute_dtype(state, device)
+                request.model,
+                packed,
+                lambda: padded(request)[0],
+                _scored(request),
+                self._compute_dtype(state, device),
+                after_forward,
             )
         (attempt,) = attempts
         (failed,) = largest_over_ranks([int(problem is not None)], device)
         if attempt.problem or failed:
             reason = attempt.problem or problem or "another rank found a difference between packed and padded pass"
             self._give_up(request.role, reason)
-        elif attempt.uses:
+        elif attempt.comparable:  # also where this rank had nothing to score: ranks that compared differ in nothing
             state.compared.add((attempt.uses, gradients))
 
     def _compute_dtype(self, state: _ModelState, device: torch.device) -> torch.dtype:
