@@ -1,4 +1,4 @@
-"""The README: what it prints runs, its links lead somewhere, and it stays short."""
+"""The README: what it prints runs, and it stays short."""
 
 import re
 import subprocess
@@ -46,20 +46,6 @@ def test_it_is_short_and_says_first_what_a_user_asks_first():
         assert said in first_screen
     for extra in ("bitsandbytes", "deepspeed", "vllm", "math", "plots"):
         assert f"`{extra}`" in first_screen
-
-
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
-)
-def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [target for target in targets if not (page.parent / target).exists()] == []
-
-
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    assert pages == set(re.findall(r"^- \[([\w.]+)\]", index, re.MULTILINE))
 
 
 def test_the_terminal_shown_is_what_is_printed_now():

@@ -38,7 +38,8 @@ def test_one_completion_is_the_default_and_any_batch_size_fits():
 def test_with_two_completions_it_derives_what_trl_derives(settings):
     settings = {**BASE, "num_generations": 2, **settings}
     ours, stock = AStarPOConfig(**settings), GRPOConfig(**settings)
-    different = {"beta", "entropy_coef", "vllm_importance_sampling_correction"}  # A*-PO's own defaults
+    # A*-PO's own defaults, and one of this package's
+    different = {"beta", "entropy_coef", "vllm_importance_sampling_correction", "vllm_server_timeout"}
     for field in dataclasses.fields(GRPOConfig):
         if field.name not in different and field.name != "logging_dir":
             assert getattr(ours, field.name) == getattr(stock, field.name), field.name

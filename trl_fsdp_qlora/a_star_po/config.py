@@ -1,4 +1,4 @@
-"""`AStarPOConfig`: `EfficientGRPOConfig` with one completion a prompt, and the fields of A*-PO."""
+"""`AStarPOConfig`: `EfficientGRPOConfig` with one completion per prompt, and the fields of A*-PO."""
 
 import logging
 import os
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from ..grpo.config import EfficientGRPOConfig
+from ..run.config_fields import documented
 from .estimators import ESTIMATORS, SamplePlan
 from .local_disk import network_file_system, scratch
 from .objectives import OBJECTIVES
@@ -62,46 +63,26 @@ class _NotBelowTwo(int):
         return False if other == 2 else int(self) < other
 
 
+@documented
 @dataclass(repr=False)
 class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
-    """Configuration of [`AStarPOTrainer`]: every field of `EfficientGRPOConfig`, and those of A*-PO.
+    """Configuration of [`AStarPOTrainer`]: every field of [`EfficientGRPOConfig`], and the ones below.
 
     Fields of GRPO that A*-PO has no use for (`loss_type`, `epsilon`, `delta`, `scale_rewards`, ...) are ignored with
     one line that names those that were set. Sources: arXiv 2505.20686 and its authors' code; "the report" is the
     "Parallel Single/Multi-Turn RL" report.
 
-    Parameters:
-        num_generations (`int`, defaults to `1`): completions a prompt in stage 2.
-        objective (`str`, defaults to `"regression"`): `"regression"`, the paper's squared error of summed
-            log-ratios; or `"advantage_weighted"`, the report's `−A·log π + beta·KL` with normalised `A = r − V*`.
-        value_estimator (`str`, defaults to `"log_mean_exp"`): `"log_mean_exp"` (paper), `"mean"` or `"max"` (report).
-        beta1 (`float`, defaults to `0.5`): temperature of `log_mean_exp`, in units of reward; 0 means the mean.
-        beta2 (`float`, defaults to `1e-3`): KL strength of `regression`, reward per nat.
-        beta (`float`, defaults to `0.03`): KL coefficient of `advantage_weighted`. `regression` does not use it. It
-            cannot be 0, because TRL then keeps no reference policy.
-        entropy_coef (`float`, defaults to `1e-3`): entropy bonus.
-        value_samples (`int`, defaults to `8`): reference samples a prompt, at most.
-        value_samples_min (`int`, *optional*): with a number below `value_samples`, draw that many first and double
-            until the value is sure (see `value_tolerance`). `None`: always `value_samples`.
-        value_tolerance (`float`, defaults to `0.2`): width of the interval of V* (one standard error, Wilson) from
-            which it counts as sure, in units of reward. Only with `value_samples_min`.
-        value_reward_range (`list[float]`, *optional*, defaults to `[0, 1]`): smallest and largest weighted sum of
-            rewards. Rewards outside it are an error where the estimator assumes a range; `None` switches that off.
-        value_batch_size (`int`, defaults to `8`): prompts sampled together in stage 1, by one rank. With the seed it
-            decides which samples are drawn; the number of ranks does not.
-        value_cache (`str`, *optional*): the cache's SQLite file; default
-            `$XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite`, or local scratch where that is a network file system.
-        value_reward_version (`str`, *optional*): identifies the reward functions instead of what their code reaches.
-        value_reference_version (`str`, *optional*): identifies the reference policy instead of its weights' hash.
-        unseen_prompts (`str`, defaults to `"estimate"`): what stage 2 does with a prompt that stage 1 never saw:
-            `"estimate"` its value then, with one line that says so, or `"refuse"`.
-        filter_all_failed (`bool`, defaults to `False`): leave prompts out of stage 2 whose reference samples all got
-            the lowest reward (0).
+    Raises:
+        ValueError: a value outside its range, or a setting that A*-PO has no place for; says what to write instead.
     """
 
-    num_generations: int = field(default=1, metadata={"help": "Completions a prompt in stage 2."})
+    num_generations: int = field(default=1, metadata={"help": "Completions per prompt in stage 2."})
     beta: float = field(
-        default=0.03, metadata={"help": "KL coefficient of objective=advantage_weighted; regression has beta2."}
+        default=0.03,
+        metadata={
+            "help": "KL coefficient of objective=advantage_weighted; regression has beta2. It cannot be 0, because TRL "
+            "then keeps no reference policy."
+        },
     )
     entropy_coef: float = field(default=1e-3, metadata={"help": "Coefficient of the entropy bonus."})
     # A completion whose reward is just V* still moves the policy, through the log-ratio or the KL term.
@@ -112,34 +93,81 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
     vllm_importance_sampling_correction: bool = field(
         default=False, metadata={"help": "Not used by A*-PO, whose losses have no importance ratio."}
     )
-    objective: str = field(default="regression", metadata={"help": "Loss of stage 2.", "choices": list(OBJECTIVES)})
+    objective: str = field(
+        default="regression",
+        metadata={
+            "help": "Loss of stage 2: 'regression', the paper's squared error of summed log-ratios, or "
+            "'advantage_weighted', the report's −A·log π + beta·KL with normalised A = r − V*.",
+            "choices": list(OBJECTIVES),
+        },
+    )
     value_estimator: str = field(
-        default="log_mean_exp", metadata={"help": "Estimator of V*.", "choices": list(ESTIMATORS)}
+        default="log_mean_exp",
+        metadata={
+            "help": "How V* follows from the rewards of the reference samples: 'log_mean_exp' (the paper), 'mean' or "
+            "'max' (the report).",
+            "choices": list(ESTIMATORS),
+        },
     )
-    beta1: float = field(default=0.5, metadata={"help": "Temperature of log_mean_exp; 0 means the mean."})
-    beta2: float = field(default=1e-3, metadata={"help": "KL strength of objective=regression."})
-    value_samples: int = field(default=8, metadata={"help": "Reference samples a prompt, at most."})
+    beta1: float = field(
+        default=0.5, metadata={"help": "Temperature of log_mean_exp, in units of reward; 0 means the mean."}
+    )
+    beta2: float = field(
+        default=1e-3, metadata={"help": "KL strength of objective=regression, in units of reward per nat."}
+    )
+    value_samples: int = field(default=8, metadata={"help": "Reference samples per prompt, at most."})
     value_samples_min: int | None = field(
-        default=None, metadata={"help": "Draw this many first and double until V* is sure."}
+        default=None,
+        metadata={
+            "help": "With a number below value_samples: draw that many first and double until the value is sure (see "
+            "value_tolerance). None: always value_samples."
+        },
     )
-    value_tolerance: float = field(default=0.2, metadata={"help": "Interval width from which V* counts as sure."})
+    value_tolerance: float = field(
+        default=0.2,
+        metadata={
+            "help": "With value_samples_min: width of the interval of V* (one standard error, Wilson) from which it "
+            "counts as sure, in units of reward."
+        },
+    )
     value_reward_range: list[float] | None = field(
-        default_factory=lambda: [0.0, 1.0], metadata={"help": "Range of the weighted sum of rewards."}
+        default_factory=lambda: [0.0, 1.0],
+        metadata={
+            "help": "Smallest and largest weighted sum of rewards. Rewards outside it are an error where the estimator "
+            "assumes a range; None switches that off."
+        },
     )
-    value_batch_size: int = field(default=8, metadata={"help": "Prompts a rank samples together in stage 1."})
-    value_cache: str | None = field(default=None, metadata={"help": "SQLite file of the V* cache."})
+    value_batch_size: int = field(
+        default=8,
+        metadata={
+            "help": "Prompts that a rank samples together in stage 1. With the seed it decides which samples are drawn; "
+            "the number of ranks does not."
+        },
+    )
+    value_cache: str | None = field(
+        default=None,
+        metadata={
+            "help": "SQLite file of the V* cache, on a local disk. None: $XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite, or "
+            "local scratch where that is a network file system."
+        },
+    )
     value_reward_version: str | None = field(
-        default=None, metadata={"help": "Identifies the reward functions instead of their sources."}
+        default=None, metadata={"help": "Identifies the reward functions instead of what their code reaches."}
     )
     value_reference_version: str | None = field(
-        default=None, metadata={"help": "Identifies the reference policy instead of its weights' hash."}
+        default=None, metadata={"help": "Identifies the reference policy instead of the hash of its weights."}
     )
     unseen_prompts: str = field(
         default="estimate",
-        metadata={"help": "What to do with a prompt that has no value yet.", "choices": list(UNSEEN_PROMPTS)},
+        metadata={
+            "help": "What stage 2 does with a prompt that stage 1 never saw: 'estimate' its value then, with one line "
+            "that says so, or 'refuse'.",
+            "choices": list(UNSEEN_PROMPTS),
+        },
     )
     filter_all_failed: bool = field(
-        default=False, metadata={"help": "Leave out prompts whose reference samples all failed."}
+        default=False,
+        metadata={"help": "Leave out of stage 2 the prompts whose reference samples all got the lowest reward (0)."},
     )
 
     def __post_init__(self):

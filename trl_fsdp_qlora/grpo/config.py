@@ -7,135 +7,132 @@ from trl import GRPOConfig
 
 from ..fsdp2_qlora.generation import check_mode
 from ..run import redaction
+from ..run.config_fields import documented
 from ..run.input_checks import batch_size_advice
 from ..upstream.trl import is_split_group
 from .token_budget import check_config
 
 
+@documented
 @dataclass(repr=False)
 class EfficientGRPOConfig(GRPOConfig):
-    """Every field of [`trl.GRPOConfig`], unchanged in meaning, and
+    """Every field of [`trl.GRPOConfig`], unchanged in meaning, and the ones below.
 
-    Parameters:
-        prefix_sharing (`str`, *optional*, defaults to `"auto"`):
-            How the forward and backward passes treat the prompt that the completions of a group share. `"auto"`
-            computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why;
-            `"cascade"`, `"two_part"`, `"flex"` insist on one attention backend; `"off"` is stock TRL.
-        skip_zero_advantage (`bool`, *optional*, defaults to `True`):
-            Leave completions with zero advantage out of the forward and backward where no other term of the loss needs
-            them (`beta`, an entropy bonus, a router loss). Loss and gradients are stock TRL's.
-        token_selection (`str`, *optional*, defaults to `"all"`):
-            Which tokens of a completion enter the loss: `"all"`, `"s_grpo"`, `"uniform"`, `"prefix_cut"`, see
-            [`~trl_fsdp_qlora.scoring.token_selection.select_tokens`]. The others are not computed.
-        token_selection_rate (`float`, *optional*, defaults to `0.5`):
-            Chance of a token to be kept; for `"prefix_cut"` the expected share, 0.5 or more.
-        token_selection_always_first (`int`, *optional*, defaults to `0`):
-            α, the number of tokens at the start of a completion that are always kept.
-        token_selection_max_tokens (`int`, *optional*):
-            k, the most tokens of one completion that are kept.
-        token_selection_weighting (`str`, *optional*, defaults to `"auto"`):
-            `"self_normalized"` (S-GRPO's own, the default for `"s_grpo"`) or `"horvitz_thompson"` (unbiased, the
-            default for the others).
-        compact_generation (`bool`, *optional*, defaults to `True`):
-            When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample with one
-            random number per row. Completions follow the same distribution and are not the ones that stock TRL draws
-            from the same seed; `False` draws those. Runs as stock, and says why, where it would not be exact.
-        dynamic_sampling (`bool`, *optional*, defaults to `False`):
-            Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are
-            trained on.
-        dynamic_sampling_max_rounds (`int`, *optional*, defaults to `3`):
-            Further generations per generation batch at most; groups that are still equal then stay in it.
-        rollout_sync (`str`, *optional*, defaults to `"auto"`):
-            With vLLM, what is sent to the engine after an optimizer step: `"adapter"` (the LoRA adapter alone, under a
-            name of its own for each version), `"merge"` (TRL's way: every weight, with the adapter merged into it), or
-            `"auto"`: the adapter where the base is quantized, sharded, or served elsewhere.
-        vllm_server_timeout (`float`, *optional*, defaults to `50.0`):
-            TRL's own, where it is 240: seconds to wait at the start for a vLLM server, after which a run ends and says so.
-            Raise it where server and run are started together.
-        fsdp_gather (`str`, *optional*, defaults to `"auto"`):
-            Under FSDP2, how weights come together while completions are generated and scored, and while accuracy is
-            measured. `"once"`: the whole model is gathered for the phase (a 4-bit base as it is packed); `"per_layer"`:
-            layer by layer in every forward pass, so for every token; `"auto"`: once, where it fits into half of the free
-            memory of every rank.
-        fsdp_keep_gathered (`bool`, *optional*, defaults to `False`):
-            Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step, instead of for
-            each forward and backward. Every rank then holds the whole 4-bit base while it trains.
-        show_completions (`int`, *optional*, defaults to `2`):
-            Completions printed with their rewards some ten times in a run, from the lowest reward to the highest; `0` for
-            none. With `log_completions` TRL's own table is printed instead.
-        resume_anyway (`bool`, *optional*, defaults to `False`):
-            Go on from a checkpoint also where base model, data, seed or settings are not those that it was written with.
+    The text beside a field is its only one: `--help`, this docstring and docs/config.md take it from there.
+
+    Raises:
+        ValueError: values that cannot be right together; says what to write instead.
     """
 
     prefix_sharing: str = field(
         default="auto",
         metadata={
-            "help": "Compute each prompt once and no padding: 'auto' (where exact), 'off' (stock TRL), or an attention "
-            "backend by name: 'cascade', 'two_part', 'flex'."
+            "help": "How the forward and backward passes treat the prompt that the completions of a group share. 'auto' "
+            "computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
+            "'cascade', 'two_part', 'flex' insist on one attention backend; 'off' is stock TRL."
         },
     )
-
     skip_zero_advantage: bool = field(
         default=True,
-        metadata={"help": "Leave completions that cannot move the policy out of the forward and backward."},
+        metadata={
+            "help": "Leave completions with zero advantage out of the forward and backward where no other term of the "
+            "loss needs them (beta, an entropy bonus, a router loss). Loss and gradients are stock TRL's."
+        },
     )
     token_selection: str = field(
         default="all",
-        metadata={"help": "Tokens that enter the loss: 'all', 's_grpo', 'uniform' or 'prefix_cut'."},
+        metadata={
+            "help": "Which tokens of a completion enter the loss: 'all', 's_grpo', 'uniform' or 'prefix_cut'. The others "
+            "are not computed."
+        },
     )
     token_selection_rate: float = field(
-        default=0.5, metadata={"help": "Share of the tokens that is kept, in (0, 1]; for 'prefix_cut' 0.5 or more."}
+        default=0.5,
+        metadata={
+            "help": "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, "
+            "0.5 or more."
+        },
     )
     token_selection_always_first: int = field(
-        default=0, metadata={"help": "Tokens at the start of a completion that are always kept."}
+        default=0,
+        metadata={"help": "With token_selection: tokens at the start of a completion that are always kept (α)."},
     )
     token_selection_max_tokens: int | None = field(
-        default=None, metadata={"help": "The most tokens of one completion that are kept."}
+        default=None,
+        metadata={"help": "With token_selection: the most tokens of one completion that are kept (k)."},
     )
     token_selection_weighting: str = field(
         default="auto",
-        metadata={"help": "'self_normalized', 'horvitz_thompson', or 'auto': the former for 's_grpo' only."},
+        metadata={
+            "help": "With token_selection: 'self_normalized' (S-GRPO's own), 'horvitz_thompson' (unbiased), or 'auto', "
+            "which is the former for 's_grpo' and the latter for the others."
+        },
     )
     compact_generation: bool = field(
         default=True,
         metadata={
-            "help": "Without vLLM: prefill each prompt once and drop finished rows. False draws stock TRL's completions."
+            "help": "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
+            "with one random number per row. Completions follow the same distribution and are not the ones that stock "
+            "TRL draws from the same seed; False draws those. Runs as stock, and says why, where it would not be exact."
         },
     )
     dynamic_sampling: bool = field(
         default=False,
-        metadata={"help": "Draw further prompts in place of groups whose rewards are all equal (DAPO)."},
+        metadata={
+            "help": "Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are "
+            "trained on."
+        },
     )
     dynamic_sampling_max_rounds: int = field(
-        default=3, metadata={"help": "Further generations per generation batch at most, with dynamic_sampling."}
+        default=3,
+        metadata={
+            "help": "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
+            "then stay in it."
+        },
     )
     rollout_sync: str = field(
         default="auto",
-        metadata={"help": "With vLLM, what is sent after a step: 'adapter', 'merge' (all weights), or 'auto'."},
+        metadata={
+            "help": "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
+            "'merge' (TRL's way: every weight, with the adapter merged into it), or 'auto': the adapter where the base is "
+            "quantized, sharded, served elsewhere or not on a GPU."
+        },
     )
     vllm_server_timeout: float = field(
-        default=50.0, metadata={"help": "Seconds to wait at the start for a vLLM server (TRL: 240)."}
+        default=50.0,
+        metadata={
+            "help": "Seconds to wait at the start for a vLLM server, after which a run ends and says so (TRL's own field, "
+            "there 240). Raise it where server and run are started together."
+        },
     )
     fsdp_gather: str = field(
         default="auto",
-        metadata={"help": "FSDP2: gather for generation 'once', 'per_layer', or 'auto' (by free memory)."},
+        metadata={
+            "help": "Under FSDP2, how weights come together while completions are generated and scored, and while "
+            "accuracy is measured. 'once': the whole model is gathered for the phase (a 4-bit base as it is packed); "
+            "'per_layer': layer by layer in every forward pass, so for every token; 'auto': once, where it fits into half "
+            "of the free memory of every rank."
+        },
     )
     fsdp_keep_gathered: bool = field(
         default=False,
         metadata={
-            "help": "FSDP2 with a 4-bit base: gather once an optimizer step, not in every forward and backward."
+            "help": "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step, instead of "
+            "for each forward and backward. Every rank then holds the whole 4-bit base while it trains."
         },
     )
     show_completions: int = field(
         default=2,
         metadata={
-            "help": "Completions shown with their rewards, some ten times in a run; 0 for none. log_completions is TRL's."
+            "help": "Completions printed with their rewards some ten times in a run, from the lowest reward to the "
+            "highest; 0 for none. With log_completions, TRL's own table is printed instead."
         },
     )
-
     resume_anyway: bool = field(
         default=False,
-        metadata={"help": "Go on from a checkpoint although base model, data, seed or settings differ from its own."},
+        metadata={
+            "help": "Go on from a checkpoint even if its base model, data, seed or settings are not those of this run."
+        },
     )
 
     def __post_init__(self):

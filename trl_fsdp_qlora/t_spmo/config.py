@@ -3,18 +3,15 @@
 from dataclasses import dataclass, field
 
 from ..grpo.config import EfficientGRPOConfig
+from ..run.config_fields import documented
 
 OBJECTIVES = ("probability", "log_probability")
 
 
+@documented
 @dataclass(repr=False)
 class TSPMOConfig(EfficientGRPOConfig):
-    """Every field of [`EfficientGRPOConfig`], and
-
-    Parameters:
-        t_spmo_objective (`str`, *optional*, defaults to `"probability"`):
-            What is maximised over the credited transitions: `A(v|p)·π(v|p)` (`"probability"`) or `A(v|p)·log π(v|p)`
-            (`"log_probability"`).
+    """Every field of [`EfficientGRPOConfig`], and the one below.
 
     The objective has no ratio, no clipping and no KL term: `loss_type`, `epsilon`, `scale_rewards` and
     `importance_sampling_level` have no effect.
@@ -26,7 +23,10 @@ class TSPMOConfig(EfficientGRPOConfig):
 
     t_spmo_objective: str = field(
         default="probability",
-        metadata={"help": "Maximise A·π ('probability') or A·log π ('log_probability') over credited transitions."},
+        metadata={
+            "help": "What is maximised over the credited transitions: A(v|p)·π(v|p) ('probability') or A(v|p)·log π(v|p) "
+            "('log_probability')."
+        },
     )
 
     def __post_init__(self):

@@ -1,0 +1,52 @@
+"""Writes docs/config.md from the config classes: python docs/config_reference.py
+
+tests/test_docs.py compares the two, so a field that is added or changed needs a run of this.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.run.config_fields import default_of, own_fields, type_name
+
+PAGE = Path(__file__).with_name("config.md")
+HEAD = """# Fields of the configs
+
+Written by `python docs/config_reference.py` from the classes; do not edit it by hand. `python recipes/grpo.py --help` prints the
+same texts together with TRL's own fields.
+
+Every config takes all fields of [`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig), with TRL's
+defaults and meaning. Listed here is what each class adds or defaults otherwise.
+"""
+SECTIONS = [
+    (EfficientGRPOConfig, "GRPO, and what the other two inherit."),
+    (TSPMOConfig, "`EfficientGRPOConfig`, and"),
+    (AStarPOConfig, "`EfficientGRPOConfig`, and"),
+    (
+        ScriptArguments,
+        "Data, rewards and accuracy of a recipe (`recipes/*.py`), beside the fields of its trainer's config.",
+    ),
+]
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def page() -> str:
+    """The text of docs/config.md."""
+    parts = [HEAD]
+    for cls, about in SECTIONS:
+        parts.append(f"## {cls.__name__}\n\n{about}\n\n| field | type | default | meaning |\n|---|---|---|---|")
+        for item in own_fields(cls):
+            default = default_of(item)
+            shown = "required" if default is dataclasses.MISSING else f"`{default!r}`"
+            meaning = cell(item.metadata["help"])
+            parts.append(f"| `{item.name}` | `{cell(type_name(item))}` | {cell(shown)} | {meaning} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,172 @@
+"""The pages: what they name is there, and what is written from the code is what the code says."""
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import trl_fsdp_qlora
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(trl_fsdp_qlora.__file__).parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "recipes").rglob("README.md")),
+]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+# A path of this repository in code: at least one slash, and an ending that files here have.
+PATH = re.compile(r"(?<![\w/.$~{<-])((?:[\w.+*-]+/)+[\w.*-]+\.(?:py|md|ya?ml|json|png|txt))(?![\w/])")
+DOTTED = re.compile(r"\btrl_fsdp_qlora(?:\.\w+)+")
+CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+# What a run or its user makes.
+MADE = ("runs/", "my_", "checkpoint")
+
+
+def script(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that a page's headings can be linked by, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def exists(name: str, page: Path) -> bool:
+    """A path as a page names it: from the root, from the page, or from inside the package; a pattern matches something."""
+    return any(any(base.glob(name.removeprefix("./"))) for base in (ROOT, page.parent, PACKAGE))
+
+
+def defined(module: Path) -> set[str]:
+    """Names at the top level of a module."""
+    names = set()
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        names |= {getattr(target, "name", getattr(target, "id", None)) for target in targets}
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def resolves(dotted: str) -> bool:
+    """`trl_fsdp_qlora.room.module`, or a name in one."""
+    place, rest = PACKAGE, dotted.split(".")[1:]
+    while rest and (place / rest[0]).is_dir():
+        place, rest = place / rest[0], rest[1:]
+    if rest and (place / f"{rest[0]}.py").is_file():
+        place, rest = place / f"{rest[0]}.py", rest[1:]
+    return not rest or rest[0] in defined(place / "__init__.py" if place.is_dir() else place)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_to_files_and_headings(page):
+    lost = []
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, fragment = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (fragment and fragment not in anchors(file)):
+            lost.append(target)
+    assert lost == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_files_and_modules_that_a_page_names_are_there(page):
+    code = "\n".join(CODE.findall(page.read_text(encoding="utf-8")))
+    files = {name for name in PATH.findall(code) if not name.startswith(MADE)}
+    lost = {name for name in files if not exists(name, page)}
+    lost |= {name for name in DOTTED.findall(code) if not resolves(name)}
+    assert lost == set()
+
+
+def test_the_checks_see_what_is_lost():
+    assert not exists("grpo/config_that_never_was.py", ROOT / "README.md") and exists(
+        "grpo/config.py", ROOT / "README.md"
+    )
+    assert not resolves("trl_fsdp_qlora.grpo.config.NoSuchConfig")
+    assert resolves("trl_fsdp_qlora.grpo.config.EfficientGRPOConfig") and resolves("trl_fsdp_qlora.recipe")
+    assert PATH.findall("`recipes/grpo.py` --output_dir /tmp/x.json") == ["recipes/grpo.py"]
+
+
+def test_every_page_is_in_the_index():
+    listed = re.findall(
+        r"^- \[([\w.]+)\]\(\1\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"})
+
+
+def test_the_reference_of_the_fields_is_what_the_classes_say():
+    reference = script(ROOT / "docs" / "config_reference.py")
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python docs/config_reference.py"
+
+
+@pytest.mark.parametrize("name", ["EfficientGRPOConfig", "TSPMOConfig", "AStarPOConfig"])
+def test_a_field_is_documented_once(name):
+    from trl_fsdp_qlora.run.config_fields import own_fields
+
+    config = getattr(trl_fsdp_qlora, name)
+    for item in own_fields(config):
+        assert item.metadata["help"].endswith("."), item.name
+        assert f"        {item.name} (`" in config.__doc__
+    source = PACKAGE / config.__module__.split(".", 1)[1].replace(".", "/")
+    assert "Parameters:" not in source.with_suffix(".py").read_text(encoding="utf-8")
+
+
+def test_the_floor_plan_names_every_room():
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert rooms <= set(re.findall(r"(?<= )(\w+)/(?= )", text))
+
+
+def options_of(name: str) -> set[str]:
+    """The options that a recipe script takes."""
+    from trl import TrlParser
+
+    page = script(ROOT / "recipes" / name)
+    types = re.search(r"parse_recipe\(\((.*?),?\)\)", (ROOT / "recipes" / name).read_text(encoding="utf-8"))[1]
+    parser = TrlParser(tuple(getattr(page, each.strip()) for each in types.split(",")))
+    known = {option for action in parser._actions for option in action.option_strings}
+    return known | {"--config", "--debug_errors"}
+
+
+def test_commands_use_options_that_their_script_has():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES).replace("\\\n", " ")
+    used: dict[str, set[str]] = {}
+    for name, words in re.findall(r"recipes/(\w+\.py)([^\n`]*)", text):
+        if (ROOT / "recipes" / name).is_file() and "parse_recipe((" in (ROOT / "recipes" / name).read_text("utf-8"):
+            used.setdefault(name, set()).update(re.findall(r"(?<!\S)--\w+", words))
+    assert len(used) >= 4
+    assert {name: unknown for name, given in used.items() if (unknown := given - options_of(name))} == {}
+
+
+def metric_patterns() -> list[str]:
+    """Names and patterns of the metrics in docs/telemetry.md: `<phase>` stands for one word, `...` for anything."""
+    text = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8").partition("## Every metric")[2]
+    cells = re.findall(r"^\| (`.*?) \| ", text, re.MULTILINE)
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    return [re.sub(r"<\w+>", r"\\w+", re.escape(name).replace(re.escape("..."), ".*")) for name in names]
+
+
+def test_the_script_of_a_page_runs_and_every_metric_it_logs_is_explained(tmp_path, monkeypatch):
+    from tests.tiny import save_tiny_model
+
+    page = (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8")
+    (rows,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len([json.loads(row) for row in rows.splitlines()]) == 2
+    (tmp_path / "problems.jsonl").write_text(rows * 4, encoding="utf-8")
+    save_tiny_model(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "tiny"), "own_data.md", "exec"), names)
+    assert (tmp_path / "runs" / "mine" / "adapter_model.safetensors").is_file()
+    logged = {name for entry in names["trainer"].state.log_history if "loss" in entry for name in entry} - {"step"}
+    assert len(logged) > 30
+    patterns = metric_patterns()
+    assert {name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns)} == set()

@@ -1,0 +1,38 @@
+"""The fields that a config class adds, for its docstring and for docs/config.md, from the one text beside each field."""
+
+import dataclasses
+import inspect
+import textwrap
+from typing import Any, TypeVar
+
+Config = TypeVar("Config", bound=type)
+
+
+def own_fields(cls: type) -> list[dataclasses.Field]:
+    """Fields that the dataclass `cls` defines itself, in its order; inherited ones that it defines anew included."""
+    items = {item.name: item for item in dataclasses.fields(cls)}
+    return [items[name] for name in inspect.get_annotations(cls) if name in items]
+
+
+def type_name(item: dataclasses.Field) -> str:
+    """`str`, `int | None`, `list[float] | None`."""
+    return item.type.__name__ if type(item.type) is type else str(item.type)
+
+
+def default_of(item: dataclasses.Field) -> Any:
+    """The default of a field; `dataclasses.MISSING` where it has none."""
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
+
+
+def documented(cls: Config) -> Config:
+    """Class decorator, above `@dataclass`: append the class's own fields to its docstring, from `metadata["help"]`."""
+    entries = []
+    for item in own_fields(cls):
+        default = default_of(item)
+        given = "" if default is dataclasses.MISSING else f", *optional*, defaults to `{default!r}`"
+        text = textwrap.fill(item.metadata["help"], 100, initial_indent=" " * 12, subsequent_indent=" " * 12)
+        entries.append(f"        {item.name} (`{type_name(item)}`{given}):\n{text}")
+    cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "    Parameters:", *entries, "    "])
+    return cls
