@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/a_star_po_lookup.py --out benchmarks/results/a_star_po_lookup.json
 
-A tiny untrained model fills the cache with two samples a prompt; then a fresh trainer looks all prompts up, tokenization
+A tiny untrained model fills the cache with two samples per prompt; then a fresh trainer looks all prompts up, tokenization
 and keys included. Best and worst of three.
 """
 

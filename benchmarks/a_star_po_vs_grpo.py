@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/a_star_po_vs_grpo.py --out benchmarks/results/a_star_po_vs_grpo
 
 Both train the same LoRA adapter on the same 1,024 problems with the same learning rate. GRPO takes 16 prompts × 8
-completions a step with everything this package switches on by default (prefix sharing); A*-PO takes 64 prompts × 1.
+completions per step with everything this package switches on by default (prefix sharing); A*-PO takes 64 prompts × 1.
 Seconds are CPU seconds of the process, on one thread, without the evaluations: other programs on the machine do not
 count. Prints a table; writes JSON and, with matplotlib, a picture.
 """

@@ -31,7 +31,7 @@ from trl_fsdp_qlora.run.telemetry import MIB, PeakMemory
 
 
 def build(cls, config_cls, model, folder: str, **extra):
-    """A trainer of class `cls`: 8 prompts × 8 completions of 32 tokens a step, LoRA, fp32."""
+    """A trainer of class `cls`: 8 prompts × 8 completions of 32 tokens per step, LoRA, fp32."""
     args = config_cls(
         output_dir=folder,
         per_device_train_batch_size=64,
@@ -113,7 +113,7 @@ def main() -> None:
                 peaks[name].append(memory.read() / MIB)
     ratios = [ours / stock for ours, stock in zip(seconds["drop_in"], seconds["stock"], strict=True)]
     result = {
-        "setting": "Qwen3-like hidden 128 x 3 layers, P about 104, C up to 32, G 8, 64 completions a step, LoRA, fp32",
+        "setting": "Qwen3-like hidden 128 x 3 layers, P about 104, C up to 32, G 8, 64 completions per step, LoRA, fp32",
         "prefix_sharing": options.prefix_sharing,
         "threads": options.threads,
         "hardware": hardware(),

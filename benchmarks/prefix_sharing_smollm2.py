@@ -50,7 +50,7 @@ def recording(cls):
 
 
 def make_trainer(cls, args, dtype=torch.float32):
-    """LoRA on every linear layer, four completions a prompt, two prompts a step."""
+    """LoRA on every linear layer, four completions per prompt, two prompts per step."""
     torch.manual_seed(0)
     problems = json.loads(Path(args.data).read_text())[: args.problems]
     prompts = [
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="SVAMP.json")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--problems", type=int, default=40)
-    parser.add_argument("--completion", type=int, default=24, help="new tokens a completion")
+    parser.add_argument("--completion", type=int, default=24, help="new tokens per completion")
     parser.add_argument("--folder", type=Path, default=Path("outputs/prefix_sharing_smollm2"))
     parser.add_argument("--parts", nargs="+", default=["batch", "runs"], choices=["batch", "runs"])
     args = parser.parse_args()

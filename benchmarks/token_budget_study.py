@@ -3,7 +3,7 @@
     python benchmarks/token_budget_study.py --base runs/small-base [--task addition] [--seeds 0 1 2] [--steps 40]
     python benchmarks/token_budget_study.py --base runs/small-base-multiplication --task multiplication --steps STEPS
 
-A task of the small base model (built into `--base` where it is not there yet), LoRA, 16 prompts × 8 completions a step;
+A task of the small base model (built into `--base` where it is not there yet), LoRA, 16 prompts × 8 completions per step;
 the settings of recipes/small-base/grpo. The learning rate is constant and the same for all methods, so one run a method
 and seed serves both comparisons: held-out accuracy is measured at `--steps` optimizer steps, and when the run has
 trained as many seconds as full GRPO of the same seed took for them (measuring not counted). Seconds are the process's

@@ -1,4 +1,4 @@
-"""A*-PO on problems with exact answers: V* of every prompt once, then one completion a prompt.
+"""A*-PO on problems with exact answers: V* of every prompt once, then one completion per prompt.
 
 One process, or any number of them; the cache of values is shared by all of them and by later runs:
 

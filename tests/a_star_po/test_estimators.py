@@ -13,7 +13,7 @@ from trl_fsdp_qlora.a_star_po.estimators import SamplePlan, check_reward_range, 
 rewards_of_prompt = st.lists(st.floats(-5, 5), min_size=1, max_size=16)
 
 
-# ../shared/ALGORITHMS.md §5: V* = 0.5·ln(1 + p(e² − 1)) to four digits.
+# V* = 0.5·ln(1 + p(e² − 1)) to four digits.
 @pytest.mark.parametrize(("solved", "value"), [(0, 0.0), (1, 0.2935), (2, 0.4772), (4, 0.7169), (8, 1.0)])
 def test_vectors_of_the_paper(solved, value):
     rewards = [1.0] * solved + [0.0] * (8 - solved)

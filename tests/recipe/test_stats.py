@@ -8,7 +8,7 @@ from trl_fsdp_qlora.recipe.stats import format_accuracy, pass_at_k, wilson_inter
 @pytest.mark.parametrize(
     ("correct", "n", "low", "high"),
     [
-        (29, 30, 0.8333, 0.9941),  # ALGORITHMS.md §6: the interval of 29 of 30 is 83-99%
+        (29, 30, 0.8333, 0.9941),  # the interval of 29 of 30 is 83-99%
         (0, 10, 0.0, 0.2775),  # Brown, Cai & DasGupta 2001, table: Wilson at x = 0 is z²/(n + z²)
         (5, 10, 0.2366, 0.7634),
     ],

@@ -251,7 +251,7 @@ DATA = [
     Case(
         "dataset-hub",
         "--dataset nobody/nothing",
-        "dataset 'nobody/nothing' (split 'train') is no file or folder here and cannot be had from the Hub",
+        "dataset 'nobody/nothing' (split 'train') is no file or folder here and cannot be loaded from the Hub",
     ),
     Case(
         "kind-of-file",

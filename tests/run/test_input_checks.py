@@ -188,7 +188,7 @@ def test_what_the_batch_size_advice_names_works(tmp_path, per_device, accumulati
 
 def test_split_groups_cost_one_line():
     assert checks.split_group_cost(8, 4) is None
-    assert "at least 2 times a step instead of once; per_device_train_batch_size=8" in checks.split_group_cost(4, 8)
+    assert "at least 2 times per step instead of once; per_device_train_batch_size=8" in checks.split_group_cost(4, 8)
     assert "per_device_train_batch_size=8 keeps" in checks.split_group_cost(6, 4)
 
 

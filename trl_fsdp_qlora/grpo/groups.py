@@ -16,7 +16,7 @@ def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) ->
 
     Args:
         batch_size: rows on this rank.
-        group_size: completions a prompt.
+        group_size: completions per prompt.
         rank_offset: index of this rank's first row in the global batch.
 
     Returns:

@@ -31,7 +31,7 @@ def padded_cut(
     whole_rows: bool = False,
     **options,
 ):
-    """TRL's padded pass without the rows of which nothing is scored, and without the columns behind the last scored one.
+    """TRL's padded pass without the rows and the trailing columns in which nothing is scored.
 
     What is left keeps its columns, so its positions and, the model being causal, its values. One row always stays, so that
     every rank meets every other in the forward.

@@ -47,13 +47,13 @@ class EfficientGRPOTrainer(GRPOTrainer):
     What differs is how, and who is asked for it:
 
     - `prefix_sharing`: a prompt is computed once for all its completions, and padding not at all;
-    - `budget`: which tokens a micro-batch spends anything on;
+    - `budget`: which tokens of a micro-batch are computed;
     - `rollout`: where completions come from;
     - `sharding`: FSDP2 with a 4-bit base;
     - `checkpointing`: a checkpoint is whole or not taken for one, and holds the completions still to be used;
     - `clock`: seconds, bytes and waste of each phase, as ordinary metrics.
 
-    Completions of one prompt stay together when a generation batch is sliced, and bad input is told before the first
+    Completions of one prompt stay together when a generation batch is sliced, and bad input is reported before the first
     step.
 
     Raises:

@@ -78,7 +78,7 @@ def _source_rows(source: str, split: str, config: str | None) -> list[Row]:
     except (OSError, ValueError, DatasetsError) as error:  # not there, not reached, no such split or configuration
         reason = str(error).strip().split("\n")[0]
         raise DatasetError(
-            f"dataset {source!r} (split {split!r}) is no file or folder here and cannot be had from the Hub: {reason}"
+            f"dataset {source!r} (split {split!r}) is no file or folder here and cannot be loaded from the Hub: {reason}"
             f"{did_you_mean(path)}"
         ) from error
     return [Row(values, f"{source}, row {index}") for index, values in enumerate(rows)]
@@ -99,13 +99,13 @@ def read_problems(source: str, split: str = "train", config: str | None = None) 
 
     Args:
         source: a local file or folder (see [`~trl_fsdp_qlora.recipe.files.read_rows`]), a Hub id, or `"addition"` or
-            `"multiplication"` for the two-digit problems of the small base model. The family is told by its columns: SVAMP (`Body`, `Question`,
+            `"multiplication"` for the two-digit problems of the small base model. Its columns decide the family: SVAMP (`Body`, `Question`,
             `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
         split: split to read; a single file holds only one.
         config: configuration name, for a Hub id.
 
     Returns:
-        One dict a problem: `row` (index in the source), `question`, `answer` (as text).
+        One dict per problem: `row` (index in the source), `question`, `answer` (as text).
 
     Raises:
         DatasetError: no such file, unknown columns, no rows, or a row without one of its fields, which it names.

@@ -95,7 +95,7 @@ def evaluate(
         tokenizer: with a pad token; conversational prompts use its chat template.
         dataset: columns `prompt` and `answer`, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
         max_new_tokens: length limit of a completion, in tokens.
-        batch_size: completions a batch, per rank; sampled completions of a problem are batched together.
+        batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
         temperature: of the samples.
         top_p: of the samples. Penalties that the model's own generation config asks for are left out, of greedy decoding

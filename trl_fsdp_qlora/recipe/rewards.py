@@ -54,7 +54,7 @@ def _is_tagged(text: str) -> bool:
 
 
 def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float]:
-    """The graded reward of the blog recipe (`ALGORITHMS.md` §6): answer graded in steps, plus 0.2 a tag.
+    """The graded reward of the blog recipe: answer graded in steps, plus 0.2 per tag.
 
     2.0 where the text inside `<answer>` is the gold answer; 1.5 where it holds a single number and that is the gold
     answer, with other words around it; plus 0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>`

@@ -115,7 +115,7 @@ def over_ranks(
 
     Args:
         count: problems; the same on every rank.
-        batch_size: problems a batch, per rank.
+        batch_size: problems per batch, per rank.
         generate: completions of a batch of problems; may be collective.
         score: one result for every problem of a batch from its completions; runs on one rank alone.
         lockstep: `generate` is collective: a rank that has no batch left repeats the first problem, for nobody.

@@ -83,7 +83,7 @@ def split_group_cost(per_device: int, num_generations: int) -> str | None:
     whole = math.ceil(per_device / num_generations) * num_generations
     return (
         f"groups of {num_generations} are split over micro-batches of {per_device}: a prompt is computed at least "
-        f"{max(parts, 2)} times a step instead of once; per_device_train_batch_size={whole} keeps groups whole"
+        f"{max(parts, 2)} times per step instead of once; per_device_train_batch_size={whole} keeps groups whole"
     )
 
 

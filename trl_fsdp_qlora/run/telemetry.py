@@ -8,7 +8,7 @@ Names, all averaged over the logging window:
 - `waste/padding_share`: padding tokens in the padded batch that stock TRL runs, as a share of it.
 - `waste/prompt_redundancy`: valid tokens that stock TRL runs over the tokens with every group's prompt once.
 - `waste/zero_advantage_share`: completions whose advantage is 0, as a share of all.
-- `throughput/tokens_per_s`: completion tokens of all ranks a second of step time.
+- `throughput/tokens_per_s`: completion tokens of all ranks per second of step time.
 """
 
 import time
@@ -136,7 +136,7 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
 
     Args:
         batch: `prompt_mask` (B, P), `completion_mask` (B, C), `advantages` (B,) or (B, C).
-        group_size: completions a prompt; rows of a group are adjacent.
+        group_size: completions per prompt; rows of a group are adjacent.
 
     Returns:
         float64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions,
