@@ -1,14 +1,15 @@
 # `make quickstart` trains a small model on this machine, `make test` runs every test but those that need vLLM, which
-# `make test-vllm` runs in an environment of its own.
+# `make test-vllm` runs in an environment of its own; `make test-fast` runs those that are quick, in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+WORKERS ?= 2
 SEED ?= 0
 BASE ?= runs/small-base
 RUN ?= runs/quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-vllm lint clean
+.PHONY: quickstart test test-fast test-vllm lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --seed $(SEED)
@@ -17,7 +18,11 @@ quickstart: $(VENV)/.quickstart
 		--seed $(SEED) --output_dir $(RUN) --resume_from_checkpoint auto
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25
+
+# Minutes without a process of its own: for the inner loop.
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not processes and not gpu and not vllm"
 
 test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/rollout

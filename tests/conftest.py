@@ -1,3 +1,4 @@
+import multiprocessing.process
 import os
 import subprocess
 import sys
@@ -10,6 +11,35 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def _is_python(command) -> bool:
+    words = [command] if isinstance(command, (str, bytes, os.PathLike)) else list(command)
+    return bool(words) and Path(os.fsdecode(words[0])).name.startswith(("python", "accelerate", "trl-fsdp-qlora"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Where tests with processes are left out (`make test-fast`), one that starts a Python process all the same fails."""
+    if "not processes" not in item.config.option.markexpr:
+        return (yield)
+    popen = subprocess.Popen.__init__
+
+    def refuse(what):
+        raise AssertionError(f"{item.nodeid} starts a process ({what}): mark it with @pytest.mark.processes")
+
+    def start_nothing(self):
+        refuse(self)
+
+    def start_no_python(self, args, *more, **named):
+        if _is_python(args):
+            refuse(args)
+        popen(self, args, *more, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.process.BaseProcess, "start", start_nothing)
+        patch.setattr(subprocess.Popen, "__init__", start_no_python)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import pytest
 import trl_fsdp_qlora
 
 
+@pytest.mark.processes
 def test_import_pulls_in_nothing():
     code = (
         "import sys, trl_fsdp_qlora\n"

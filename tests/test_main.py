@@ -25,6 +25,7 @@ def test_configs_by_name(capsys):
         main(["config", "tpu"])
 
 
+@pytest.mark.processes
 def test_version_by_either_name(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -51,6 +52,7 @@ def test_readme_links_on_pypi():
     )
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_configs_come_with_the_wheel(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]

@@ -27,12 +27,14 @@ def run_script(folder: Path, model: str) -> str:
     return run.stdout
 
 
+@pytest.mark.processes
 def test_the_smallest_script_runs_as_printed(tmp_path):
     save_tiny_model(tmp_path / "tiny")
     assert "step 10/10  reward" in run_script(tmp_path, "tiny")
     assert (tmp_path / "runs" / "mine" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_smallest_script_runs_with_the_model_that_it_names(tmp_path, smollm2):
     assert "step 10/10  reward" in run_script(tmp_path, str(smollm2))

@@ -9,6 +9,8 @@ from packaging.version import Version
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 
+pytestmark = pytest.mark.processes
+
 WORKER = __file__.replace("test_distributed.py", "rank_worker.py")
 
 

@@ -51,6 +51,7 @@ def test_keys_depend_on_every_part():
     assert row_key("c", [1, 2], dict(reversed(row.items()))) == variants[0]
 
 
+@pytest.mark.processes
 def test_keys_are_the_same_in_another_process():
     code = "from trl_fsdp_qlora.a_star_po.canonical import digest; print(digest({'a': {1, 2, 'x'}, 'b': 0.1}))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

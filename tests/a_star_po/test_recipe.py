@@ -47,6 +47,7 @@ def test_the_papers_and_the_reports_settings():
         assert (config.learning_rate, config.max_steps, config.eval_steps) == (3e-7, 200, 50)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
     save_tiny_model(tmp_path / "base")
@@ -82,7 +83,7 @@ def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
 
 
 def test_table_of_the_speed_up_study():
-    spec = importlib.util.spec_from_file_location("speedup", ROOT / "benchmarks" / "a_star_po.py")
+    spec = importlib.util.spec_from_file_location("speedup", ROOT / "benchmarks" / "a_star_po_speedup.py")
     speedup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(speedup)
     one = {"processes": 1, "batch": 16, "steps": 10, "training_seconds": 30.0, "load": 1.0}

@@ -205,6 +205,7 @@ def test_a_moved_folder_keeps_the_key(key):
     assert key(WHOLE, "a") == key(WHOLE, "b/c")
 
 
+@pytest.mark.processes
 def test_other_processes_give_the_same_key(tmp_path, key):
     write(tmp_path / "p", WHOLE)
     code = textwrap.dedent(

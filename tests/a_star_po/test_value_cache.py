@@ -66,6 +66,7 @@ def test_samples_of_a_lost_claim_are_dropped_and_an_entry_that_grew_stands(tmp_p
     np.testing.assert_array_equal(two.get(KEYS)[KEYS[0]], rewards(1, 1))
 
 
+@pytest.mark.processes
 def test_claims_of_a_killed_process_are_free_at_once_though_its_parent_has_not_reaped_it(tmp_path):
     code = "import sys, time; from trl_fsdp_qlora.a_star_po.value_cache import ValueCache as V\n"
     code += "c = V(sys.argv[1]); c.claim([bytes([0]) * 32]); print('claimed', flush=True); time.sleep(60)"
@@ -112,6 +113,7 @@ def wait_until(condition, seconds=60):
         time.sleep(0.005)
 
 
+@pytest.mark.processes
 def test_two_processes_never_sample_one_prompt_twice_and_share_the_work(tmp_path):
     path = str(tmp_path / "v")
     # One is ten times slower: the other helps with its share.
@@ -126,6 +128,7 @@ def test_two_processes_never_sample_one_prompt_twice_and_share_the_work(tmp_path
     assert 0 < sum(pid == slow.pid for *_, pid in log) < sum(pid == fast.pid for *_, pid in log)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_kill_nine_ten_times_at_random_moments_on_either_rank(tmp_path):
     path, chance = str(tmp_path / "v"), random.Random(0)

@@ -60,6 +60,7 @@ def hold(path, ready, end):
         end.wait(60)
 
 
+@pytest.mark.processes
 def test_a_living_process_that_finishes_nothing_is_named_and_the_wait_ends(tmp_path, caplog):
     ValueCache(tmp_path / "v").close()
     context = multiprocessing.get_context("fork")

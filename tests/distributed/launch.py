@@ -1,14 +1,22 @@
-"""Start N gloo processes the way torchrun does, and end them all when one fails or hangs."""
+"""Start N gloo processes the way torchrun does, and end them all when one fails or hangs.
 
+Ranks are children of a fork server that has imported torch, transformers and TRL, which takes a process several seconds.
+"""
+
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -32,12 +40,87 @@ def rank_environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return {**environment, **(extra or {})}
 
 
-def _end_group(process: subprocess.Popen) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+def fork_server():
+    """The context whose processes start with everything imported, one for all tests of this interpreter."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    return context
+
+
+class _Rank:
+    """A script in a child of the fork server, with `Popen`'s names."""
+
+    def __init__(self, script: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path):
+        self.process = fork_server().Process(target=_run_script, args=(script, arguments, dict(environment), str(log)))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> None:
+        self.process.join()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+
+def _run_script(script: str, arguments: Sequence[str], environment: dict[str, str], log: str) -> None:
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+        os.dup2(source, stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(REPOSITORY)
+    sys.argv = [script, *arguments]
+    sys.path[:0] = [str(Path(script).parent), str(REPOSITORY)]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _end_all(processes: Sequence) -> None:
+    """Kill what is left of each process's group and of its descendants, which a launcher may have put into others."""
+    for process in processes:
+        try:
+            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        except psutil.NoSuchProcess:
+            children = []
+        for end in (lambda pid=process.pid: os.killpg(pid, signal.SIGKILL), *(child.kill for child in children)):
+            try:
+                end()
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        process.wait()
+
+
+def _run(starts: Sequence[Callable[[Path], object]], timeout: float, check: bool) -> list[tuple[int, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}.txt" for rank in range(len(starts))]
+        processes, timed_out = [], False
+        try:
+            for start, log in zip(starts, logs, strict=True):
+                log.touch()
+                processes.append(start(log))
+            deadline = time.monotonic() + timeout
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() not in (None, 0) for process in processes):
+                    deadline = min(deadline, time.monotonic() + 10)
+                if time.monotonic() > deadline:
+                    timed_out = True
+                    break
+                time.sleep(0.05)
+        finally:
+            _end_all(processes)
+        results = [
+            (process.returncode, log.read_text(errors="replace")) for process, log in zip(processes, logs, strict=True)
+        ]
+    if check and (timed_out or any(code != 0 for code, _ in results)):
+        report = "\n".join(
+            f"--- rank {rank}, exit code {code} ---\n{text}" for rank, (code, text) in enumerate(results)
+        )
+        raise LaunchFailed(f"{'ended by the launcher' if timed_out else 'a rank failed'}\n{report}")
+    return results
 
 
 def run_group(
@@ -55,56 +138,32 @@ def run_group(
     Returns:
         `(exit code, output)` of each rank; a rank that was killed here has a negative code.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"rank{rank}.txt" for rank in range(len(commands))]
-        processes = []
-        for (arguments, environment), log in zip(commands, logs, strict=True):
-            with log.open("wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        arguments,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        stdin=subprocess.DEVNULL,
-                        env=environment,
-                        cwd=REPOSITORY,
-                        start_new_session=True,
-                    )
-                )
-        deadline, timed_out = time.monotonic() + timeout, False
-        try:
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() not in (None, 0) for process in processes):
-                    deadline = min(deadline, time.monotonic() + 10)
-                if time.monotonic() > deadline:
-                    timed_out = True
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                _end_group(process)
-        results = [
-            (process.returncode, log.read_text(errors="replace")) for process, log in zip(processes, logs, strict=True)
-        ]
-    if check and (timed_out or any(code != 0 for code, _ in results)):
-        report = "\n".join(
-            f"--- rank {rank}, exit code {code} ---\n{text}" for rank, (code, text) in enumerate(results)
-        )
-        raise LaunchFailed(f"{'ended by the launcher' if timed_out else 'a rank failed'}\n{report}")
-    return results
+
+    def start(arguments, environment, log):
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                arguments,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                cwd=REPOSITORY,
+                start_new_session=True,
+            )
+
+    return _run([partial(start, *command) for command in commands], timeout, check)
 
 
 def launch(
     script: str | Path,
-    *arguments: str,
+    *arguments: str | Path,
     processes: int = 2,
     timeout: float = 120,
     environment: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> list[tuple[int, str]]:
     """Run a Python script on `processes` gloo ranks with torchrun's environment variables. See [`run_group`]."""
-    port = free_port()
-    commands = []
+    port, starts = free_port(), []
     for rank in range(processes):
         variables = {
             "RANK": str(rank),
@@ -114,9 +173,7 @@ def launch(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        if processes == 1:
-            variables = {}
-        commands.append(
-            ([sys.executable, str(script), *arguments], rank_environment({**variables, **(environment or {})}))
-        )
-    return run_group(commands, timeout, check)
+        given = rank_environment({**(variables if processes > 1 else {}), **(environment or {})})
+        path = str(REPOSITORY / script)  # as it is where it is absolute
+        starts.append(partial(_Rank, path, [str(argument) for argument in arguments], given))
+    return _run(starts, timeout, check)

@@ -21,7 +21,7 @@ from tests.fsdp2_qlora.test_sharded_training import WORKER, difference
 from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 CONFIGS = REPOSITORY / "accelerate_configs"
 

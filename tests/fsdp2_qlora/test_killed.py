@@ -14,7 +14,7 @@ from tests.grpo.test_resume import KEYS, history
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.run import checkpoints
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

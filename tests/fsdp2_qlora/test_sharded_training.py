@@ -16,7 +16,7 @@ from tests.fsdp2_qlora import tiny
 from tests.grpo import empty_rank_worker
 from tests.tiny import save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 WORKER = "tests/fsdp2_qlora/worker.py"
 GRPO = {

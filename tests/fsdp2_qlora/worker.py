@@ -79,6 +79,14 @@ class Record(TrainerCallback):
         self.gradients.append(step)
 
 
+class FirstLogits(TrainerCallback):
+    """What the model says before the first step, sharded or not."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            self.logits = model(input_ids=torch.arange(3, 35).view(2, 16)).logits.float()
+
+
 class Fail(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 2:
@@ -206,7 +214,7 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
         # Half of the vocabulary ends a completion: some rank is always finished before the other.
         generation_kwargs={"eos_token_id": list(range(3, 35))} if int(options.get("uneven", 0)) else None,
     )
-    record = Record()
+    record, first = Record(), FirstLogits()
     trainer = EfficientGRPOTrainer(
         model=stored or model_path,
         reward_funcs=reward,
@@ -215,7 +223,7 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
         quantization_config=tiny.quantization(double=bool(int(double))),
         peft_config=tiny.lora(init_lora_weights=False),
         processing_class=tiny.make_tokenizer(),
-        callbacks=[record],
+        callbacks=[record, first],
     )
     meta = any(parameter.is_meta for parameter in trainer.model.parameters())
     as_reference(trainer.model)
@@ -229,7 +237,8 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
     trainer._generate_single_turn = measured
     trainer.train()
     gathers = [entry["fsdp/gathers"] for entry in trainer.state.log_history if "fsdp/gathers" in entry]
-    return {**result(trainer, record), "meta": meta, "gathers": gathers, "longest": longest}
+    found = {"meta": meta, "gathers": gathers, "longest": longest, "first_logits": first.logits}
+    return {**result(trainer, record), **found}
 
 
 def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1):

@@ -45,6 +45,7 @@ def uninterrupted(launch, tmp_path_factory) -> Path:
     return run
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("kill", "resumes_at"), [("step", 6), ("saving", 4), ("generating", 4)])
 def test_killed_and_resumed_equals_uninterrupted(launch, uninterrupted, tmp_path, kill, resumes_at):

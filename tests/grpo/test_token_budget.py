@@ -3,15 +3,13 @@
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from trl import GRPOTrainer
 
+from tests.distributed.launch import launch
 from tests.tiny import LOSS_TYPES, lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.padded_cut import padded_pass
@@ -277,18 +275,13 @@ def test_config_refuses_what_cannot_be_right(tmp_path, changes, message):
         EfficientGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{"max_completion_length": 6, **changes})
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_ranks_one_of_them_empty(tmp_path):
     """DDP: rank 1 has only zero advantages; the reduced gradient equals stock's on the same batches."""
     from tests.grpo import empty_rank_worker
 
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    worker = Path(__file__).with_name("empty_rank_worker.py")
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
-         "--rdzv_endpoint=localhost:0", str(worker), str(tmp_path)],
-        check=True, env=environment, timeout=240, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    launch(Path(__file__).with_name("empty_rank_worker.py"), tmp_path)
     empty_rank_worker.check(json.loads((tmp_path / "results.json").read_text()))
 
 

@@ -179,6 +179,7 @@ def make_trainer(cls, model, tmp_path, peft_config=None, **config):
         "save_strategy": "no",
         "disable_tqdm": True,
         "learning_rate": 1e-3,
+        "compact_generation": False,  # draws as stock does
     }
     trainer = cls(
         model=model,

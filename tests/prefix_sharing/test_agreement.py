@@ -7,6 +7,7 @@ import pytest
 from tests.distributed.launch import launch
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_ranks(wrapper):
     launch(Path(__file__).with_name("agreement_worker.py"), wrapper, timeout=120)

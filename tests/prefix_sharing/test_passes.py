@@ -2,10 +2,6 @@
 
 import copy
 import inspect
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ import transformers as tf
 from peft import LoraConfig
 from trl import GRPOTrainer
 
+from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 
 from .helpers import (
@@ -226,28 +223,22 @@ def test_generation_sees_the_models_own_implementation(tmp_path, monkeypatch):
     assert config._attn_implementation == "prefix_sharing_sdpa"
 
 
-def launch(script: str, port: int, *arguments) -> None:
-    """Run a script beside this file in two processes."""
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    subprocess.run(
-        [sys.executable, *command, Path(__file__).parent / script, *arguments],
-        check=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_processes_with_uneven_work_equal_the_padded_path(tmp_path):
     """DDP on gloo; on one rank every completion is masked out, so it has nothing to compute but must not hang."""
-    launch("ddp_run.py", 29631, tmp_path)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["auto"]["packed"] and not results["off"]["packed"]
-    for name in ("loss", "weights", "empty_gradient"):
-        assert results["auto"][name] == pytest.approx(results["off"][name], rel=1e-4, abs=1e-6)
+    launch(Path(__file__).with_name("ddp_run.py"), tmp_path)
+    results = torch.load(tmp_path / "results.pt")
+    packed, padded = results["auto"], results["off"]
+    assert packed["packed"] and not padded["packed"]
+    assert packed["loss"] == pytest.approx(padded["loss"], rel=1e-4, abs=1e-6)
+    assert_equal_gradients(packed["empty_gradient"], padded["empty_gradient"])
+    for ours, stock in zip(packed["weights"], padded["weights"], strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_fsdp2_with_different_rows_on_each_rank():
     """Ranks cut an old-policy pass into different numbers of rows and must still gather the same shards."""
-    launch("fsdp_run.py", 29632)
+    launch(Path(__file__).with_name("fsdp_run.py"))

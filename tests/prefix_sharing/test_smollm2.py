@@ -13,6 +13,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from .helpers import assert_equal_gradients, gradients, loss_inputs, make_trainer
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)

@@ -45,6 +45,7 @@ def test_metadata_and_recipe(trained):
     assert "seed: 7" in written.text
 
 
+@pytest.mark.processes
 def test_the_quick_start_runs_as_printed(trained):
     code = re.search(r"```python\n(.*?)```", ModelCard.load("adapter/README.md").text, re.DOTALL)[1]
     # In a fresh process that knows nothing of this package, so that what is compared is plain PEFT's reading.
@@ -57,6 +58,7 @@ def test_the_quick_start_runs_as_printed(trained):
     assert out.strip("\n") == character_tokenizer().decode(expected, skip_special_tokens=True)
 
 
+@pytest.mark.processes
 def test_plain_peft_gives_the_trainers_logits_in_a_fresh_process(trained, tmp_path):
     ids = torch.randint(5, 15, (2, 9))
     with torch.no_grad():
@@ -79,6 +81,7 @@ def quick_start_of(path):
     return re.search(r"```python\n(.*?)```", ModelCard.load(path).text, re.DOTALL)[1]
 
 
+@pytest.mark.processes
 def test_a_quick_start_with_folders_says_what_to_fill_in_and_runs_anywhere_then(tmp_path, monkeypatch):
     base, out, elsewhere = tmp_path / "models" / "base", tmp_path / "runs" / "out", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -133,10 +136,30 @@ def test_a_card_that_a_user_wrote_is_kept_when_an_adapter_is_saved_over_it(tmp_p
 
 def test_what_says_nothing_is_left_out(tmp_path):
     args = config(EfficientGRPOConfig, tmp_path, generation_kwargs={"top_k": 5})
+    # What `config` sets and a reader can repeat: not the folder, the bar, nor fields that a config fills in by itself.
+    set_here = {
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,  # which `use_cpu` sets
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "generation_kwargs": {"top_k": 5},
+    }
     changed = changed_arguments(args)
-    assert {"debug", "report_to", "output_dir", "disable_tqdm"}.isdisjoint(changed)
+    assert {name: changed.get(name) for name in set_here} == set_here
+    left_out = {"output_dir", "disable_tqdm"}  # which differ from their defaults too
+    assert all(getattr(args, name) != EfficientGRPOConfig.__dataclass_fields__[name].default for name in left_out)
+    assert left_out.isdisjoint(changed)
     assert all(value not in ([], {}, "") for value in changed.values())
-    assert changed["generation_kwargs"] == {"top_k": 5}
+    assert str(tmp_path) not in str(changed)
 
 
 def test_no_machine_paths_in_a_card(tmp_path):

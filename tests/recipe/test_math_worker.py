@@ -80,6 +80,8 @@ def test_a_worker_that_cannot_start_is_an_error_that_says_so(monkeypatch, tmp_pa
 ASK = """
 import os, sys, time
 from trl_fsdp_qlora.recipe.math_worker import MathVerify
+
+pytestmark = pytest.mark.processes
 verify = MathVerify(cpu_seconds=60, wall_seconds=60)
 assert verify.equal("$1$", "$1$")
 if "fork" in sys.argv:

@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_card_reproduces_the_run(folder, tmp_path, monkeypatch):
     run = launch(
@@ -62,6 +63,7 @@ def test_the_card_reproduces_the_run(folder, tmp_path, monkeypatch):
     assert differ == set()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, checkpoint, tmp_path):

@@ -14,6 +14,8 @@ from trl_fsdp_qlora.recipe import script as recipe_script
 from .test_recipe_runs import ROOT
 from .wrong_inputs import GOOD
 
+pytestmark = pytest.mark.processes
+
 LINE = "error: lora_target_modules: Target modules {'q_prj'} not found in the base model."
 
 

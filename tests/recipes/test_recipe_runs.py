@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "--dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear",

@@ -36,6 +36,7 @@ def contents(folder: Path):
                 yield from ((f"{path}!{name}", archive.read(name)) for name in archive.namelist())
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_nothing_that_a_run_leaves_or_prints_holds_a_secret(tmp_path, monkeypatch):
     for name, value in ENVIRONMENT.items():

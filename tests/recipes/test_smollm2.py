@@ -20,6 +20,7 @@ def test_svamp_is_read_whole(svamp):
     assert {p["question"] for p in train}.isdisjoint(p["question"] for p in held_out)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_steps_and_the_adapter_answers_in_a_fresh_process(smollm2, svamp, tmp_path):
     run = launch(

@@ -83,6 +83,7 @@ def test_the_disk_is_asked_first(checkpoint, tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.processes
 def test_the_script_writes_what_the_trainer_would(checkpoint, tmp_path):
     command = [sys.executable, "recipes/dequantize.py", "--model_name_or_path", checkpoint, "--dtype", "float32"]
     command += ["--use_bnb_nested_quant", "true", "--dense_dtype", "float32", "--output", str(tmp_path / "dense")]

@@ -176,6 +176,7 @@ def test_bad_input(tmp_path):
         make(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), dataset=prompts(4)).train()
 
 
+@pytest.mark.processes
 def test_two_ranks_fill_as_one_and_train_in_step(tmp_path):
     launch(WORKER, str(tmp_path), timeout=240)
     alone = filled_of(Accelerator(cpu=True))

@@ -32,6 +32,7 @@ def holder(tmp_path):
     process.stdout.close()
 
 
+@pytest.mark.processes
 def test_a_second_process_is_refused_and_told_who(holder, tmp_path):
     with pytest.raises(
         CheckpointError, match=rf"in use by another run \(process {holder.pid} on .*another output_dir"
@@ -39,6 +40,7 @@ def test_a_second_process_is_refused_and_told_who(holder, tmp_path):
         lock.FolderLock(tmp_path).acquire()
 
 
+@pytest.mark.processes
 def test_a_killed_process_leaves_no_lock(holder, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()

@@ -114,6 +114,7 @@ def test_a_run_trains_and_reports(tmp_path):
         assert 0 <= row["t_spmo/repeated_share"] < 1 and 0 < row["tokens/scored_share"] <= 1
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_group_may_span_ranks(tmp_path):
     """Two ranks with half of a group each: the reduced gradient is that of the definition on the whole group."""
