@@ -2,7 +2,10 @@
 
 import json
 import multiprocessing
+import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -19,11 +22,13 @@ def launch():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.grpo.resume_worker"])
 
-    def start(output_dir, kill=None, resume=None) -> int:
+    def start(output_dir, kill=None, resume=None, killer=None) -> int:
         from tests.grpo.resume_worker import run
 
         process = context.Process(target=run, args=(str(output_dir), kill, resume))
         process.start()
+        if killer is not None:
+            killer(process)
         process.join(timeout=240)
         if process.exitcode is None:
             process.kill()
@@ -53,6 +58,10 @@ def test_killed_and_resumed_equals_uninterrupted(launch, uninterrupted, tmp_path
     assert launch(run, kill) == -signal.SIGKILL
     assert checkpoints.last_complete_checkpoint(run).name == f"checkpoint-{resumes_at}"
     assert launch(run, resume="auto") == 0
+    assert_equal_runs(run, uninterrupted)
+
+
+def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
     expected, resumed = history(uninterrupted), history(run)
     assert expected.keys() == resumed.keys() == set(range(1, 10))
     for step, entry in expected.items():
@@ -63,3 +72,29 @@ def test_killed_and_resumed_equals_uninterrupted(launch, uninterrupted, tmp_path
         assert weight.equal(weights[name]), name
     kept = [path.name for path in checkpoints.checkpoints_in(run) if manifest.why_incomplete(path) is None]
     assert kept[-1] == "checkpoint-9"
+
+
+KILLS = int(os.environ.get("TRL_FSDP_QLORA_KILLS", "4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(KILLS))
+def test_killed_at_a_random_moment(launch, uninterrupted, tmp_path, case):
+    """Odd cases while a checkpoint is being written, the others anywhere behind a random checkpoint."""
+    rng = random.Random(f"{os.environ.get('TRL_FSDP_QLORA_FUZZ_SEED', '0')}-{case}")
+    run, step, delay = tmp_path / "run", rng.randrange(1, 9), rng.random()
+
+    def killer(process):
+        deadline = time.monotonic() + 120
+        awaited = run / f"checkpoint-{step}" / (manifest.MARKER if case % 2 else manifest.MANIFEST)
+        while not awaited.exists() and process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        time.sleep(delay * (0.03 if case % 2 else 0.3))
+        process.kill()
+
+    # A busy machine may let the run end before the signal; it is then resumed at its end.
+    assert launch(run, killer=killer) in (-signal.SIGKILL, 0)
+    found = checkpoints.last_complete_checkpoint(run)
+    assert found is None or checkpoints.step_of(found) >= step - 1
+    assert launch(run, resume="auto") == 0
+    assert_equal_runs(run, uninterrupted)

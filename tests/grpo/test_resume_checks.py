@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 
 import datasets
 import pytest
@@ -281,3 +282,28 @@ def test_state_of_a_full_run_is_plain_json(finished):
     assert run["layout"]["processes"] == 1 and run["identity"]["rewards"] == ["digit_share"]
     assert not any("resume_anyway" in name or "output_dir" in name for name in run["identity"])
     assert config(EfficientGRPOConfig, "x").resume_anyway is False
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_disk_that_is_really_full(tmp_path):
+    """On a filesystem with room for no more than some files of a checkpoint, one room after another."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        whole = make(disk / "whole", max_steps=1)
+        whole.train()
+        size = sum(path.stat().st_size for path in (disk / "whole" / "checkpoint-1").rglob("*") if path.is_file())
+        shutil.rmtree(disk / "whole")
+        for share in (0.05, 0.3, 0.55, 0.8, 0.95):
+            folder = disk / str(share)
+            free = shutil.disk_usage(disk).free
+            (disk / "ballast").write_bytes(b"x" * max(0, int(free - share * size)))
+            with pytest.raises(CheckpointError, match=rf"the disk did not take .*{folder}.*MiB free"):
+                make(folder, max_steps=1).train()
+            assert checkpoints.last_complete_checkpoint(folder) is None
+            (disk / "ballast").unlink()
+            shutil.rmtree(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)

@@ -7,6 +7,7 @@ import socket
 import time
 from pathlib import Path
 
+from .disk import disk_errors
 from .errors import CheckpointError
 
 try:
@@ -33,7 +34,7 @@ class FolderLock:
     def acquire(self) -> None:
         """
         Raises:
-            CheckpointError: another process holds it; names process, host and since when.
+            CheckpointError: another process holds it (names process, host and since when), or the disk is full.
         """
         if self._depth == 0:
             self._descriptor = self._open()
@@ -74,9 +75,14 @@ class FolderLock:
             if self._is_current(descriptor):
                 break
             os.close(descriptor)  # its last holder removed it between our opening and our locking it
-        os.ftruncate(descriptor, 0)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        try:
+            with disk_errors(self.path.parent):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return descriptor
 
     def _is_current(self, descriptor: int) -> bool:
