@@ -45,7 +45,9 @@ def my_batch():
 def one_pass(model, sharing, batch=None, scored_BC=None):
     ids, mask = my_batch() if batch is None else batch
     request = PassRequest(Kind.POLICY, model, scored_BC=scored_BC).on(ids, mask, COMPLETION)
-    return sharing.log_probs(request, lambda request: (*stock_log_probs(model, ids, mask), None)).values[0]
+    return sharing.log_probs(
+        request, lambda request: (*stock_log_probs(model, request.input_ids, request.attention_mask), None)
+    ).values[0]
 
 
 def gradients(model):

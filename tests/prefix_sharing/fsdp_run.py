@@ -50,7 +50,7 @@ def main() -> None:
 
     mine = parts[rank]
     request = PassRequest(Kind.POLICY, model).on(ids[mine], mask[mine], COMPLETION)
-    padded = lambda request: (stock_log_probs(model, ids[mine], mask[mine])[0], None, None)  # noqa: E731
+    padded = lambda request: (stock_log_probs(model, request.input_ids, request.attention_mask)[0], None, None)  # noqa: E731
     with torch.no_grad():
         old = sharing.log_probs(replace(request, kind=Kind.OLD, batch_size=2), padded).values[0]
     torch.testing.assert_close(old, expected[mine].detach(), atol=2e-5, rtol=1e-5)

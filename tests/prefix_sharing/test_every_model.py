@@ -127,18 +127,20 @@ def assert_equal_or_padded(model_type):
     ids, mask = awkward_batch()
     model = computable_model(model_type, ids, mask)
 
-    def stock():
+    def stock(ids, mask):
         torch.manual_seed(1)
         return stock_log_probs(model, ids, mask)[0]
 
-    expected, gradients = scored_pass(model, stock)
+    expected, gradients = scored_pass(model, lambda: stock(ids, mask))
     sharing = PrefixSharing(temperature=0.9)
     sharing.prepare("policy", model)
     dropout = sharing._states["policy"].dropout
 
     def ours():
         request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION)
-        return sharing.log_probs(request, lambda request: (stock(), None, None)).values[0]
+        return sharing.log_probs(
+            request, lambda request: (stock(request.input_ids, request.attention_mask), None, None)
+        ).values[0]
 
     found, our_gradients = scored_pass(model, ours)
     print(f"{model_type}: {sharing.describe()}")

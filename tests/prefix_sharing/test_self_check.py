@@ -27,7 +27,7 @@ def one_pass(model, sharing, batch=None, **asked):
 
     def padded(request):
         calls.append(1)
-        return *stock_log_probs(model, ids, mask), None
+        return *stock_log_probs(model, request.input_ids, request.attention_mask), None
 
     values, _ = sharing.log_probs(request, padded)
     return values[0], len(calls)
@@ -166,7 +166,7 @@ def test_each_set_of_backends_is_compared_once():
 
         def padded(request):
             count.append(1)
-            return *stock_log_probs(model, ids, mask, width), None
+            return *stock_log_probs(model, request.input_ids, request.attention_mask, width), None
 
         sharing.log_probs(request, padded)
         return len(count)
@@ -193,7 +193,9 @@ def test_a_fault_in_a_backend_met_later_is_caught(monkeypatch):
     model, sharing = prepared(build(SUPPORTED["qwen3_sliding"]))
     ids, mask = make_batch([3, 2], [2, 2], prompt=3, completion=3)
     request = PassRequest(Kind.POLICY, model).on(ids, mask, 3)
-    sharing.log_probs(request, lambda request: (*stock_log_probs(model, ids, mask, 3), None))
+    sharing.log_probs(
+        request, lambda request: (*stock_log_probs(model, request.input_ids, request.attention_mask, 3), None)
+    )
     assert sharing.active()
     attend = two_part.attend
     monkeypatch.setattr(two_part, "attend", lambda call: 0.9 * attend(call))

@@ -72,7 +72,9 @@ def run(model, choice="auto", score_mask=None, **options):
     packed.prepare("policy", model)
     ids, mask = awkward_batch()
     request = PassRequest(Kind.POLICY, model, scored_BC=score_mask).on(ids, mask, COMPLETION, **options)
-    values, figures = packed.log_probs(request, lambda request: (*stock_log_probs(model, ids, mask), None))
+    values, figures = packed.log_probs(
+        request, lambda request: (*stock_log_probs(model, request.input_ids, request.attention_mask), None)
+    )
     return packed, (*values, figures), stock_log_probs(model, ids, mask)[0]
 
 

@@ -175,7 +175,7 @@ class PrefixSharing:
         start = time.perf_counter()
         gradients = _checks_gradients(request)
         if not state.is_compared(None, gradients):
-            self._check(request, padded)
+            self._check(request.few_rows(), padded)
         attempt = _Attempt(None)
         with rewindable(request.input_ids.device) as rewind:
             if state.reason is None:

@@ -89,6 +89,28 @@ class PassRequest:
             vision={name: value for name, value in vision.items() if value is not None},
         )
 
+    def few_rows(self) -> "PassRequest":
+        """The same request for three rows at most: two completions of a prompt and one of another, scored ones first.
+
+        Padded with gradients, a whole batch can need more memory than the packed one that it is compared with.
+        """
+        scored_B = (
+            self.scored_BC.any(1) if self.scored_BC is not None else torch.ones_like(self.input_ids[:, 0]).bool()
+        )
+        candidates = scored_B.nonzero()[:, 0] if scored_B.any() else torch.arange(len(self.input_ids))
+        prompts = self.input_ids[candidates][:, : self.input_ids.shape[1] - self.logits_to_keep].cpu()
+        same_B = (prompts == prompts[0]).all(1)
+        chosen = [*same_B.nonzero()[:2, 0].tolist(), *(~same_B).nonzero()[:1, 0].tolist()]
+        rows = candidates[chosen]
+        return replace(
+            self,
+            input_ids=self.input_ids[rows],
+            attention_mask=self.attention_mask[rows],
+            scored_BC=None if self.scored_BC is None else self.scored_BC[rows],
+            weight_BC=None if self.weight_BC is None else self.weight_BC[rows],
+            batch_size=None,
+        )
+
     def padded(self, stock: Callable[..., LogProbs]) -> LogProbs:
         """`stock` (TRL's padded pass) on this request's model and whole batch."""
         return stock(
