@@ -109,6 +109,7 @@ ATTRIBUTES = [
     "_is_vlm",
     "_logs",
     "_metrics",
+    "_pending_extra_logs",
     "_step",
     "_tokenizer",
     "aux_loss_enabled",
