@@ -76,6 +76,8 @@ def resumable(trainer: Any) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends it to its processes once more
+        if int(os.environ.get("RANK", "0")):
+            raise Stopped from None
         last = checkpoints.last_complete_checkpoint(trainer.args.output_dir)
         where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
         then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
