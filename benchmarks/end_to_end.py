@@ -1,0 +1,275 @@
+"""Whole optimizer steps of stock TRL and of this package, side by side, and generation alone.
+
+    python benchmarks/end_to_end.py --setting svamp --model DIR --data SVAMP.json
+    python benchmarks/end_to_end.py --setting gsm8k --model DIR --data gsm8k/train.jsonl
+    python benchmarks/end_to_end.py --setting small_base --model DIR
+    python benchmarks/end_to_end.py --setting svamp --early --generation_only ...
+
+Both trainers live in one process, on the same weights, with the same seed, prompts and LoRA, and take turns of one optimizer
+step (A B B A ...), so that a drifting machine hits both alike; the ratio of every pair of turns is kept. Each generates its
+own completions, and is timed doing so. Then both take the loss of the same ones, those of whoever came first. Their losses
+and the norms of their gradients are printed beside each other: a first step on new completions has a loss of about zero,
+the mean advantage. The reward differs for every completion, so none is skipped. What is left of the difference between the
+two ways of generating is chance: which lengths were drawn. `--early` makes completions end after about half of the budget
+(an exponentially growing bonus for the end-of-sequence token, in both).
+
+Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases. On CPUs stock TRL's LM head computes prompt
+positions too, which on GPUs it leaves out.
+"""
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.publishing.card import hardware, software
+from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.recipe.rewards import completion_text
+from trl_fsdp_qlora.run.manifest import write_json
+from trl_fsdp_qlora.run.telemetry import MIB, PeakMemory
+
+# Completions per step, per prompt, tokens of a completion, problems shown before the question.
+SETTINGS = {
+    "svamp": {"rows": 16, "group": 8, "tokens": 96, "shots": 0},
+    "gsm8k": {"rows": 16, "group": 8, "tokens": 128, "shots": 8},
+    "small_base": {"rows": 128, "group": 8, "tokens": 6, "shots": 0},
+}
+PHASES = ("generation", "scoring", "forward_backward", "optimizer")
+
+
+def distinct_reward(completions, **_columns) -> list[float]:
+    """Another reward for every text."""
+    texts = [completion_text(completion) for completion in completions]
+    return [int(hashlib.sha1(f"{i} {t}".encode()).hexdigest()[:6], 16) / 16**6 for i, t in enumerate(texts)]
+
+
+def problems_of(options, setting: dict):
+    """Prompts of the setting, with its worked examples in front."""
+    problems = read_problems("addition" if options.setting == "small_base" else str(options.data))
+    shown, asked = problems[: setting["shots"]], problems[setting["shots"] :]
+    examples = "".join(f"Question: {p['question']}\nAnswer: {p['worked']}\n\n" for p in with_solutions(options, shown))
+    template = f"{examples}Question: {{question}}\nAnswer:" if shown else "{question}"
+    return to_prompts(
+        asked[:256], template=template.replace("{question}", "\0").replace("{", "(").replace("\0", "{question}")
+    )
+
+
+def with_solutions(options, problems: list[dict]) -> list[dict]:
+    """GSM8K's own worked answers beside the questions."""
+    import json
+
+    if not problems:
+        return []
+    rows = [json.loads(line) for line in Path(options.data).read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [{**problem, "worked": rows[problem["row"]]["answer"]} for problem in problems]
+
+
+def build(cls, config_cls, options, model, folder: Path):
+    setting = SETTINGS[options.setting]
+    tokens = options.tokens or setting["tokens"]
+    early = {"exponential_decay_length_penalty": (tokens // 4, options.early_factor)} if options.early else None
+    args = config_cls(
+        output_dir=str(folder),
+        per_device_train_batch_size=setting["rows"],
+        num_generations=setting["group"],
+        max_completion_length=tokens,
+        max_steps=10**6,
+        num_train_epochs=1000,
+        learning_rate=1e-6,
+        gradient_checkpointing=options.gradient_checkpointing,
+        generation_kwargs=early,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    problems = problems_of(options, setting)
+    peft = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
+    return cls(model, distinct_reward, args, problems, processing_class=tokenizer, peft_config=peft)
+
+
+class Contender:
+    """A trainer that takes single optimizer steps, with the seconds of each phase."""
+
+    def __init__(self, trainer, shared: dict[int, list]):
+        self.trainer, self.shared = trainer, shared
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.turn, self.drawn = 0, []
+        trainer.create_optimizer_and_scheduler(10**6)
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        self.batches = iter(trainer.get_train_dataloader())
+        self._generate = trainer._generate_single_turn
+        trainer._generate_single_turn = self._timed_generation
+        trainer._generate_and_score_completions = self._timed("prepare", trainer._generate_and_score_completions)
+
+    def _timed(self, name, function):
+        def run(*args, **kwargs):
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[name] += time.perf_counter() - start
+            return result
+
+        return run
+
+    def _timed_generation(self, *args, **kwargs):
+        completions, logprobs = self._timed("generation", self._generate)(*args, **kwargs)
+        self.drawn = [len(row) for row in completions]
+        return self.shared.setdefault(self.turn, completions), logprobs
+
+    def step(self, generation_only: bool) -> dict:
+        """Seconds by phase, the loss and the peak memory of one step."""
+        trainer, self.seconds = self.trainer, defaultdict(float)
+        batch = next(self.batches)
+        memory = PeakMemory(torch.device("cpu"))
+        memory.reset()
+        start = time.perf_counter()
+        loss = gradient = None
+        if generation_only:
+            prompt_ids = trainer._tokenize_prompts([row["prompt"] for row in batch])[0]
+            with (
+                trainer.prefix_sharing.set_aside() if hasattr(trainer, "prefix_sharing") else contextlib.nullcontext()
+            ):
+                trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations)
+        else:
+            loss = self._timed("training_step", trainer.training_step)(trainer.model, batch, None).item()
+            gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+            gradient = torch.nn.utils.get_total_norm(gradients).item()
+            trainer.optimizer.step()
+            trainer.model.zero_grad()
+        total = time.perf_counter() - start
+        seconds = self.seconds
+        self.turn += 1
+        work = {k: v[-1] for k, v in trainer._metrics["train"].items() if k.startswith("generation/") and v}
+        trainer._metrics["train"].clear()
+        return {
+            "total": total,
+            "generation": seconds["generation"],
+            "scoring": seconds["prepare"] - seconds["generation"] if loss is not None else 0.0,
+            "forward_backward": seconds["training_step"] - seconds["prepare"],
+            "optimizer": total - seconds["training_step"] if loss is not None else 0.0,
+            "loss": loss,
+            "gradient_norm": gradient,
+            "peak_mib": memory.read() / MIB,
+            "mean_length": statistics.mean(self.drawn),
+            "longest": max(self.drawn),
+            "work": work,
+        }
+
+
+def draw_bars(result: dict, path: Path) -> None:
+    """Median seconds of each phase, stacked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    for y, name in enumerate(("this package", "stock TRL")):
+        left = 0.0
+        for i, phase in enumerate(PHASES):
+            width = statistics.median(turn[phase] for turn in result["turns"][name])
+            axes.barh(y, width, left=left, color=f"C{i}", label=phase.replace("_", " + ") if y == 0 else None)
+            left += width
+        axes.text(left, y, f" {left:.1f} s", va="center")
+    axes.set_yticks([0, 1], ["this package", "stock TRL"])
+    axes.set_xlabel(f"seconds of an optimizer step, {result['setting']}: {result['ratio']['median']:.2f}×")
+    axes.margins(x=0.12)
+    axes.legend(fontsize="small", ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.3))
+    figure.savefig(path, dpi=110)
+
+
+def compare(options) -> dict:
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    shared: dict[int, list] = {}
+    contenders = {
+        "stock TRL": Contender(build(GRPOTrainer, GRPOConfig, options, copy.deepcopy(model), options.folder), shared),
+        "this package": Contender(
+            build(EfficientGRPOTrainer, EfficientGRPOConfig, options, model, options.folder), shared
+        ),
+    }
+    turns: dict[str, list[dict]] = {name: [] for name in contenders}
+    for i in range(-options.warm_up, options.rounds):
+        order = list(contenders) if i % 2 == 0 else list(contenders)[::-1]
+        for name in order:
+            torch.manual_seed(i)
+            figures = contenders[name].step(options.generation_only)
+            if i >= 0:
+                turns[name].append(figures)
+        if i >= 0:
+            pair = [turns[name][-1] for name in turns]
+            losses = ""
+            if not options.generation_only:
+                losses = ", losses {:.7f} {:.7f}".format(*(p["loss"] for p in pair))
+                losses += ", gradients {:.6f} {:.6f}".format(*(p["gradient_norm"] for p in pair))
+            seconds = "stock {:.2f} s, ours {:.2f} s, {:.2f}×".format(
+                *(p["total"] for p in pair), pair[0]["total"] / pair[1]["total"]
+            )
+            lengths = ", mean lengths {:.0f} {:.0f}".format(*(p["mean_length"] for p in pair))
+            print(f"turn {i}: {seconds}{lengths}{losses}", flush=True)
+
+    def ratios(key: str) -> dict[str, float]:
+        values = [a[key] / b[key] for a, b in zip(turns["stock TRL"], turns["this package"], strict=True) if b[key]]
+        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+    peaks = {name: max(turn["peak_mib"] for turn in turns[name]) for name in turns}
+    return {
+        "setting": f"{options.setting}: {SETTINGS[options.setting]}, tokens {options.tokens}, early {options.early}",
+        "gradient_checkpointing": options.gradient_checkpointing,
+        "generation_only": options.generation_only,
+        "threads": options.threads,
+        "hardware": hardware(),
+        "software": software(),
+        "ratio": ratios("total"),
+        "generation_ratio": ratios("generation"),
+        "peak_mib": peaks,
+        "turns": turns,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", choices=SETTINGS, required=True)
+    parser.add_argument("--model", required=True, help="folder of the model, with its tokenizer")
+    parser.add_argument("--data", type=Path, help="the setting's problems; the small base has its own")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--warm_up", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, help="of a completion, in place of the setting's")
+    parser.add_argument("--early", action="store_true")
+    parser.add_argument("--early_factor", type=float, default=1.03)
+    parser.add_argument("--generation_only", action="store_true")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--folder", type=Path, default=Path("end_to_end_run"), help="for the trainers' files")
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the picture; none is written without")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result = compare(options)
+    for name in ("ratio", "generation_ratio", "peak_mib"):
+        print(name, {key: round(value, 3) for key, value in result[name].items()})
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = f"end_to_end_{options.setting}" + ("_early" if options.early else "")
+        name += (
+            f"_generation_{options.tokens or SETTINGS[options.setting]['tokens']}" if options.generation_only else ""
+        )
+        write_json(options.out / f"{name}.json", result)
+        if not options.generation_only:
+            draw_bars(result, options.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
