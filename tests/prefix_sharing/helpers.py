@@ -178,7 +178,6 @@ def make_trainer(cls, model, tmp_path, peft_config=None, **config):
         "logging_steps": 1,
         "save_strategy": "no",
         "disable_tqdm": True,
-        "compact_generation": False,  # which draws other completions of the same distribution than stock
         "learning_rate": 1e-3,
         "compact_generation": False,  # draws as stock does
     }
