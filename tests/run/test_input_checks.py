@@ -197,3 +197,12 @@ def test_lora_targets_that_match_nothing(tmp_path):
     peft_config.target_modules = {"query"}
     with pytest.raises(ValueError, match=r"query.*Linear layers of this model: .*q_proj.*all-linear"):
         trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=peft_config)
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    checks.check_processes(world_size=2)
+    with pytest.raises(ValueError, match="2 processes were launched.* set use_cpu: true"):
+        checks.check_processes(world_size=1)
+    monkeypatch.delenv("WORLD_SIZE")
+    checks.check_processes(world_size=1)

@@ -55,6 +55,7 @@ def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
     args = EfficientGRPOConfig.complete(args)
     if args is None:
         args = EfficientGRPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-GRPO")
+    checks.check_processes(args.world_size)
     if call.get("train_dataset") is not None:
         needs_prompt = call.get("environment_factory") is None
         checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)

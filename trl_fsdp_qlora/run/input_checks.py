@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,23 @@ class RewardError(ValueError):
 
 class RewardSignatureError(RewardError, TypeError):
     """A reward function whose parameters do not take what the trainer passes."""
+
+
+def check_processes(world_size: int) -> None:
+    """Refuse a launch of several processes of which each takes itself for the only one.
+
+    Args:
+        world_size: as the training arguments see it.
+
+    Raises:
+        ValueError: every process would train the whole run, into the same folder.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and world_size == 1:
+        raise ValueError(
+            f"{launched} processes were launched, but each takes itself for the only one and would train the whole run. "
+            "On CPUs set use_cpu: true (and bf16: false); otherwise check num_processes in the accelerate config"
+        )
 
 
 def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
