@@ -202,7 +202,7 @@ def test_lora_targets_that_match_nothing(tmp_path):
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     checks.check_processes(world_size=2)
-    with pytest.raises(ValueError, match="2 processes were launched.* set use_cpu: true"):
+    with pytest.raises(ValueError, match=r"2 processes were launched.* set use_cpu: true"):
         checks.check_processes(world_size=1)
     monkeypatch.delenv("WORLD_SIZE")
     checks.check_processes(world_size=1)
