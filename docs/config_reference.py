@@ -43,7 +43,7 @@ def page() -> str:
             default = default_of(item)
             shown = "required" if default is dataclasses.MISSING else f"`{default!r}`"
             meaning = cell(item.metadata["help"])
-            parts.append(f"| `{item.name}` | `{cell(type_name(item))}` | {cell(shown)} | {meaning} |")
+            parts.append(f"| `{item.name}` | `{cell(type_name(cls, item))}` | {cell(shown)} | {meaning} |")
         parts.append("")
     return "\n".join(parts)
 

@@ -14,9 +14,10 @@ def own_fields(cls: type) -> list[dataclasses.Field]:
     return [items[name] for name in inspect.get_annotations(cls) if name in items]
 
 
-def type_name(item: dataclasses.Field) -> str:
-    """`str`, `int | None`, `list[float] | None`."""
-    return item.type.__name__ if type(item.type) is type else str(item.type)
+def type_name(cls: type, item: dataclasses.Field) -> str:
+    """`str`, `int | None`, `list[float] | None`, as `cls` says: transformers' parser rewrites a field's own type."""
+    kind = inspect.get_annotations(cls)[item.name]
+    return kind.__name__ if type(kind) is type else str(kind)
 
 
 def default_of(item: dataclasses.Field) -> Any:
@@ -33,6 +34,6 @@ def documented(cls: Config) -> Config:
         default = default_of(item)
         given = "" if default is dataclasses.MISSING else f", *optional*, defaults to `{default!r}`"
         text = textwrap.fill(item.metadata["help"], 100, initial_indent=" " * 12, subsequent_indent=" " * 12)
-        entries.append(f"        {item.name} (`{type_name(item)}`{given}):\n{text}")
+        entries.append(f"        {item.name} (`{type_name(cls, item)}`{given}):\n{text}")
     cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "    Parameters:", *entries, "    "])
     return cls
