@@ -18,6 +18,8 @@ from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
 
 pytest.importorskip("math_verify")
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def verify():
@@ -81,7 +83,6 @@ ASK = """
 import os, sys, time
 from trl_fsdp_qlora.recipe.math_worker import MathVerify
 
-pytestmark = pytest.mark.processes
 verify = MathVerify(cpu_seconds=60, wall_seconds=60)
 assert verify.equal("$1$", "$1$")
 if "fork" in sys.argv:
