@@ -73,8 +73,14 @@ def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, checkpoint, tm
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with (
         (tmp_path / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            [sys.executable, *command], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+        subprocess.Popen(  # Python ignores SIGINT where its parent does, as a shell does in the background
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            args=[sys.executable, *command],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
         ) as run,
     ):
         for line in run.stdout:
