@@ -1,33 +1,71 @@
-"""Counting what FSDP2 moves between ranks."""
+"""Counting what FSDP2 moves between ranks, and how much of that leaves the node."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, fields
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..upstream.fsdp import DefaultAllGather, DefaultReduceScatter
+from .mesh import replicate_group
 
 
 @dataclass
 class Traffic:
-    """What this rank received since the counters were last taken.
+    """What this rank moved since the counters were last taken.
+
+    Collectives are counted as rings, in which a rank receives from the one before it and sends to the one after it. What
+    crosses to or from another node is therefore exact for a ring over ranks in order, and summed over a node's ranks it is
+    what that node's link carries in one direction.
 
     Attributes:
         gathers: all-gathers of weights.
         gathered_bytes: bytes of weights that came from other ranks.
+        gathered_between_nodes: of those, bytes that came from another node.
         reduced_bytes: bytes of gradients that went to other ranks.
+        reduced_between_nodes: of those, bytes that went to another node.
     """
 
     gathers: int = 0
     gathered_bytes: int = 0
+    gathered_between_nodes: int = 0
     reduced_bytes: int = 0
+    reduced_between_nodes: int = 0
 
     def take(self) -> "Traffic":
         """The counts so far; counting starts anew."""
-        taken = Traffic(self.gathers, self.gathered_bytes, self.reduced_bytes)
-        self.gathers = self.gathered_bytes = self.reduced_bytes = 0
+        taken = Traffic(**{field.name: getattr(self, field.name) for field in fields(self)})
+        for field in fields(self):
+            setattr(self, field.name, 0)
         return taken
+
+    def count_gather(self, received: int, group: dist.ProcessGroup | None) -> None:
+        self.gathers += 1
+        self.gathered_bytes += received
+        self.gathered_between_nodes += received * crosses_nodes(group, step=-1)
+
+    def count_reduction(self, sent: int, group: dist.ProcessGroup | None) -> None:
+        self.reduced_bytes += sent
+        self.reduced_between_nodes += sent * crosses_nodes(group, step=1)
+
+
+def ranks_per_node() -> int:
+    """Ranks of each node, as torchrun and `accelerate launch` say; they start as many on each."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def crosses_nodes(group: dist.ProcessGroup | None, step: int) -> bool:
+    """Whether this rank's neighbour in the ring of `group`, `step` places on, is on another node."""
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    neighbour = ranks[(ranks.index(dist.get_rank()) + step) % len(ranks)]
+    return neighbour // ranks_per_node() != dist.get_rank() // ranks_per_node()
+
+
+def all_reduce_bytes(size: int, ranks: int) -> int:
+    """Bytes that each rank sends in a ring all-reduce of `size` bytes: as a reduce-scatter and as an all-gather."""
+    return 2 * (ranks - 1) * size // ranks
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -38,26 +76,32 @@ class _CountingAllGather(DefaultAllGather):
     def __init__(self, traffic: Traffic):
         self.traffic = traffic
 
-    def __call__(self, output_tensor, input_tensor, *args, **kwargs):
-        self.traffic.gathers += 1
-        self.traffic.gathered_bytes += _bytes(output_tensor) - _bytes(input_tensor)
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+    def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):
+        self.traffic.count_gather(_bytes(output_tensor) - _bytes(input_tensor), group)
+        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
 
 
 class _CountingReduceScatter(DefaultReduceScatter):
     def __init__(self, traffic: Traffic):
         self.traffic = traffic
 
-    def __call__(self, output_tensor, input_tensor, *args, **kwargs):
-        self.traffic.reduced_bytes += _bytes(input_tensor) - _bytes(output_tensor)
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+    def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):
+        self.traffic.count_reduction(_bytes(input_tensor) - _bytes(output_tensor), group)
+        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
 
 
 def count_traffic(model: nn.Module) -> Traffic:
-    """Count every all-gather and reduce-scatter of an FSDP2 model from now on. The collectives stay torch's own."""
-    traffic = Traffic()
+    """Count every all-gather and reduction of an FSDP2 model from now on. The collectives stay torch's own."""
+    traffic, replicas = Traffic(), replicate_group(model)
+
+    def count_all_reduce(gradients: torch.Tensor) -> None:
+        # Under HSDP torch calls this after its own all-reduce, with what that has summed.
+        traffic.count_reduction(all_reduce_bytes(_bytes(gradients), replicas.size()), replicas)
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_CountingAllGather(traffic))
             module.set_custom_reduce_scatter(_CountingReduceScatter(traffic))
+            if replicas is not None:
+                module.set_all_reduce_hook(count_all_reduce)
     return traffic

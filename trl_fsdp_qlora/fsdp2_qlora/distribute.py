@@ -1,8 +1,8 @@
-"""Getting weights from rank 0, which read the checkpoint, to the shards of every rank.
+"""Getting weights from the rank that read the checkpoint to the shards of every rank of its replica.
 
-`detach_source` takes the frozen weights of rank 0 out of the model and leaves meta tensors of the same shape and dtype
-on every rank, so `fully_shard` allocates nothing. `fill_shards` then sends each rank its own rows. No rank but 0 ever
-holds more than its shard and the piece in flight.
+`detach_source` takes the frozen weights of the reading ranks (rank 0; under HSDP the first of each replica) out of the model
+and leaves meta tensors of the same shape and dtype on every rank, so `fully_shard` allocates nothing. `fill_shards` then
+sends each rank its own rows. No other rank ever holds more than its shard and the piece in flight.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..upstream.fsdp import plain_name
+from .mesh import shard_dimension
 from .packed_linear import PackedLinear4bit, convert_layer, pack_model, quantized_layers
 
 
@@ -65,19 +66,22 @@ def broadcast_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = data
 
 
-def detach_source(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Pack the base on rank 0 and put every frozen weight of every rank on the meta device. Collective.
+def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
+    """Pack the base on the reading ranks and put every frozen weight of every rank on the meta device. Collective.
+
+    Args:
+        model: before `fully_shard`; on rank 0 and every other source with its weights.
+        is_source: whether this rank sends its replica the weights.
 
     Returns:
-        On rank 0 the frozen weights by name, elsewhere an empty dictionary.
+        On a source the frozen weights by name, elsewhere an empty dictionary.
 
     Raises:
         RuntimeError: the other ranks' model has other weights than rank 0's.
     """
-    is_source = dist.get_rank() == 0
     layouts = pack_model(model) if is_source else None
     # What rank 0 loaded decides shapes and dtypes: a checkpoint may keep single modules in float32.
-    plan = [(layouts, {n: (tuple(p.shape), p.dtype) for n, p in _frozen(model).items()})] if is_source else [None]
+    plan = [(layouts, {n: (tuple(p.shape), p.dtype) for n, p in _frozen(model).items()})]
     dist.broadcast_object_list(plan, src=0)
     layouts, spec = plan[0]
     source = {name: parameter.data for name, parameter in _frozen(model).items()} if is_source else {}
@@ -103,34 +107,36 @@ def detach_source(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch.device, offload: bool) -> None:
-    """Replace every meta shard by data: rank 0 sends each rank its rows of each weight. Collective.
+    """Replace every meta shard by data: a replica's source sends each of its ranks its rows of each weight. Collective.
 
     Args:
         model: the model after `fully_shard`.
-        source: what [`detach_source`] returned; emptied on the way, so rank 0's copy goes away weight by weight.
+        source: what [`detach_source`] returned; emptied on the way, so the whole copy goes away weight by weight.
         device: device of the process group's tensors.
         offload: leave the shards in host memory (CPU offloading).
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     new_by_old = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             continue
-        if not isinstance(parameter.data, DTensor) or parameter.device_mesh.ndim != 1:
-            raise RuntimeError(f"{name} was not sharded over one mesh dimension; only plain FSDP2 is supported here")
-        rows = -(-parameter.shape[0] // world_size)
-        if rank == 0:
+        if not isinstance(parameter.data, DTensor) or parameter.device_mesh.ndim > 2:
+            raise RuntimeError(
+                f"{name} is not sharded over one mesh dimension; only FSDP2 and HSDP are supported here"
+            )
+        replica = dist.get_process_group_ranks(shard_dimension(parameter.device_mesh).get_group())
+        rows = -(-parameter.shape[0] // len(replica))
+        if dist.get_rank() == replica[0]:
             whole = source.pop(plain_name(name))
             local = whole[:rows].to(device, copy=True)
-            for peer in range(1, world_size):
-                piece = whole[peer * rows : (peer + 1) * rows]
+            for place, peer in enumerate(replica[1:], 1):
+                piece = whole[place * rows : (place + 1) * rows]
                 if piece.numel():
                     dist.send(piece.to(device).contiguous(), dst=peer)
             del whole
         else:
             local = torch.empty(parameter.data.to_local().shape, dtype=parameter.dtype, device=device)
             if local.numel():
-                dist.recv(local, src=0)
+                dist.recv(local, src=replica[0])
         sharded = DTensor.from_local(
             local.cpu() if offload else local,
             parameter.device_mesh,

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
+from .mesh import launch_mesh
+
 # The oldest versions that this was run with. torch 2.12 is the first that shards integer parameters by itself; for 2.11
 # see `upstream.fsdp.integer_shards`.
 FLOORS = {"torch": "2.11", "accelerate": "1.15", "bitsandbytes": "0.50", "peft": "0.21"}
@@ -61,6 +63,7 @@ def check_launch(quantization_config=None, peft_config=None, zero_stage: int | N
     Raises:
         LaunchError: with the line to change.
     """
+    check_mesh()
     four_bit = getattr(quantization_config, "load_in_4bit", False)
     eight_bit = getattr(quantization_config, "load_in_8bit", False)
     if not (four_bit or eight_bit):
@@ -76,8 +79,42 @@ def check_launch(quantization_config=None, peft_config=None, zero_stage: int | N
         )
 
 
+def check_mesh() -> None:
+    """Refuse a mesh that does not fit the ranks of this launch, or that this package does not train on.
+
+    Raises:
+        LaunchError: with the line to change.
+    """
+    mesh, ranks = launch_mesh(), int(os.environ.get("WORLD_SIZE", "1"))
+    if mesh is None or ranks == 1:
+        return
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    where = "In the accelerate config, under parallelism_config, set"
+    fitting = f"`parallelism_config_dp_replicate_size: {ranks // per_node}` and `parallelism_config_dp_shard_size: {per_node}`"
+    if mesh.others:
+        raise LaunchError(
+            f"parallelism_config asks for {', '.join(f'{name}_size {size}' for name, size in mesh.others.items())}: bases are "
+            f"replicated and sharded here, never cut by tensors or sequences. {where} {fitting}, and the others to 1"
+        )
+    if mesh.replicate * mesh.shard != ranks:
+        raise LaunchError(
+            f"a mesh of dp_replicate_size {mesh.replicate} x dp_shard_size {mesh.shard} holds {mesh.replicate * mesh.shard} "
+            f"ranks, and this launch has {ranks}. {where} {fitting}"
+        )
+    if is_fsdp_launch() and mesh.shard == 1:
+        raise LaunchError(
+            f"dp_shard_size is 1 under FSDP: every rank would keep the whole base. {where} {fitting}, or launch with "
+            "accelerate_configs/ddp.yaml"
+        )
+    if mesh.replicate > 1 and per_node % mesh.shard and mesh.shard % per_node:
+        raise LaunchError(
+            f"dp_shard_size {mesh.shard} on nodes of {per_node} ranks: some replicas would lie in one node and others across "
+            f"two, and gather their weights over the network. {where} {fitting}"
+        )
+
+
 def check_reference(needs_reference: bool, transformers_version: str | None = None) -> None:
-    """Refuse a separate reference model where the other ranks' copy of it would be zeros.
+    """Refuse a separate reference model across replicas, or where the other ranks' copy of it would be zeros.
 
     With rank-0 loading, transformers before 5.23 leaves zeros on the other ranks and counts on a broadcast, which TRL
     does for the policy and not for the reference model.
@@ -89,6 +126,14 @@ def check_reference(needs_reference: bool, transformers_version: str | None = No
     Raises:
         LaunchError: with the line to change.
     """
+    mesh = launch_mesh()
+    if needs_reference and is_fsdp2_launch() and mesh is not None and mesh.replicate > 1:
+        raise LaunchError(
+            f"dp_replicate_size {mesh.replicate} and a reference model of its own: TRL shards that model by itself, and full "
+            "fine-tuning on replicas was never verified. Train an adapter (its reference is the base itself), set `beta: 0` "
+            f"in the recipe, or in the accelerate config `parallelism_config_dp_replicate_size: 1` and "
+            f"`parallelism_config_dp_shard_size: {mesh.replicate * mesh.shard}`"
+        )
     found = transformers_version or version("transformers")
     loads_on_rank_0 = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
     if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(found) < Version("5.23"):

@@ -1,7 +1,8 @@
-"""Loading a 4-bit base once for a node: rank 0 reads and quantizes, the others get an empty model.
+"""Loading a 4-bit base once for a node: one rank reads and quantizes, the others get an empty model.
 
-The weights go from rank 0's host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so
-the peak of rank 0's host memory is the 4-bit model and the piece of checkpoint being read, that of every other rank is
+The reader is rank 0, or under HSDP the first rank of each replica ([`trl_fsdp_qlora.fsdp2_qlora.mesh`]), from its own node's
+disk. The weights go from its host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so
+the peak of a reader's host memory is the 4-bit model and the piece of checkpoint being read, that of every other rank is
 its shard, and no accelerator ever holds more than its shard.
 """
 
@@ -12,6 +13,7 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import logging
 
 from .launch_checks import is_fsdp2_launch
+from .mesh import reads_checkpoint
 
 logger = logging.get_logger(__name__)
 
@@ -26,7 +28,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
             decided here.
 
     Returns:
-        On rank 0 the quantized model in host memory, on the others the same modules on the meta device. Give it to a
+        On a reading rank the quantized model in host memory, on the others the same modules on the meta device. Give it to a
         trainer with [`ShardedQLoRAMixin`], or to an accelerator after [`shard_quantized_base`].
 
     Raises:
@@ -45,7 +47,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
             f"{model_id} is not quantized and quantization_config is {quantization_config!r}; pass "
             "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True)"
         )
-    if PartialState().is_main_process:
+    if reads_checkpoint(PartialState().process_index):
         if attention is not None:
             from_pretrained["attn_implementation"] = attention
         if quantization_config is not None:
@@ -60,7 +62,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
 
 
 def load_for_launch(model, quantization_config, model_init_kwargs: dict | None):
-    """What a trainer should go on with: under an FSDP2 launch a 4-bit model given by name is loaded here, by rank 0.
+    """What a trainer should go on with: under an FSDP2 launch a 4-bit model given by name is loaded here, once per node.
 
     Returns:
         `(model, quantization_config)`; unchanged in every other case.

@@ -28,9 +28,9 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
     """Make `accelerator.prepare` shard 4-bit bases under FSDP2. Of other models under FSDP2 it keeps the outputs whole.
 
     Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever
-    `bnb_4bit_quant_storage` and the mixed precision are. Rank 0's weights are the ones that are used: where the other
-    ranks' model is on the meta device (see [`load_quantized_base`]) they receive their shards, otherwise each cuts its
-    own copy. Afterwards the bytes that each rank holds are measured and logged.
+    `bnb_4bit_quant_storage` and the mixed precision are. Where the model of some ranks is on the meta device (see
+    [`load_quantized_base`]) they receive their shards from the first rank of their replica, otherwise each cuts its own
+    copy. Adapters start as rank 0's. Afterwards the bytes that each rank holds are measured and logged.
 
     Args:
         accelerator: the accelerator, before `prepare` was called with the model.
@@ -39,6 +39,7 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
 
     Raises:
         BaseNotSharded: from `prepare`, where a rank holds more than its share of the base.
+        ReplicasDiffer: from `prepare` under HSDP, where the nodes loaded different weights.
     """
     if getattr(accelerator.prepare, "shards_quantized_base", False):
         return
@@ -107,25 +108,34 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     from .accounting import check_sharded
     from .communication import count_traffic
     from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta
+    from .mesh import check_replicas, shard_size
     from .packed_linear import pack_model
 
     plugin, device = accelerator.state.fsdp_plugin, accelerator.device
     offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
     broadcast_trainable(model, optimizers, adapter_dtype, device)
-    on_meta = torch.tensor(float(is_meta(model)), device=device)
+    per_replica = shard_size(accelerator)
+    is_source = accelerator.process_index % per_replica == 0
+    on_meta = torch.tensor([float(is_meta(model)), float(is_meta(model) and is_source)], device=device)
     dist.all_reduce(on_meta, op=dist.ReduceOp.MAX)
+    if on_meta[1].item():
+        raise ValueError(
+            f"the first rank of a replica of {per_replica} ranks has no weights to send: the base was loaded before the mesh "
+            "was known. Write the mesh into the accelerate config (`parallelism_config`), not into the trainer's arguments"
+        )
     source = None
-    if on_meta.item():
+    if on_meta[0].item():
         broadcast_buffers(model, device)
-        source = detach_source(model)
+        source = detach_source(model, is_source)
     else:
         pack_model(model)
     with _own_settings(plugin, adapter_dtype), integer_shards(model):
         result = stock_prepare(*args, **kwargs)
     if source is not None:
         fill_shards(model, source, device, offload)
-    measured = check_sharded(model, accelerator.num_processes)
+    check_replicas(model, device)
+    measured = check_sharded(model, per_replica)
     logger.info(str(measured), main_process_only=False)
     model.base_bytes = measured
     model.fsdp_traffic = count_traffic(model)
