@@ -1,15 +1,19 @@
-"""Only what pyproject.toml cannot say: the README as PyPI shows it.
+"""Only what pyproject.toml cannot say: the README as PyPI shows it, and the folders that a wheel carries inside the package.
 
 PyPI has no files beside the README, so a link to one of the repository is made absolute with the `Repository` address of
 `[project.urls]`; where none is given, its text stays and the link goes.
 """
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
+# They stand at the top of the repository, where a reader looks for them; `trl_fsdp_qlora/run/shipped.py` finds both.
+_SHIPPED = ("recipes", "accelerate_configs")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)")
 
 
@@ -25,6 +29,19 @@ def readme_for_pypi(text: str, repository: str | None) -> str:
     return _LINK.sub(absolute, text)
 
 
+class WithFolders(build_py):
+    """Modules, and the folders of `_SHIPPED` as `trl_fsdp_qlora/_recipes` and `trl_fsdp_qlora/_accelerate_configs`."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # a clone has them at its top
+            return
+        for name in _SHIPPED:
+            target = Path(self.build_lib, "trl_fsdp_qlora", f"_{name}")
+            shutil.rmtree(target, ignore_errors=True)  # of an earlier build
+            shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__"))
+
+
 def main() -> None:
     root = Path(__file__).parent
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -32,6 +49,7 @@ def main() -> None:
     setup(
         long_description=readme_for_pypi(text, project["urls"].get("Repository")),
         long_description_content_type="text/markdown",
+        cmdclass={"build_py": WithFolders},
     )
 
 

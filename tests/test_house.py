@@ -25,6 +25,7 @@ FLOORS = [
     {"recipe"},
     {"grpo"},
     {"t_spmo", "a_star_po"},
+    {"commands"},
     {"__init__", "cli", "__main__"},
 ]
 HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

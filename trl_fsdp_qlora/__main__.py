@@ -1,38 +1,67 @@
-"""`trl-fsdp-qlora`, or `python -m trl_fsdp_qlora`: small helpers for the shell.
+"""`trl-fsdp-qlora`, or `python -m trl_fsdp_qlora`: everything that can be done from a shell.
 
-accelerate launch --config_file $(trl-fsdp-qlora config ddp_cpu) my_script.py
+trl-fsdp-qlora grpo --config small-base/grpo/quickstart
 trl-fsdp-qlora launch --config_file ddp_cpu my_script.py
+
+Only a table stands here, so that `--help` imports nothing: a command is imported when it is called.
 """
 
-import argparse
+import difflib
 import sys
+from importlib import import_module
+from typing import NamedTuple
 
 from . import __version__
-from .run.accelerate_configs import accelerate_config, names
-from .run.launch import launch
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="trl-fsdp-qlora", description="Helpers of trl-fsdp-qlora.")
-    parser.add_argument("--version", action="version", version=f"trl-fsdp-qlora {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    config = commands.add_parser("config", help="print the path of an accelerate config, or the names of all")
-    config.add_argument("name", nargs="?", help=f"one of: {', '.join(names())}")
-    commands.add_parser(
-        "launch", help="accelerate launch, without its traceback after a script's own error", add_help=False
+class _Command(NamedTuple):
+    module: str
+    function: str
+    does: str
+
+
+COMMANDS = {
+    "grpo": _Command("commands.scripts", "grpo", "train with GRPO: --config FILE.yaml and any field"),
+    "t-spmo": _Command("commands.scripts", "t_spmo", "train with T-SPMO, credit for single tokens"),
+    "a-star-po": _Command("commands.scripts", "a_star_po", "train with A*-PO, one completion per prompt"),
+    "evaluate": _Command("commands.scripts", "evaluate", "measure accuracy on held-out problems"),
+    "merge": _Command("commands.scripts", "merge", "merge an adapter into its unquantized base"),
+    "dequantize": _Command("commands.scripts", "dequantize", "write a 4-bit base for a vLLM server to hold"),
+    "small-base": _Command("commands.scripts", "small_base", "build the quickstart's small model"),
+    "recipes": _Command("commands.recipes", "recipes", "list the recipes; print one, or copy it here"),
+    "launch": _Command("run.launch", "launch", "accelerate launch for a script of your own"),
+    "config": _Command("commands.configs", "config", "print the path of an accelerate config, or all names"),
+}
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = "\n".join(f"  {name:<{width}}{command.does}" for name, command in COMMANDS.items())
+    return (
+        "usage: trl-fsdp-qlora COMMAND ...\n\n"
+        f"{lines}\n\n"
+        "trl-fsdp-qlora COMMAND --help has each command's options; --version says which version this is.\n"
+        "The first three and evaluate also take --accelerate_config NAME and --num_processes N."
     )
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["launch"]:
-        sys.exit(launch(argv[1:]))
-    arguments = parser.parse_args(argv)
-    if arguments.name is None:
-        print("\n".join(names()))
-        return
-    try:
-        print(accelerate_config(arguments.name))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv` (the process's own by default) names; returns its exit status, 2 for none such."""
+    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("--help", "-h"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"trl-fsdp-qlora {__version__}")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name.replace("_", "-"), COMMANDS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(COMMANDS)}"
+        print(f"error: trl-fsdp-qlora has no command {name!r}{hint}", file=sys.stderr)
+        return 2
+    return getattr(import_module(f".{command.module}", __package__), command.function)(words)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

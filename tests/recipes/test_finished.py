@@ -35,7 +35,7 @@ def test_a_finished_run_says_so_and_changes_nothing(folder, script):  # noqa: F8
     again = launch("cpu.yaml", script, *command(script, output, "--max_steps", "2"), cwd=folder)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"the run in {output} is finished (max_steps=2)" in again.stdout
-    assert "larger --max_steps" in again.stdout and "recipes/evaluate.py --model base --adapter" in again.stdout
+    assert "larger --max_steps" in again.stdout and "trl-fsdp-qlora evaluate --model base --adapter" in again.stdout
     assert contents(folder / output) == left
     further = launch("cpu.yaml", script, *command(script, output, "--max_steps", "3"), cwd=folder)
     assert further.returncode == 0, further.stdout + further.stderr

@@ -160,7 +160,7 @@ def _finished(trainer: Any, script: ScriptArguments) -> str:
     longer = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
     problems = f"--held_out {script.held_out}" if script.held_out else f"--eval_split {script.eval_split}"
     evaluate_it = (
-        f"python recipes/evaluate.py --model {redaction.portable(model_name(trainer.model))} "
+        f"trl-fsdp-qlora evaluate --model {redaction.portable(model_name(trainer.model))} "
         f"--adapter {args.output_dir} --dataset {script.eval_dataset or script.dataset} {problems}"
     )
     return (

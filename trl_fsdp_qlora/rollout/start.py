@@ -73,7 +73,7 @@ def start_engine(args: Any, model: PeftModel, accelerator: Accelerator, tokenize
     if has_packed_base(model) and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
         logger.warning(
             f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy instead, "
-            "which `python recipes/dequantize.py --model_name_or_path ...` writes, or rollouts come from another rounding"
+            "which `trl-fsdp-qlora dequantize --model_name_or_path ...` writes, or rollouts come from another rounding"
         )
     return engine
 

@@ -1,0 +1,141 @@
+"""What somebody has who ran `pip install`: every command, from a wheel that was built of the source distribution, in a
+folder that is not the clone."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import save_tiny_model
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ("trl_fsdp_qlora", "recipes", "accelerate_configs")
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")
+
+
+def build(what: str, folder: Path, target: Path) -> Path:
+    code = f"from setuptools import build_meta; print(build_meta.build_{what}({str(target)!r}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    return target / run.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Of a copy of the clone, by way of the source distribution, without a network."""
+    folder = tmp_path_factory.mktemp("build")
+    (folder / "source").mkdir()
+    for name in SOURCE:
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, folder / "source" / name)
+    with tarfile.open(build("sdist", folder / "source", folder)) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    return build("wheel", next((folder / "unpacked").iterdir()), folder)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder with what `pip install` would have put among the packages."""
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Where the user is: a folder with a model and nothing else."""
+    folder = tmp_path_factory.mktemp("user")
+    save_tiny_model(folder / "base")
+    return folder
+
+
+def python(*words: str, installed: Path, cwd: Path) -> str:
+    """What a Python process in the folder `cwd` says, with the wheel and not the clone among its packages."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+    environment["HF_HOME"] = str(cwd / ".hf")  # and no accelerate config of the machine's user
+    run = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout + run.stderr
+
+
+def call(*words: str, installed: Path, cwd: Path) -> str:
+    return python("-m", "trl_fsdp_qlora", *words, installed=installed, cwd=cwd)
+
+
+def test_what_is_in_it(wheel):
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in inside if ".dist-info/" not in name} == {"trl_fsdp_qlora"}
+    assert "trl_fsdp_qlora/py.typed" in inside
+    for name in SOURCE[1:]:
+        there = {path.relative_to(ROOT / name) for path in (ROOT / name).rglob("*") if path.is_file()}
+        carried = {Path(item).relative_to(f"trl_fsdp_qlora/_{name}") for item in inside if f"/_{name}/" in item}
+        assert carried == {path for path in there if "__pycache__" not in path.parts}
+    metadata = zipfile.ZipFile(wheel).read(next(name for name in inside if name.endswith("/METADATA"))).decode()
+    assert "Project-URL: Package, https://pypi.org/project/trl-fsdp-qlora/" in metadata
+    assert "# trl_fsdp_qlora" in metadata  # the README, as PyPI shows it
+    assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", metadata)  # and no link in it that only works in a checkout
+
+
+def test_configs_and_recipes(installed, place):
+    path = Path(call("config", "ddp_cpu", installed=installed, cwd=place).strip())
+    assert installed in path.parents
+    assert path.read_text() == (ROOT / "accelerate_configs" / "ddp_cpu.yaml").read_text()
+    assert "config_quick.yaml is " in call(
+        "recipes", "small-base/t_spmo/quick", "--copy", installed=installed, cwd=place
+    )
+    assert (place / "config_quick.yaml").is_file()
+
+
+# In one process, since each imports the same. The training of `grpo`, with its launcher, is a test of its own.
+IN_TURN = {
+    "small-base base": "base is there already",
+    "t-spmo --help": "--token_selection",
+    "a-star-po --help": "--value_samples",
+    "evaluate --help": "--max_new_tokens",
+    "merge --help": "--adapter",
+    "dequantize --help": "--dense_dtype",
+    "launch --help": "--config_file",
+}
+
+
+def test_every_other_command_in_turn(installed, place):
+    code = (
+        "import json, sys, trl_fsdp_qlora\n"
+        "from trl_fsdp_qlora.__main__ import main\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    print(f'<<{line}>>', flush=True)\n"
+        "    try:\n"
+        "        status = main(line.split())\n"
+        "    except SystemExit as ended:\n"
+        "        status = ended.code or 0\n"
+        "    assert status == 0, (line, status)\n"
+        "print('<<>>', trl_fsdp_qlora.__file__)\n"
+    )
+    said = python("-c", code, json.dumps(list(IN_TURN)), installed=installed, cwd=place)
+    assert f"<<>> {installed}" in said
+    for line, expected in IN_TURN.items():
+        assert expected in said.partition(f"<<{line}>>")[2].partition("<<")[0], line
+
+
+def test_grpo_trains(installed, place):
+    quick = "--max_steps 2 --eval_problems 4 --accuracy_steps 0 --logging_steps 1 --per_device_train_batch_size 8"
+    words = f"grpo --config small-base/grpo/quickstart --model_name_or_path base --output_dir out {quick}"
+    said = call(*words.split(), installed=installed, cwd=place)
+    assert "accelerate config: cpu, 1 process" in said and "step 2/2  reward" in said
+    assert (place / "out" / "adapter_model.safetensors").is_file()
+    assert len(json.loads((place / "out" / "metrics.json").read_text())["history"]) >= 2
+    card = (place / "out" / "README.md").read_text()
+    assert f"trl-fsdp-qlora {words}" in card.replace("\n", " ")  # what anybody can type
+    assert str(place) not in card and str(installed) not in card

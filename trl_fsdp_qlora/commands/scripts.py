@@ -1,0 +1,125 @@
+"""The scripts in recipes/ as commands: launched by accelerate where they run in several processes, called otherwise."""
+
+import difflib
+import functools
+import runpy
+import sys
+from pathlib import Path
+
+from ..run.accelerate_configs import accelerate_config, names
+from ..run.launch import launch
+from . import catalog
+from .words import refuse, take
+
+# Of `accelerate launch`, those that no script has; everything else is the script's.
+LAUNCHER = (
+    "--accelerate_config",
+    "--config_file",
+    "--gpu_ids",
+    "--machine_rank",
+    "--main_process_ip",
+    "--main_process_port",
+    "--max_restarts",
+    "--num_cpu_threads_per_process",
+    "--num_machines",
+    "--num_processes",
+    "--rdzv_backend",
+    "--rdzv_conf",
+)
+
+
+def _called(name: str, words: list[str]) -> int:
+    """Run the script `name` in this process."""
+    try:
+        path = catalog.script(name)
+    except ValueError as error:
+        return refuse(str(error))
+    sys.argv = [str(path), *words]
+    runpy.run_path(str(path), run_name="__main__")
+    return 0
+
+
+def _launched(name: str, words: list[str]) -> int:
+    """Run the script `name` as `accelerate launch` does, in as many processes as are asked for."""
+    if {"--help", "-h"} & set(words):
+        print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
+        return _called(name, ["--help"])
+    try:
+        launcher, rest = take(words, LAUNCHER)
+        rest = with_recipe(rest)
+        path = catalog.script(name)
+        given = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
+        flags = _config_flags(given, launcher)
+    except ValueError as error:
+        return refuse(str(error))
+    others = [word for option, value in launcher.items() for word in (option, value)]
+    return launch([*flags, *others, str(path), *rest])
+
+
+def with_recipe(words: list[str]) -> list[str]:
+    """`words` with the path of a recipe of this package where `--config` names one.
+
+    Raises:
+        ValueError: it names neither a file nor a recipe.
+    """
+    taken, rest = take(words, ("--config",))
+    given = taken.get("--config")
+    if given is None:
+        return rest
+    if Path(given).exists():
+        return ["--config", given, *rest]
+    near = _file_like(Path(given))
+    if near is not None:
+        raise ValueError(f"--config {given}: no such file; did you mean {str(near)!r}?")
+    return ["--config", str(catalog.find(given).path), *rest]
+
+
+def _file_like(path: Path) -> Path | None:
+    """What lies beside a file that is not there and is called nearly as it."""
+    there = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.8)
+    return path.parent / near[0] if near else None
+
+
+def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:
+    """What tells accelerate its config: the one that was `given` by name or path, the user's own, or one that fits here."""
+    if given is not None:
+        return ["--config_file", given if Path(given).is_file() else str(accelerate_config(given))]
+    from accelerate.commands.config.config_args import default_config_file
+
+    if Path(default_config_file).is_file():  # of `accelerate config`
+        return []
+    name, processes = default_config(launcher.get("--num_processes"))
+    launcher.setdefault("--num_processes", str(processes))
+    plural = "es" if processes > 1 else ""
+    print(f"accelerate config: {name}, {processes} process{plural} (--accelerate_config NAME: {', '.join(names())})")
+    return ["--config_file", str(accelerate_config(name))]
+
+
+def default_config(asked: str | None) -> tuple[str, int]:
+    """(name, processes) of the accelerate config for what is here: every GPU, or the CPU.
+
+    Args:
+        asked: `--num_processes`.
+
+    Raises:
+        ValueError: it is no number of processes.
+    """
+    import torch
+
+    if asked is not None and not (asked.isdigit() and int(asked)):
+        raise ValueError(f"--num_processes {asked} is no number of processes; 2, say")
+    gpus = torch.cuda.device_count()
+    processes = int(asked) if asked else max(gpus, 1)
+    if gpus:
+        return ("ddp" if processes > 1 else "single_gpu"), processes
+    return ("ddp_cpu" if processes > 1 else "cpu"), processes
+
+
+grpo = functools.partial(_launched, "grpo")
+t_spmo = functools.partial(_launched, "t_spmo")
+a_star_po = functools.partial(_launched, "a_star_po")
+evaluate = functools.partial(_launched, "evaluate")
+merge = functools.partial(_called, "merge")
+dequantize = functools.partial(_called, "dequantize")
+small_base = functools.partial(_called, "small_base")
