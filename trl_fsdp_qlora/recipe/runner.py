@@ -2,6 +2,7 @@
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .arguments import DEBUG_ERRORS, ConfigError, ScriptArguments
 from .checks import lora_config
 from .evaluation import Evaluation, evaluate
 from .record import AccuracyCallback, RunRecord, format_result
+from .refusals import is_refusal
 from .rewards import get_reward
 from .script import resumable, say
 
@@ -32,7 +34,7 @@ def build_trainer(
     """A trainer of `trainer_class` for a recipe's parsed arguments; `more` goes to it as it is.
 
     Raises:
-        ConfigError: TRL, PEFT or the trainer refuses an argument.
+        ConfigError: TRL, PEFT or the trainer refuses an argument, see [`trl_fsdp_qlora.recipe.refusals.is_refusal`].
     """
     config.model_init_kwargs = {
         "revision": model.model_revision,
@@ -51,7 +53,9 @@ def build_trainer(
             peft_config=lora_config(model),
             **more,
         )
-    except (ValueError, ImportError, OSError, NotImplementedError) as error:
+    except Exception as error:
+        if not is_refusal(error):
+            raise
         raise ConfigError(f"{error} ({DEBUG_ERRORS} shows where)") from error
     trainer.card_info.settings = (script, model)
     return trainer
@@ -75,68 +79,36 @@ def run_recipe(
         return _run_recipe(trainer, script, test, resume)
 
 
-def _run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: str | bool | None) -> dict[str, Any]:
+def _run_recipe(
+    trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None
+) -> dict[str, Any]:
     args = trainer.args
     record = RunRecord(args.output_dir)
     resume = trainer.checkpointing.resume_from(resume)
     if record.is_complete(trainer.checkpointing.finished(resume)):
         say(_finished(trainer, script))
         return record.content
-    if resume is None:
-        record.content = {}  # of a run that left no checkpoint
-    elif not script.skip_accuracy and "before" not in record.content:
-        say(
-            f"{record.path} does not hold the accuracy from before training, and a run that resumes cannot measure it: the "
-            "record, the card and the last line go without"
-        )
-    tokenizer = trainer.processing_class
-
-    def measure(samples: int = 0, description: str = "accuracy") -> Evaluation:
-        with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
-            return evaluate(
-                model,
-                tokenizer,
-                test,
-                max_new_tokens=args.max_completion_length,
-                batch_size=script.accuracy_batch_size,
-                samples=samples,
-                answer_format=script.answer_format,
-                seed=args.seed,
-                progress=not args.disable_tqdm,
-                description=description,
-                lockstep=lockstep,
-            )
-
+    _begin(record, trainer, script, resume)
+    measure = partial(_measure, trainer, script, test)
     seconds_before = 0.0
 
-    def begin(before: Evaluation) -> None:
+    def keep(before: Evaluation) -> None:
         nonlocal seconds_before
         seconds_before = before.seconds
         say(f"before: {before}")
         record.put(before=before.as_dict())
 
-    record.put(
-        hardware=hardware(),
-        software=software(),
-        processes=args.world_size,
-        seed=args.seed,
-        dataset=redaction.portable(script.dataset),
-        model=redaction.portable(model_name(trainer.model)),
-    )
     if not script.skip_accuracy:
-        first = None if "before" in record.content else begin
-        callback = AccuracyCallback(measure, first, script.accuracy_steps, lambda: trainer._metrics["train"])
-        trainer.add_callback(callback)
-    trainer.card_info.dataset = script.dataset
-    trainer.card_info.license = script.license
-    trainer.card_info.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
-    trainer.card_info.max_new_tokens = args.max_completion_length
-    trainer.card_info.command = launch_line.launch_words()
-    trainer.card_info.recipe_file = launch_line.config_file(sys.argv)
+        first = None if "before" in record.content else keep
+        trainer.add_callback(
+            AccuracyCallback(measure, first, script.accuracy_steps, lambda: trainer._metrics["train"])
+        )
+    _fill_card(trainer, script, (test or trainer.train_dataset)[0]["prompt"])
     started = time.perf_counter()
     with resumable(trainer):
         trainer.train(resume_from_checkpoint=resume)
     record.put(train_seconds=time.perf_counter() - started - seconds_before, history=trainer.state.log_history)
+    results = {}
     if not script.skip_accuracy:
         record.put(after=measure(script.accuracy_samples, "accuracy after training").as_dict())
         results = {when: format_result(record.content[when]) for when in ("before", "after") if when in record.content}
@@ -148,9 +120,56 @@ def _run_recipe(trainer: Any, script: ScriptArguments, test: Dataset, resume: st
     if PartialState().is_main_process:
         picture = record.draw()
         say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
-        if not script.skip_accuracy:
+        if results:
             say("  ->  ".join(results.values()))
     return record.content
+
+
+def _begin(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> None:
+    """Put into the record what a run is, and say so where a resumed one lacks its accuracy from before training."""
+    if resume is None:
+        record.content = {}  # of a run that left no checkpoint
+    elif not script.skip_accuracy and "before" not in record.content:
+        say(
+            f"{record.path} does not hold the accuracy from before training, and a run that resumes cannot measure it: the "
+            "record, the card and the last line go without"
+        )
+    record.put(
+        hardware=hardware(),
+        software=software(),
+        processes=trainer.args.world_size,
+        seed=trainer.args.seed,
+        dataset=redaction.portable(script.dataset),
+        model=redaction.portable(model_name(trainer.model)),
+    )
+
+
+def _measure(
+    trainer: Any, script: ScriptArguments, test: Dataset, samples: int = 0, description: str = "accuracy"
+) -> Evaluation:
+    """Held-out accuracy as it is now, on every rank."""
+    args = trainer.args
+    with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
+        return evaluate(
+            model,
+            trainer.processing_class,
+            test,
+            max_new_tokens=args.max_completion_length,
+            batch_size=script.accuracy_batch_size,
+            samples=samples,
+            answer_format=script.answer_format,
+            seed=args.seed,
+            progress=not args.disable_tqdm,
+            description=description,
+            lockstep=lockstep,
+        )
+
+
+def _fill_card(trainer: Any, script: ScriptArguments, prompt: Any) -> None:
+    card = trainer.card_info
+    card.dataset, card.license = script.dataset, script.license
+    card.quickstart_prompt, card.max_new_tokens = prompt, trainer.args.max_completion_length
+    card.command, card.recipe_file = launch_line.launch_words(), launch_line.config_file(sys.argv)
 
 
 def _finished(trainer: Any, script: ScriptArguments) -> str:
