@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..upstream.trl import RepeatSampler
+from ..upstream.trl import (
+    RepeatSampler,
+    split_pixel_values_by_grid,
+    split_tensor_dict,
+    unsplit_pixel_values_by_grid,
+)
 
 
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
@@ -47,6 +52,13 @@ def shuffle_groups(
         return value[order.to(value.device)] if isinstance(value, torch.Tensor) else [value[i] for i in order]
 
     return {key: permute(value) for key, value in batch.items()}
+
+
+def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: int, rank: int, count: int) -> list:
+    """`count` slices of this rank's part of a generation batch, its groups shuffled; as TRL slices it otherwise."""
+    batch = split_pixel_values_by_grid(batch)
+    batch = shuffle_groups(batch, group_size, rank_offset=rank * len(batch["prompt_ids"]))
+    return [unsplit_pixel_values_by_grid(part) for part in split_tensor_dict(batch, count)]
 
 
 class EpochRepeatSampler(RepeatSampler):

@@ -16,22 +16,21 @@ from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing
 from ..prefix_sharing.support import position_limit
 from ..publishing.card import CardInfo, card_of, keeping_card
-from ..rollout.correction import importance_weights, weighs_in_loss
+from ..rollout.correction import weighs_in_loss
 from ..rollout.engine_model import EngineModel
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import start_engine
 from ..rollout.sync_choice import choose_sync, warnings_for, withheld
-from ..rollout.watch import SAMPLED, EngineWatch, sampled_mask, weight_metrics
+from ..rollout.watch import SAMPLED, EngineWatch, weighed
 from ..run import input_checks as checks
 from ..run import terminal
 from ..run.identity import describe_run
 from ..run.startup import StartupCallback
 from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
-from ..scoring.contexts import share_values
+from ..scoring.contexts import with_tied_entropies
 from ..scoring.request import Kind, PassRequest
-from ..upstream.trl import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from .arguments import adapter_and_base, checked_arguments
-from .groups import EpochRepeatSampler, shuffle_groups
+from .groups import EpochRepeatSampler, micro_batches
 from .living_groups import LivingGroups
 from .padded_cut import padded_pass
 from .requests import loss_pass, padded_batch, rollout_pass
@@ -72,14 +71,13 @@ class EfficientGRPOTrainer(GRPOTrainer):
         with checks.explained_lora_targets(call["model"]), withheld(call["args"], self.sync.mode == "adapter"):
             super().__init__(**call)
         self.card_info = CardInfo()
-        self.checkpointing = WholeCheckpoints(self.args, self.accelerator, lambda: describe_run(self))
+        self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
         self.living_groups = LivingGroups(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         self._start_engine()
         self._start_clock()
         self._start_scoring()
-        self.add_callback(StartupCallback(self))
-        terminal.take_over(self, call.get("callbacks") or ())
+        self._start_telling(call.get("callbacks") or ())
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -91,9 +89,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self.vllm_generation = start_engine(self.args, self.model, self.accelerator, self._tokenizer)
         half = self.accelerator.mixed_precision != "no" or self.accelerator.device.type != "cpu"
         self.watch = EngineWatch(self.accelerator, half, keeps_versions=is_peft_model(self.model))
-        if self.accelerator.is_main_process:
-            for warning in warnings_for(self.args, self.sync):
-                logger.warning(warning)
+        for warning in warnings_for(self.args, self.sync):
+            logger.warning(warning)  # accelerate's logger: on the main rank
 
     def _start_clock(self) -> None:
         self.clock = PhaseClock(self.accelerator.device)
@@ -117,6 +114,14 @@ class EfficientGRPOTrainer(GRPOTrainer):
         rank = self.accelerator.process_index
         self.budget = TokenBudget(self.args, rank, self._entropy_bonus_enabled, self.aux_loss_enabled)
 
+    def _start_telling(self, brought) -> None:
+        plain = not self._is_vlm and self.environment_factories is None
+        self.add_callback(StartupCallback(self.features, self._tokenize_prompts if plain else None))
+        # `log_completions` prints TRL's own table.
+        count = 0 if self.log_completions else self.args.show_completions
+        completions = partial(terminal.logged_completions, self._logs, count)
+        terminal.take_over(self.callback_handler.callbacks, brought, not self.args.disable_tqdm, completions)
+
     # --- a step: groups stay whole, each phase is on the clock ------------------------------------------------------
 
     def _get_train_sampler(self, dataset=None):
@@ -132,11 +137,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
             batch = self._generate_and_score_completions(generation_batch)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.waste(counts))
-            batch = split_pixel_values_by_grid(batch)
-            rank_offset = self.accelerator.process_index * len(batch["prompt_ids"])
-            batch = shuffle_groups(batch, self.num_generations, rank_offset)
-            slices = split_tensor_dict(batch, self.args.steps_per_generation)
-            self._buffered_inputs = [unsplit_pixel_values_by_grid(slice_) for slice_ in slices]
+            rank, slices = self.accelerator.process_index, self.args.steps_per_generation
+            self._buffered_inputs = micro_batches(batch, self.num_generations, rank, slices)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs):
@@ -247,24 +249,19 @@ class EfficientGRPOTrainer(GRPOTrainer):
             return request, inputs
         values = self._score_completions(request, inputs)
         if self.vllm_importance_sampling_correction and "importance_sampling_ratio" not in inputs:
-            mask_BC = sampled_mask(inputs)
-            weights = importance_weights(values[0], inputs[SAMPLED], mask_BC, self.args)
-            self._add_metrics(weight_metrics(weights, mask_BC, self.args, self.accelerator))
-            inputs = {**inputs, "importance_sampling_ratio": weights}
+            inputs, metrics = weighed(inputs, values[0], self.args, self.accelerator)
+            self._add_metrics(metrics)
         return replace(request, values=values), inputs
 
     def _score_completions(self, request: PassRequest, inputs):
         """Log-probabilities, entropies and router loss of a micro-batch, on completions that are the policy's for sure."""
         watched = self.model.training and self.watch.due and SAMPLED in inputs
-        before = partial(self._log_probs_before, request.model)
+        before = partial(self._padded_batch, PassRequest(Kind.PROBE, request.model))
         old_BC = self.watch.probe(inputs, request.scored_BC, before) if watched else None
         values = self._padded_batch(request, inputs)
         if watched:
             self._add_metrics(self.watch.judge(inputs, values[0], request.scored_BC, old_BC))
         return values
-
-    def _log_probs_before(self, model, inputs):
-        return self._padded_batch(PassRequest(Kind.PROBE, model), inputs)[0]
 
     def _padded_batch(self, request: PassRequest, inputs):
         return self._get_per_token_logps_and_entropies(
@@ -285,13 +282,12 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """What `request` asks for, in TRL's three values; the pass is a phase itself where it is not part of one."""
         is_phase = self.model.training and request.kind in (Kind.OLD, Kind.PROBE, Kind.REFERENCE)
         with self.clock.phase(f"{request.kind.value}_pass") if is_phase else nullcontext():
-            (logps, entropies, aux_loss), figures = self.prefix_sharing.log_probs(request, padded)
-        if figures and entropies is not None and self.top_entropy_quantile < 1.0:  # a quantile may fall on a tie
-            batch = request.input_ids, request.attention_mask, request.logits_to_keep
-            entropies = share_values(entropies, *batch)
+            values, figures = self.prefix_sharing.log_probs(request, padded)
+        if figures and self.top_entropy_quantile < 1.0:  # a quantile may fall on a tie
+            values = with_tied_entropies(values, request)
         prefix = f"prefix_sharing/{'policy' if request.kind is Kind.POLICY else 'no_grad'}"
         self._add_metrics({f"{prefix}/{name}": value for name, value in figures.items()})
-        return request.narrow((logps, entropies, aux_loss))
+        return request.narrow(values)
 
     def _add_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -303,8 +299,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
 
         Raises:
-            trl_fsdp_qlora.run.errors.CheckpointError: see [`WholeCheckpoints`]: the output folder cannot be written or is
-                in use, there is no whole checkpoint, it belongs to another run, or the disk is full.
+            trl_fsdp_qlora.run.errors.CheckpointError: see [`trl_fsdp_qlora.grpo.resumable.WholeCheckpoints`].
         """
         with self.checkpointing.alone():
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
@@ -363,6 +358,10 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self._last_loaded_step = -1  # the engine holds the last weights, not the best
         if not self.sharding.load_adapter(self.model, self.state.best_model_checkpoint):
             super()._load_best_model()
+
+    def _describe_run(self):
+        model = self.accelerator.unwrap_model(self.model)
+        return describe_run(self.args, model, self.train_dataset, self.reward_func_names, type(self).__name__)
 
     # --- what is said about a run ------------------------------------------------------------------------------------
 

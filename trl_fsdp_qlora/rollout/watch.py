@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from .correction import importance_weights
 from .sync_proof import AdapterSnapshot, SyncProof
 
 # Rows of the first micro-batch whose log-probabilities are taken once more, under the adapter of the sync before.
@@ -54,7 +55,7 @@ class EngineWatch:
         Args:
             inputs: of the loss.
             scored_BC: tokens whose values the loss wants; the probe takes rows that have some.
-            score: log-probabilities `(rows, C)` of a batch of those rows, without gradient.
+            score: gives for a batch of those rows, first of all, log-probabilities `(rows, C)`; called without gradient.
         """
         if self._previous is None:
             return None
@@ -62,7 +63,7 @@ class EngineWatch:
         rows = rows_B.nonzero()[:, 0].tolist()[:PROBE_ROWS] or [0]
         keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         with self.weights_before(), torch.no_grad():
-            values = score({key: inputs[key][rows] for key in keys})
+            values = score({key: inputs[key][rows] for key in keys})[0]
         old_BC = torch.full_like(inputs[SAMPLED], float("nan"))
         old_BC[rows] = values.to(old_BC.dtype)
         return old_BC
@@ -94,6 +95,19 @@ def sampled_mask(inputs: dict[str, Any]) -> torch.Tensor:
     """Tokens that the engine drew: those of the completion that no tool returned. Bool `(B, C)`."""
     mask_BC = inputs["completion_mask"].bool()
     return mask_BC & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask_BC
+
+
+def weighed(
+    inputs: dict[str, Any], policy_BC: torch.Tensor, args: Any, accelerator: Accelerator
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The loss's inputs with the importance weights of the engine's tokens, and [`weight_metrics`]. Collective.
+
+    Args:
+        policy_BC: log-probabilities under the policy.
+    """
+    mask_BC = sampled_mask(inputs)
+    weights = importance_weights(policy_BC, inputs[SAMPLED], mask_BC, args)
+    return {**inputs, "importance_sampling_ratio": weights}, weight_metrics(weights, mask_BC, args, accelerator)
 
 
 def weight_metrics(

@@ -8,6 +8,7 @@ What a user changes freely (lengths of the run, logging, saving, evaluation, rep
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -91,15 +92,23 @@ _SAMPLES = 16
 _SAMPLE = 2**16
 
 
-def describe_run(trainer: Any) -> dict[str, Any]:
-    """`{"identity": …, "layout": …, "software": …}` of a trainer, in plain JSON values. Reads a sample of the weights."""
-    args = trainer.args
-    model = trainer.accelerator.unwrap_model(trainer.model)
+def describe_run(
+    args: TrainingArguments, model: Any, dataset: Any, rewards: Iterable[str], trainer: str
+) -> dict[str, Any]:
+    """`{"identity": …, "layout": …, "software": …}` of a run, in plain JSON values. Reads a sample of the weights.
+
+    Args:
+        args: the trainer's config.
+        model: unwrapped.
+        dataset: its training data.
+        rewards: names of the reward functions.
+        trainer: name of the class.
+    """
     identity = {
         "model": describe_model(model),
-        "dataset": describe_dataset(trainer.train_dataset),
-        "rewards": list(trainer.reward_func_names),
-        "trainer": type(trainer).__name__,
+        "dataset": describe_dataset(dataset),
+        "rewards": list(rewards),
+        "trainer": trainer,
         **{f"adapter.{name}": value for name, value in _adapter(model).items()},
         **settings(args),
     }

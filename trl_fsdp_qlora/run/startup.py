@@ -1,6 +1,7 @@
 """The block that a run prints once, before its first step: what will happen, with what, and what fell back."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,29 +28,41 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     return {kind: (n, size) for kind, (n, size) in counts.items()}
 
 
-def startup_block(trainer: Any, steps: int, features: list[str]) -> str:
-    """The start-up text of `trainer`.
+def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[str]) -> str:
+    """The start-up text of a run.
 
     Args:
-        trainer: an `EfficientGRPOTrainer`.
+        args: its `GRPOConfig`.
+        model: what is trained, as it lies on this rank.
         steps: optimizer steps of the whole run.
         features: lines on what is switched on and what fell back, with the reason.
     """
-    args = trainer.args
-    ranks = args.world_size
-    group = trainer.num_generations
-    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
-    new = completions / trainer.num_iterations
-    parameters = parameter_bytes(trainer.model)
-    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters()}))
-    mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-    precision = dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
-    every = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps
     rows = [
+        *_counts(args, steps),
+        *(
+            (f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)")
+            for kind, (count, size) in parameter_bytes(model).items()
+        ),
+        ("hardware", _hardware(args)),
+        ("precision", _precision(args, model)),
+        ("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"),
+        *(("", line) if i else ("switched on", line) for i, line in enumerate(features)),
+    ]
+    width = max(len(name) for name, _ in rows) + 1
+    return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
+
+
+def _counts(args: Any, steps: int) -> list[tuple[str, str]]:
+    """Prompts and completions of an optimizer step, a generation batch and the whole run."""
+    group, uses = args.num_generations, args.num_iterations
+    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    new = completions / uses
+    every = args.steps_per_generation * uses / args.gradient_accumulation_steps
+    return [
         (
             "optimizer step",
             f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions"
-            + (f", each used {trainer.num_iterations} times" if trainer.num_iterations > 1 else ""),
+            + (f", each used {uses} times" if uses > 1 else ""),
         ),
         (
             "generation batch",
@@ -58,16 +71,12 @@ def startup_block(trainer: Any, steps: int, features: list[str]) -> str:
         ),
         ("whole run", f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"),
     ]
-    for kind, (count, size) in parameters.items():
-        rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
-    rows += [
-        ("hardware", _hardware(args)),
-        ("precision", precision),
-        ("rollouts", "vLLM (" + trainer.vllm_mode + ")" if trainer.use_vllm else "transformers"),
-    ]
-    rows += [("", line) if i else ("switched on", line) for i, line in enumerate(features)]
-    width = max(len(name) for name, _ in rows) + 1
-    return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
+
+
+def _precision(args: Any, model: torch.nn.Module) -> str:
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+    mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    return dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
 
 
 def _hardware(args: Any) -> str:
@@ -84,18 +93,26 @@ def _hardware(args: Any) -> str:
     return f"{ranks} process{'es' if ranks > 1 else ''} on {where}" + (f", {layout}" if layout else "")
 
 
-def first_prompt(trainer: Any) -> str | None:
+def first_prompt(
+    data: Any, tokenize: Callable[[list], tuple] | None, decode: Callable[[list[int]], str]
+) -> str | None:
     """The first training prompt as the model reads it, special tokens and all, with its length.
 
-    `None` where that cannot be said before training: prompts with images or environments, and streamed data.
+    Args:
+        data: the training data.
+        tokenize: token ids of each of a list of prompts come first in what it returns; `None` for prompts with images or
+            environments.
+        decode: the text of token ids.
+
+    Returns:
+        `None` where it cannot be said before training: no `tokenize`, images, streamed data.
     """
-    data = trainer.train_dataset
     columns = set(getattr(data, "column_names", None) or ())
-    plain = not trainer._is_vlm and trainer.environment_factories is None and not columns & {"image", "images"}
+    plain = tokenize is not None and not columns & {"image", "images"}
     if not plain or "prompt" not in columns or not hasattr(data, "__getitem__"):
         return None
-    ids = trainer._tokenize_prompts([data[0]["prompt"]])[0][0]
-    text = trainer.processing_class.decode(ids)
+    ids = tokenize([data[0]["prompt"]])[0][0]
+    text = decode(ids)
     if len(text) > _PROMPT_CHARACTERS:
         half = _PROMPT_CHARACTERS // 2
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
@@ -104,12 +121,18 @@ def first_prompt(trainer: Any) -> str | None:
 
 
 class StartupCallback(TrainerCallback):
-    """Prints the start-up block and the first prompt once, on the main rank."""
+    """Prints the start-up block and the first prompt once, on the main rank.
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    Args:
+        features: gives the lines of [`startup_block`].
+        tokenize: see [`first_prompt`].
+    """
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def __init__(self, features: Callable[[], list[str]], tokenize: Callable[[list], tuple] | None):
+        self._features, self._tokenize = features, tokenize
+
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, train_dataloader=None, **kwargs):
         if state.is_world_process_zero:
-            block = startup_block(self.trainer, state.max_steps, self.trainer.features())
-            print(redact("\n".join(filter(None, (block, first_prompt(self.trainer))))), flush=True)
+            block = startup_block(args, model, state.max_steps, self._features())
+            prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
+            print(redact("\n".join(filter(None, (block, prompt)))), flush=True)

@@ -180,22 +180,26 @@ def no_bars_in_files() -> None:
         logging.disable_progress_bar()
 
 
-def take_over(trainer: Any, brought: Iterable[TrainerCallback | type]) -> None:
-    """Let a [`TerminalCallback`] stand where the trainer's own printing callback is.
+def take_over(
+    callbacks: list[TrainerCallback],
+    brought: Iterable[TrainerCallback | type],
+    bar: bool,
+    completions: Callable[[], Iterable[str]],
+) -> None:
+    """Let a [`TerminalCallback`] stand where a trainer's own printing callback is.
 
-    What its user `brought` stays as it is, and so does the table of a notebook.
+    Args:
+        callbacks: the trainer's, changed in place. The table of a notebook stays as it is.
+        brought: those of its user, which stay too.
+        bar, completions: see [`TerminalCallback`].
     """
     brought = {item if isinstance(item, type) else type(item) for item in brought}
-    callbacks = trainer.callback_handler.callbacks
     for place, callback in enumerate(callbacks):
         if type(callback) in {PrinterCallback, ProgressCallback} - brought:
-            callbacks[place] = TerminalCallback(not trainer.args.disable_tqdm, lambda: _completions(trainer))
+            callbacks[place] = TerminalCallback(bar, completions)
 
 
-def _completions(trainer: Any) -> list[str]:
-    # `log_completions` prints TRL's own table.
-    if trainer.log_completions or not trainer.args.show_completions:
-        return []
-    logged = trainer._logs
-    rewards = {name: list(values) for name, values in logged["rewards"].items()}
-    return completion_lines(list(logged["prompt"]), list(logged["completion"]), rewards, trainer.args.show_completions)
+def logged_completions(logs: Mapping[str, Any], count: int) -> list[str]:
+    """[`completion_lines`] of what TRL keeps for its own table of completions."""
+    rewards = {name: list(values) for name, values in logs["rewards"].items()}
+    return completion_lines(list(logs["prompt"]), list(logs["completion"]), rewards, count) if count else []

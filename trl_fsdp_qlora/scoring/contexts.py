@@ -2,6 +2,8 @@
 
 import torch
 
+from .request import LogProbs, PassRequest
+
 
 def share_values(
     values_BC: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
@@ -26,3 +28,12 @@ def share_values(
         same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1)
         first_BC[row] = same.argmax(0)  # the row is equal to itself
     return values_BC.gather(0, first_BC)
+
+
+def with_tied_entropies(values: LogProbs, request: PassRequest) -> LogProbs:
+    """`values` of a pass, in which equal contexts have one entropy: see [`share_values`]."""
+    logps, entropies, aux_loss = values
+    if entropies is None:
+        return values
+    tied = share_values(entropies, request.input_ids, request.attention_mask, request.logits_to_keep)
+    return logps, tied, aux_loss
