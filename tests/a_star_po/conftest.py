@@ -47,3 +47,17 @@ def make_trainer(tmp_path, model_dir):
         )
 
     return make
+
+
+@pytest.fixture
+def count_prompts(monkeypatch):
+    """Counts the completions that stage 1 draws."""
+    drawn = []
+    original = AStarPOTrainer._draw
+
+    def draw(self, items, counts, seed):
+        drawn.extend((item.row["prompt"], count) for item, count in zip(items, counts, strict=True))
+        return original(self, items, counts, seed)
+
+    monkeypatch.setattr(AStarPOTrainer, "_draw", draw)
+    return drawn

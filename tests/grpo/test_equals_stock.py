@@ -5,48 +5,65 @@ scatters the groups), so such runs differ by design; the loss of a fixed batch i
 """
 
 import copy
+import functools
+import tempfile
 
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import LOSS_TYPES, character_tokenizer, config, digit_share, lora, prompts, tiny_model, trainer
+from tests.tiny import (
+    LOSS_TYPES,
+    character_tokenizer,
+    config,
+    digit_share,
+    lora,
+    prompts,
+    save_tiny_model,
+    tiny_model,
+    trainer,
+)
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 # fp32, SGD: what differs is the order of additions. Three steps of lr 1e-2.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 
 
-def run(cls, config_cls, tmp_path, peft, **changes):
-    made = trainer(cls, config_cls, tmp_path, peft_config=lora() if peft else None, **changes)
+def run(cls, config_cls, folder, peft, **changes):
+    """The log of a run, and its trained weights before and after."""
+    made = trainer(cls, config_cls, folder, peft_config=lora() if peft else None, **changes)
+    trained = {n: p for n, p in made.model.named_parameters() if p.requires_grad}
+    start = {n: p.detach().clone() for n, p in trained.items()}
     made.train()
-    weights = {n: p.detach().clone() for n, p in made.model.named_parameters() if p.requires_grad}
-    return made, weights
+    return made.state.log_history, start, {n: p.detach().clone() for n, p in trained.items()}
+
+
+@functools.cache
+def stock_run(peft, changes):
+    with tempfile.TemporaryDirectory() as folder:
+        return run(GRPOTrainer, GRPOConfig, folder, peft, **dict(changes))
 
 
 def assert_equal_runs(tmp_path, peft=True, sharing="off", **changes):
-    stock, expected = run(GRPOTrainer, GRPOConfig, tmp_path / "stock", peft, **changes)
-    ours, weights = run(
+    stock, start, expected = stock_run(peft, tuple(changes.items()))
+    ours, _, weights = run(
         EfficientGRPOTrainer,
         EfficientGRPOConfig,
-        tmp_path / "ours",
+        tmp_path,
         peft,
         prefix_sharing=sharing,
         compact_generation=False,  # which draws other completions of the same distribution
         **changes,
     )
     assert weights.keys() == expected.keys()
-    moved = 0.0
-    start = trainer(GRPOTrainer, GRPOConfig, tmp_path, peft_config=lora() if peft else None, **changes).model
-    start = dict(start.named_parameters())
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], **TOLERANCE)
-        moved = max(moved, (weight - start[name]).abs().max().item())
-    assert moved > 1e-4  # otherwise nothing was compared
+    # Otherwise nothing was compared.
+    assert max((weight - start[name]).abs().max().item() for name, weight in weights.items()) > 1e-4
     keys = ["loss", "reward", "grad_norm"]
     if changes.get("gradient_accumulation_steps", 1) == 1:
         keys += ["kl", "entropy", "clip_ratio/region_mean"]  # means of means over micro-batches, which differ
-    for mine, theirs in zip(ours.state.log_history[:-1], stock.state.log_history[:-1], strict=True):
+    for mine, theirs in zip(ours[:-1], stock[:-1], strict=True):
         for key in theirs.keys() & set(keys):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key
 
@@ -79,8 +96,6 @@ def test_options(tmp_path, changes, sharing):
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_full_fine_tuning(tmp_path, beta):
     model = tmp_path / "model"
-    from tests.tiny import save_tiny_model
-
     save_tiny_model(model)  # beta > 0 loads the reference from the checkpoint
     for sharing in ("off", "auto"):
         assert_equal_runs(tmp_path / sharing, peft=False, sharing=sharing, model=str(model), beta=beta)
