@@ -128,7 +128,7 @@ def test_cascade_merges_in_float32_in_half_precision(monkeypatch):
         share = torch.sigmoid(prompt_lse - own_lse).unsqueeze(-1)
         return torch.lerp(own_out, prompt_out, share.to(own_out.dtype))
 
-    monkeypatch.setattr(cascade, "_merge", rounded_weight)
+    monkeypatch.setattr(cascade, "merge", rounded_weight)
     rounded = cascade.attend(Call(*leaves, layout))
     error_rounded = ((rounded.double() - exact)[:, tail].norm() / exact[:, tail].norm()).item()
     assert error < 0.7 * error_rounded  # 0.0026 and 0.0048

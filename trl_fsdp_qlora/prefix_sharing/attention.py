@@ -27,7 +27,7 @@ AUTO_ORDER = ("cascade", "two_part")
 NESTED_BACKENDS = {"auto": ("tree", tree), "flex": ("flex", flex)}
 
 # Keywords that say nothing about who attends to whom or how a score is computed.
-_NEUTRAL = {
+NEUTRAL = {
     "position_ids",
     "use_cache",
     "cache_position",
@@ -116,7 +116,7 @@ def _prefix_shared_attention(
 
 
 def _describe(module, query, key, value, layout, base, own_function, kwargs) -> AttentionCall:
-    kwargs = {name: x for name, x in kwargs.items() if x is not None and name not in _NEUTRAL}
+    kwargs = {name: x for name, x in kwargs.items() if x is not None and name not in NEUTRAL}
     scaling = kwargs.pop("scaling", query.shape[-1] ** -0.5)
     dropout = kwargs.pop("dropout", 0.0)
     window = kwargs.pop("sliding_window", None)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from .layout import PackedLayout
+from .merging import merge
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -71,16 +72,6 @@ class _Cascade(torch.autograd.Function):
         q, k, v, out, lse, *extra = ctx.saved_tensors
         grads = ctx.kernels.backward(grad_out, q, k, v, out, lse, extra, ctx.layout, ctx.scale)
         return *grads, None, None
-
-
-def _merge(own_out, own_lse, prompt_out, prompt_lse) -> torch.Tensor:
-    """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, in at least float32.
-
-    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike.
-    """
-    dtype = torch.promote_types(own_out.dtype, torch.float32)
-    share = torch.sigmoid(prompt_lse.to(dtype) - own_lse.to(dtype)).unsqueeze(-1)
-    return torch.lerp(own_out.to(dtype), prompt_out.to(dtype), share)
 
 
 # --- CPU -------------------------------------------------------------------------------------------------------------
@@ -168,7 +159,7 @@ class _batched:
             own_out = out[0].narrow(0, query_start, count * queries).unflatten(0, (count, queries))
             own_lse = lse[0].narrow(0, query_start, count * queries).unflatten(0, (count, queries))
             lse_p = lse_p.transpose(1, 2)
-            own_out.copy_(_merge(own_out, own_lse, out_p.transpose(1, 2), lse_p))
+            own_out.copy_(merge(own_out, own_lse, out_p.transpose(1, 2), lse_p))
             torch.logaddexp(own_lse, lse_p, out=own_lse)
         return out, lse, ()
 
@@ -271,7 +262,7 @@ class _varlen:
             q_T[tail], k_T[prompt], v_T[prompt], cu_q, cu_k, max_q, max_k, 0.0, False, False, scale=scale
         )
         own_lse = lse[:, tail]  # (H, T) for variable lengths
-        out[tail] = _merge(out[tail], own_lse.t(), out_p, lse_p.t())
+        out[tail] = merge(out[tail], own_lse.t(), out_p, lse_p.t())
         lse[:, tail] = torch.logaddexp(own_lse, lse_p)
         return out.unsqueeze(0), lse, (*own_random, *cross_random)
 

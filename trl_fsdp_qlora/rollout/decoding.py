@@ -1,8 +1,10 @@
 """A decoding loop for `generate(custom_generate=...)`: a prompt is prefilled once, and finished rows leave the batch.
 
 Transformers runs a prompt as often as it is repeated, and every row until the longest one ends. Here the distinct rows of
-the batch are prefilled and their cache is repeated; a row that has ended is dropped, with its part of the cache. The
-library still prepares everything around the loop: processors, stopping criteria, masks, positions, the cache.
+the batch are prefilled, and decoding attends to each prompt once for all its rows ([`shared_prompts`]); where that is not
+exact their cache is repeated. A row that has ended is dropped, with its part of the cache. On CPUs linear layers are
+computed from copies in a faster order ([`decoding_weights`]). The library still prepares everything around the loop:
+processors, stopping criteria, masks, positions, the cache.
 """
 
 import sys
@@ -46,7 +48,9 @@ from ..upstream.generation import (
     unfinished,
 )
 from .cache import repeat_rows
+from .decoding_weights import Copies, copied_weights
 from .draws import RowUniforms, draw
+from .shared_prompts import PrefillWatch, SharedPrompts, real_tokens, unknown_arguments, watched_attention
 
 # What treats each row by itself, so that it does not matter which others are still there. Repetition penalties may hold
 # one number a row, which is dropped with it.
@@ -104,11 +108,15 @@ class Decoding:
 
     Attributes:
         work: what was run.
+        copies: the layers that were computed from copies.
+        per_row: why the last call attended to prompts in each row; `None` where it did so once per prompt.
     """
 
     def __init__(self, synced: bool | None = None):
         self.synced = synced
         self.work = Work()
+        self.copies = Copies()
+        self.per_row: str | None = None
 
     @torch.no_grad()
     def __call__(
@@ -123,39 +131,56 @@ class Decoding:
         """Token ids `(R, P + C)`: prompts and completions, finished rows filled up with padding, as `_sample` gives."""
         synced = synced_by_default(model) if self.synced is None else self.synced
         batch = _Batch(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
-        outputs = self._prefill(model, batch, generation_config)
-        with tuned_for_decoding(model):
-            while unfinished(model, batch.left == 0, synced, input_ids.device):
-                if outputs is None:
-                    inputs = model.prepare_inputs_for_generation(batch.ids_AL, next_sequence_length=1, **batch.kwargs)
-                    outputs = model(**inputs, return_dict=True)
-                    self.work.row_steps += len(batch.ids_AL)
-                    self.work.row_steps_stock += len(input_ids)
-                batch.kwargs = next_inputs(model, outputs, batch.kwargs)
-                logits_AV, outputs = outputs.logits[:, -1], None
-                if batch.left:
-                    batch.append(logits_AV)
-                    batch.drop_finished(synced)
+        with copied_weights(model, len(input_ids)) as self.copies, watched_attention(model) as self.per_row:
+            outputs = self._prefill(model, batch, generation_config)
+            with tuned_for_decoding(model):
+                while unfinished(model, batch.left == 0, synced, input_ids.device):
+                    if outputs is None:
+                        outputs = model(**batch.inputs(model), return_dict=True)
+                        self.work.row_steps += len(batch.ids_AL)
+                        self.work.row_steps_stock += len(input_ids)
+                    if batch.shared is None:
+                        batch.kwargs = next_inputs(model, outputs, batch.kwargs)
+                    logits_AV, outputs = outputs.logits[:, -1], None
+                    if batch.left:
+                        batch.append(logits_AV)
+                        batch.drop_finished(synced)
         return torch.cat([input_ids, batch.completions()], 1)
 
     def _prefill(self, model, batch: "_Batch", config: GenerationConfig):
-        """Outputs as of a prefill of every row, from one of each distinct row; the cache in `batch` is every row's."""
+        """Outputs as of a prefill of every row, from one of each distinct row; the cache in `batch` serves every row."""
         ids_RP, kwargs = batch.ids_AL, batch.kwargs
         mask_RP = kwargs.get("attention_mask")
-        keys = ids_RP if mask_RP is None else torch.cat([ids_RP, mask_RP.to(ids_RP.dtype)], 1)
-        distinct, place_R = torch.unique(keys, dim=0, return_inverse=True)
-        first_U = place_R.new_zeros(len(distinct))
-        first_U[place_R] = torch.arange(len(ids_RP), device=ids_RP.device)  # any of the equal rows
+        first_U, place_R = distinct_rows(
+            ids_RP if mask_RP is None else torch.cat([ids_RP, mask_RP.to(ids_RP.dtype)], 1)
+        )
         once = {name: _rows(value, first_U) for name, value in kwargs.items()}
-        outputs = prefill(model, ids_RP[first_U], config, once)
+        self.per_row = self.per_row or unknown_arguments(once)
+        watch = PrefillWatch(once.get("past_key_values"), real_tokens(once)) if self.per_row is None else None
+        seen = {} if watch is None else {"shared_prompts": watch}
+        outputs = prefill(model, ids_RP[first_U], config, {**once, **seen})
         longest = batch.stopping_criteria.max_length
-        repeat_rows(outputs.past_key_values, place_R, sys.maxsize if longest is None else longest)
+        longest = sys.maxsize if longest is None else longest
+        self.per_row = self.per_row or watch.why_not()
+        if self.per_row is None:
+            batch.shared = SharedPrompts(outputs.past_key_values, place_R, once, longest)
+        else:
+            repeat_rows(outputs.past_key_values, place_R, longest)
         outputs.logits = outputs.logits[:, -1:][place_R]
-        self.work.prefill_tokens += distinct.numel() if mask_RP is None else distinct.numel() // 2
+        self.work.prefill_tokens += len(first_U) * ids_RP.shape[1]
         self.work.prefill_tokens_stock += ids_RP.numel()
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][:, -1:]  # the next ones follow from the last
         return outputs
+
+
+def distinct_rows(keys_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of every kind of row `(U,)`, in their order, and which of these each row is `(R,)`."""
+    distinct, place_R = torch.unique(keys_RN, dim=0, return_inverse=True)
+    rows_R = torch.arange(len(keys_RN), device=keys_RN.device)
+    first_U = rows_R.new_full((len(distinct),), len(keys_RN)).scatter_reduce(0, place_R, rows_R, "amin")
+    first_U, order_U = first_U.sort()
+    return first_U, order_U.argsort()[place_R]
 
 
 class _Batch:
@@ -164,11 +189,13 @@ class _Batch:
     Attributes:
         ids_AL: prompts and what was generated of the rows still in the batch.
         kwargs: of the model's next forward; the cache among them.
+        shared: the cache where prompts are attended to once; its own arguments then take the place of `kwargs`.
         left: rows that have not ended.
     """
 
     def __init__(self, ids_RP, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
         self.ids_AL, self.kwargs = ids_RP, kwargs
+        self.shared: SharedPrompts | None = None
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self.left = len(ids_RP)
         self._rows = len(ids_RP)
@@ -180,6 +207,12 @@ class _Batch:
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad = pad_token(config).to(ids_RP.device) if pads else None
         self._drops = pads and all(type(item) in _BY_ROW for item in (*logits_processor, *stopping_criteria))
+
+    def inputs(self, model) -> dict:
+        """Arguments of the forward for the next tokens."""
+        if self.shared is not None:
+            return self.shared.next_inputs(self.ids_AL[:, -1])
+        return model.prepare_inputs_for_generation(self.ids_AL, next_sequence_length=1, **self.kwargs)
 
     def append(self, logits_AV: torch.Tensor) -> None:
         """Pick every row's next token.
@@ -216,8 +249,11 @@ class _Batch:
         # One row stays where other ranks need the forwards of this one, which has finished.
         kept = self._open_A.nonzero()[:, 0] if self.left else self._rows_A.new_zeros(1)
         self.ids_AL, self._rows_A, self._open_A = self.ids_AL[kept], self._rows_A[kept], self._open_A[kept]
-        self.kwargs["past_key_values"].batch_select_indices(kept)
-        self.kwargs = {name: _rows(value, kept) for name, value in self.kwargs.items()}
+        if self.shared is not None:
+            self.shared.select(kept)
+        else:
+            self.kwargs["past_key_values"].batch_select_indices(kept)
+            self.kwargs = {name: _rows(value, kept) for name, value in self.kwargs.items()}
         for processor in self.logits_processor:
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
                 processor.prompt_ignore_length = processor.prompt_ignore_length[kept]

@@ -71,3 +71,8 @@ def pad_token(config: GenerationConfig) -> torch.Tensor | None:
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     """Whether `generate` gives the model a `DynamicCache`."""
     return model._supports_default_dynamic_cache()
+
+
+def prepares_inputs_itself(model: PreTrainedModel) -> bool:
+    """Whether the model's class has its own way from `generate`'s arguments to those of a forward."""
+    return type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation

@@ -1,0 +1,250 @@
+"""Decoding attention over a prompt once for all its completions.
+
+While completions are decoded the cache holds each prompt's keys and values once, and those of the completions row by
+row. A layer attends from all queries of a group to their prompt in one product, and from each query to its own
+completion; the two are merged by their log-sum-exps ([`merge`]), which is attention over both. Keys and values are read
+once per group instead of once per completion and query head, and no mask over the row is built.
+
+It serves layers of plain causal attention (grouped queries included) that go through transformers' attention interface.
+Which those are is seen in the prefill: each layer's call is looked at before the model's own function computes it.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ..prefix_sharing.attention import NEUTRAL, PREFIX, UnsupportedAttention, no_mask, own_attention_function
+from ..prefix_sharing.merging import merge
+from ..prefix_sharing.support import position_limit, unsupported_reason
+from ..upstream.generation import prepares_inputs_itself
+from .cache import RoomyLayer
+
+_NAME = "shared_prompts_"
+_BASES = ("sdpa", "eager")
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# Of the model's call: what a decoding forward is given here, or needs no more.
+_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+
+
+def why_per_row(model: PreTrainedModel) -> str | None:
+    """Why `model` attends to the prompt in each row, as far as can be said before a forward; `None` where it need not."""
+    config = model.config
+    if next(model.parameters()).device.type != "cpu":
+        return "not on a CPU"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast"
+    if config._attn_implementation.removeprefix(PREFIX) not in _BASES:
+        return f"attn_implementation={config._attn_implementation.removeprefix(PREFIX)!r}"
+    others = {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
+    if others:
+        return f"layers with a {', '.join(sorted(others))}"
+    for name in ("attn_logit_softcapping", "attention_sink"):
+        if getattr(config, name, None):
+            return f"{name}={getattr(config, name)}"
+    if prepares_inputs_itself(model):
+        return f"{type(model).__name__} prepares the inputs of generate itself"
+    if position_limit(model) != float("inf"):
+        return "rotary tables that depend on the longest row"
+    return unsupported_reason(model)
+
+
+@contextmanager
+def watched_attention(model: PreTrainedModel) -> Iterator[str | None]:
+    """Inside, a `shared_prompts` argument of the model's call takes the attention layers over. Yields why not, or `None`."""
+    reason, base = why_per_row(model), model.config._attn_implementation
+    if reason is not None:
+        yield reason
+        return
+    name, masks = _NAME + base, AttentionMaskInterface()
+    AttentionInterface.register(name, functools.partial(_attention, base=base))
+    AttentionMaskInterface.register(name, masks[base])
+    model.set_attn_implementation(name)
+    try:
+        taken = model.config._attn_implementation == name
+        yield None if taken else f"{type(model).__name__} keeps its attn_implementation"
+    finally:
+        model.set_attn_implementation(base)
+
+
+def _attention(module, query, key, value, attention_mask, *, base: str, shared_prompts=None, **kwargs):
+    if shared_prompts is None:
+        return own_attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
+    return shared_prompts.attend(base, module, query, key, value, attention_mask, **kwargs)
+
+
+class PrefillWatch:
+    """Looks at every attention layer of the prefill; computes what the model would.
+
+    Args:
+        cache: that the prefill fills.
+        mask_UP: 1 where a prompt has a token; `None` where there is no padding.
+
+    Attributes:
+        seen: layers that can be taken over.
+        reason: why one cannot.
+    """
+
+    def __init__(self, cache: DynamicCache, mask_UP: torch.Tensor | None):
+        self.cache, self.mask_UP = cache, mask_UP
+        self.seen: set[int] = set()
+        self.reason: str | None = None
+        self._last_mask = None
+
+    def attend(self, base, module, query, key, value, mask, **kwargs):
+        """The layer's own function, after a look at what it is given. Shapes as in transformers' interface."""
+        self.reason = self.reason or self._refuses(module, query, key, value, mask, kwargs)
+        self.seen.add(getattr(module, "layer_idx", None))
+        return own_attention_function(base, module)(module, query, key, value, mask, **kwargs)
+
+    def _refuses(self, module, query, key, value, mask, kwargs: dict) -> str | None:
+        if torch.is_autocast_enabled("cpu"):  # a wrapper of the model's forward switched it on
+            return "autocast"
+        more = {name: x for name, x in kwargs.items() if x is not None and name not in {*NEUTRAL, "scaling"}}
+        if more.pop("dropout", 0.0):
+            return "attention dropout"
+        if more or getattr(module, "sinks", None) is not None:
+            return f"its attention takes {', '.join(sorted(more)) or 'sinks'}"
+        layer = self.cache.layers[module.layer_idx]
+        if key is not layer.keys or value is not layer.values:
+            return "it attends to other keys than it caches"
+        if not query.dtype == key.dtype == value.dtype or query.shape[-1] != value.shape[-1]:
+            return "queries, keys and values differ in size or dtype"
+        if mask is not self._last_mask and not self._sees_the_prompt(mask):
+            return "its mask leaves out part of the prompt"
+        self._last_mask = mask
+        return None
+
+    def _sees_the_prompt(self, mask: torch.Tensor | None) -> bool:
+        """Whether the last query sees every token of its prompt and nothing else, under one mask for all heads."""
+        if mask is None:
+            return self.mask_UP is None
+        last = mask[:, :, -1]
+        last = last if last.dtype == torch.bool else last == 0
+        real = last.new_ones(1) if self.mask_UP is None else self.mask_UP.bool()
+        return last.shape[1] == 1 and bool((last[:, 0, -real.shape[-1] :] == real).all())
+
+    def why_not(self) -> str | None:
+        """Why decoding attends to the prompt in each row, after the prefill."""
+        if self.reason is None and self.seen != set(range(len(self.cache.layers))):
+            return "not every layer goes through the attention interface"
+        return self.reason
+
+
+class SharedPrompts:
+    """Keys and values of U prompts, those of the completions of A rows, and which row has which prompt.
+
+    Args:
+        cache: as a prefill of the U prompts left it; holds the completions from here on.
+        place_A: which prompt each row has.
+        kwargs: of the model's calls, of the U prompts, positions among them.
+        max_length: of a row, prompt included.
+    """
+
+    def __init__(self, cache: DynamicCache, place_A: torch.Tensor, kwargs: dict, max_length: int):
+        self.cache = cache
+        length = cache.get_seq_length()
+        self.prompts = [SimpleNamespace(keys=layer.keys, values=layer.values) for layer in cache.layers]
+        cache.layers = [_CompletionLayer(layer, place_A, max_length) for layer in cache.layers]
+        mask_UP = real_tokens(kwargs)
+        self.bias_U11P = None
+        if mask_UP is not None:
+            dtype = self.prompts[0].keys.dtype
+            self.bias_U11P = torch.zeros(mask_UP.shape, dtype=dtype).masked_fill_(mask_UP == 0, float("-inf"))
+            self.bias_U11P = self.bias_U11P.view(-1, 1, 1, length)
+        self._place(place_A)
+        self.positions_A1 = kwargs["position_ids"][:, -1:][place_A]
+
+    def _place(self, place_A: torch.Tensor) -> None:
+        """Where the query of each row stands among those of its prompt: rows `(U, G)`, filled up with any row."""
+        counts_U = place_A.bincount(minlength=len(self.prompts[0].keys))
+        self.prompt_count, self.group = len(counts_U), int(counts_U.max())
+        order_A = place_A.argsort(stable=True)
+        within_A = torch.arange(len(place_A)) - (counts_U.cumsum(0) - counts_U)[place_A[order_A]]
+        slot_A = place_A[order_A] * self.group + within_A
+        self.rows_S = place_A.new_zeros(self.prompt_count * self.group).index_copy(0, slot_A, order_A)
+        self.slots_A = torch.empty_like(slot_A).index_copy(0, order_A, slot_A)
+        self.place_A = place_A
+        if torch.equal(self.rows_S, torch.arange(len(place_A))):
+            self.rows_S = self.slots_A = None  # whole groups in their order
+
+    def select(self, kept: torch.Tensor) -> None:
+        """Let these rows stay, and the prompts they have."""
+        self.cache.batch_select_indices(kept)
+        self.positions_A1 = self.positions_A1[kept]
+        alive, place_A = self.place_A[kept].unique(return_inverse=True)
+        if len(alive) < self.prompt_count:
+            for prompt in self.prompts:
+                prompt.keys, prompt.values = prompt.keys[alive], prompt.values[alive]
+            if self.bias_U11P is not None:
+                self.bias_U11P = self.bias_U11P[alive]
+        self._place(place_A)
+
+    def next_inputs(self, ids_A: torch.Tensor) -> dict:
+        """Arguments of the model's forward for the tokens after those seen so far."""
+        self.positions_A1 = self.positions_A1 + 1
+        return {
+            "input_ids": ids_A[:, None],
+            "position_ids": self.positions_A1,
+            "attention_mask": no_mask(ids_A.device),
+            "past_key_values": self.cache,
+            "use_cache": True,
+            "shared_prompts": self,
+        }
+
+    def attend(self, base, module, query, key, value, mask, scaling=None, **_neutral):
+        """Attention of one token per row: `query` `(A, H, 1, D)`, `key` and `value` `(A, H_kv, C, D)` of the completions.
+
+        Returns:
+            `(A, 1, H, D)` and `None`, as transformers' interface wants it.
+        """
+        rows, heads, tokens, size = query.shape
+        if tokens != 1 or key.shape[-2] != self.cache.layers[module.layer_idx].keys.shape[-2]:
+            raise UnsupportedAttention(f"{type(module).__name__} decodes otherwise than one token per row and forward")
+        kv_heads = key.shape[1]
+        prompt = self.prompts[module.layer_idx]
+        query_AKRD = query.reshape(rows, kv_heads, heads // kv_heads, size)
+        own, own_lse = _flash(query_AKRD, key, value, scale=scaling)
+        group = query_AKRD if self.rows_S is None else query_AKRD[self.rows_S]
+        group = group.unflatten(0, (self.prompt_count, self.group)).transpose(1, 2).flatten(2, 3)
+        whole, whole_lse = _flash(group, prompt.keys, prompt.values, attn_mask=self.bias_U11P, scale=scaling)
+        out = merge(own, own_lse, self._to_rows(whole), self._to_rows(whole_lse))
+        return out.to(query.dtype).reshape(rows, 1, heads, size), None
+
+    def _to_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """`(U, H_kv, G · R, …)` of the groups as `(A, H_kv, R, …)` of the rows."""
+        x = x.unflatten(2, (self.group, -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.slots_A is None else x[self.slots_A]
+
+
+class _CompletionLayer(RoomyLayer):
+    """Keys and values of the completions alone; counts the prompt's positions too."""
+
+    def __init__(self, prompt: DynamicLayer, place_A: torch.Tensor, max_length: int):
+        self.prompt_length = prompt.keys.shape[-2]
+        nothing = DynamicLayer()
+        nothing.dtype, nothing.device = prompt.dtype, prompt.device
+        nothing.keys, nothing.values = prompt.keys[:, :, :0], prompt.values[:, :, :0]
+        super().__init__(nothing, place_A, max_length - self.prompt_length)
+
+    def get_seq_length(self) -> int:
+        return self.prompt_length + self.keys.shape[-2]
+
+
+def real_tokens(kwargs: dict) -> torch.Tensor | None:
+    """1 where a prompt has a token, `(U, P)`; `None` where there is no padding."""
+    mask_UP = kwargs.get("attention_mask")
+    return None if mask_UP is None or mask_UP.all() else mask_UP
+
+
+def unknown_arguments(kwargs: dict) -> str | None:
+    """Why a model that is called with `kwargs` attends to the prompt in each row; `None` where it need not."""
+    more = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
+    if more:
+        return f"generate hands {', '.join(more)} to the model"
+    positions = kwargs.get("position_ids")
+    return None if positions is not None and positions.ndim == 2 else "generate hands no positions to the model"
