@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,8 @@ from ..upstream.trl import unwrap_model_for_generation
 from .completions import complete
 from .continuous_batching import weights_kept
 from .decoding import Work
+from .decoding_weights import copyable
+from .shared_prompts import why_per_row
 from .support import why_stock
 
 
@@ -107,10 +110,22 @@ class Rollout:
             return []
         reason = self.why_stock(wrapped, settings)
         if reason is None:
-            return ["rollouts: each prompt prefilled once, finished rows leave the batch"]
+            return [
+                "rollouts: each prompt prefilled once, finished rows leave the batch",
+                *self._describe_decoding(wrapped),
+            ]
         return [
             f"rollouts: as stock ({reason}): each prompt prefilled for every completion, no row leaves before the last"
         ]
+
+    def _describe_decoding(self, wrapped: nn.Module) -> list[str]:
+        """What is saved on CPUs beyond rows; elsewhere nothing is."""
+        if self.accelerator.device.type != "cpu":
+            return []
+        model = self.accelerator.unwrap_model(wrapped)
+        reason = why_per_row(model.get_base_model() if is_peft_model(model) else model)
+        prompts = "prompts attended to once per group" if reason is None else f"prompts attended to per row ({reason})"
+        return [f"decoding: {prompts}; {copyable(model).describe()}"]
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""

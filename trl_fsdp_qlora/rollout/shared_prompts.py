@@ -10,7 +10,7 @@ Which those are is seen in the prefill: each layer's call is looked at before th
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 

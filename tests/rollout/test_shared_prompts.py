@@ -1,0 +1,164 @@
+"""Prompts that are attended to once per group, against whole rows computed anew."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from tests.rollout.test_decoding import MODELS, PAD, PROMPTS, build, greedy, sampled
+from trl_fsdp_qlora.prefix_sharing.attention import install
+from trl_fsdp_qlora.rollout import decoding as decoding_module
+from trl_fsdp_qlora.rollout.decoding import Decoding, distinct_rows
+from trl_fsdp_qlora.rollout.shared_prompts import SharedPrompts, why_per_row
+
+# Logits of about 5 after four layers of sums in another order; a key too many or too few moves them by tenths.
+ROUNDING = 2e-5
+ONCE = {"llama", "qwen3", "moe"}
+
+
+def padded(prompts=PROMPTS):
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return ids, mask
+
+
+def run(model, config, prompts=PROMPTS):
+    ids, mask = padded(prompts)
+    decoding = Decoding()
+    out = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decoding)
+    return out, mask, decoding
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_who_attends_once_is_known(name):
+    model = build(name)
+    implementation = model.config._attn_implementation
+    reason = run(model, greedy(max_new_tokens=3))[2].per_row
+    assert (reason is None) == (name in ONCE)
+    if name not in ONCE:
+        assert "Sliding" in reason
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "prefix_sharing_sdpa"])
+@pytest.mark.parametrize("name", sorted(ONCE))
+@torch.no_grad()
+def test_logits_equal_whole_rows(name, implementation):
+    model = build(name)
+    if implementation.startswith("prefix_sharing_"):
+        install(model)
+    else:
+        model.set_attn_implementation(implementation)
+    steps = []
+    hook = model.register_forward_hook(lambda _, __, outputs: steps.append(outputs.logits[:, -1]))
+    # Half of the prompts twice as often as the other half, in no order.
+    prompts = [PROMPTS[i] for i in (4, 0, 4, 8, 0, 4)]
+    out, mask, decoding = run(model, sampled(eos_token_id=[63], suppress_tokens=[63], max_new_tokens=7), prompts)
+    hook.remove()
+    assert decoding.per_row is None and model.config._attn_implementation == implementation
+    mask = torch.cat([mask, mask.new_ones(len(mask), 7)], 1)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    expected = model(out, attention_mask=mask, position_ids=positions).logits
+    start = mask.shape[1] - 7
+    assert len(steps) == 7
+    for i, logits in enumerate(steps[1:]):
+        torch.testing.assert_close(logits, expected[:, start + i], rtol=0, atol=ROUNDING)
+
+
+def test_prompts_are_held_once_and_leave_with_their_rows(monkeypatch):
+    held = []
+
+    class Seen(SharedPrompts):
+        def select(self, kept):
+            super().select(kept)
+            held.append((len(kept), len(self.prompts[0].keys), self.cache.layers[0].keys.shape[0], self.prompt_count))
+
+    monkeypatch.setattr(decoding_module, "SharedPrompts", Seen)
+    model = build()
+    out, _, decoding = run(model, greedy())
+    assert decoding.per_row is None and held
+    for rows, prompts, own, count in held:
+        assert own == rows and prompts == count <= min(rows, 3)
+    assert min(count for *_, count in held) < 3  # a prompt left with the last of its rows
+    monkeypatch.undo()
+    ids, mask = padded()
+    assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=greedy()))
+
+
+def test_the_implementation_comes_back_after_an_error():
+    model = build()
+    model.lm_head.register_forward_hook(lambda *_: (_ for _ in ()).throw(OSError()))
+    with pytest.raises(OSError):
+        run(model, greedy())
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("gemma2", {"sliding_window": 6, "layer_types": ["full_attention"] * 4}, "attn_logit_softcapping"),
+        ("llama", {"attention_dropout": 0.5}, "dropout"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary"),
+    ],
+    ids=["softcap", "dropout", "dynamic rotary"],
+)
+def test_what_is_not_plain_attention_runs_per_row(name, changes, said):
+    model = build(name)
+    config = type(model.config)(**{**model.config.to_dict(), **changes})
+    model = AutoModelForCausalLM.from_config(config).train()
+    assert said in why_per_row(model)
+
+
+def test_gpt2_runs_as_before():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=PAD, initializer_range=0.2
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    out, mask, _ = run(model, greedy())
+    ids, _ = padded()
+    assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=greedy()))
+
+
+@pytest.mark.parametrize("part", ["mask", "keys"])
+def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, monkeypatch):
+    """A model that lets no query see the first token, or attends to other keys than it caches, is left alone."""
+    from transformers.models.llama import modeling_llama
+
+    model = build()
+    stock = modeling_llama.LlamaAttention.forward
+
+    def own_mask(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[-1] > 1:
+            attention_mask = attention_mask.clone()
+            attention_mask[..., -2] = False
+        return stock(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+
+    class Elsewhere:
+        def __init__(self, cache):
+            self.cache = cache
+
+        def update(self, *args, **kwargs):
+            return tuple(x.clone() for x in self.cache.update(*args, **kwargs))
+
+    def other_keys(self, hidden_states, past_key_values=None, **kwargs):
+        return stock(self, hidden_states, past_key_values=Elsewhere(past_key_values), **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", own_mask if part == "mask" else other_keys)
+    out, mask, decoding = run(model, greedy())
+    assert (
+        decoding.per_row
+        == {
+            "mask": "its mask leaves out part of the prompt",
+            "keys": "it attends to other keys than it caches",
+        }[part]
+    )
+    ids, _ = padded()
+    assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=greedy()))
+
+
+def test_distinct_rows_come_in_their_order():
+    rows = torch.tensor([[3, 1], [2, 2], [3, 1], [0, 9], [2, 2]])
+    first, place = distinct_rows(rows)
+    assert first.tolist() == [0, 1, 3] and place.tolist() == [0, 1, 0, 2, 1]
+    assert torch.equal(rows[first][place], rows)
