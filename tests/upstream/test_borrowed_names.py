@@ -28,6 +28,8 @@ ELSEWHERE = {
     "_exit": "os: ends a process at once",
     "_flash_attention_backward": "torch: an operator",
     "_flash_attention_forward": "torch: an operator",
+    "_forward_hooks": "torch.nn.Module: what was registered to run after its forward",
+    "_forward_pre_hooks": "torch.nn.Module: what was registered to run before its forward",
     "_functions": "bitsandbytes.autograd",
     "_parameters": "torch.nn.Module: its own parameters",
     "_replace": "namedtuple",
