@@ -24,6 +24,7 @@ COMMANDS = {
     "grpo": _Command("commands.scripts", "grpo", "train with GRPO: --config FILE.yaml and any field"),
     "t-spmo": _Command("commands.scripts", "t_spmo", "train with T-SPMO, credit for single tokens"),
     "a-star-po": _Command("commands.scripts", "a_star_po", "train with A*-PO, one completion per prompt"),
+    "sft": _Command("commands.scripts", "sft", "teach worked answers first, where a base is never right"),
     "evaluate": _Command("commands.scripts", "evaluate", "measure accuracy on held-out problems"),
     "merge": _Command("commands.scripts", "merge", "merge an adapter into its unquantized base"),
     "dequantize": _Command("commands.scripts", "dequantize", "write a 4-bit base for a vLLM server to hold"),
@@ -41,7 +42,7 @@ def _help() -> str:
         "usage: trl-fsdp-qlora COMMAND ...\n\n"
         f"{lines}\n\n"
         "trl-fsdp-qlora COMMAND --help has each command's options; --version says which version this is.\n"
-        "The first three and evaluate also take --accelerate_config NAME and --num_processes N."
+        "The first four and evaluate also take --accelerate_config NAME and --num_processes N."
     )
 
 

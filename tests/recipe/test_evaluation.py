@@ -67,6 +67,26 @@ def test_a_bad_gold_answer_is_found_before_anything_is_generated():
     assert oracle.problems == []
 
 
+class Says(Oracle):
+    """Gives the completions that it was made with, in turn."""
+
+    def __init__(self, texts):
+        super().__init__()
+        self.texts = list(texts)
+        self.tokenizer.decode = lambda tokens, skip_special_tokens: self.texts.pop(0)
+
+
+def test_format_and_arithmetic_are_told_apart():
+    texts = ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]  # where 2 is right
+    dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "answer": ["2"] * 4})
+    for answer_format, correct, strict in (("auto", 2, 1), ("hash", 1, 1), ("last_number", 3, 3)):
+        oracle = Says(texts)
+        oracle.generate = lambda input_ids, **_: torch.cat([input_ids, torch.zeros_like(input_ids[:, :1])], 1)
+        result = evaluate(oracle, oracle.tokenizer, dataset, answer_format=answer_format, progress=False)
+        assert (result.correct, result.strict, result.lenient) == (correct, strict, 3)
+        assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
+
+
 def test_majority_by_value():
     assert majority(["5.0", "7", "5", None]) == "5.0"
     assert majority([None, None]) is None

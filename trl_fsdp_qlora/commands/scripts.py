@@ -119,6 +119,7 @@ def default_config(asked: str | None) -> tuple[str, int]:
 grpo = functools.partial(_launched, "grpo")
 t_spmo = functools.partial(_launched, "t_spmo")
 a_star_po = functools.partial(_launched, "a_star_po")
+sft = functools.partial(_launched, "sft")
 evaluate = functools.partial(_launched, "evaluate")
 merge = functools.partial(_called, "merge")
 dequantize = functools.partial(_called, "dequantize")

@@ -126,6 +126,17 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
     return None
 
 
+def required_answer(text: str, answer_format: str = "auto") -> str | None:
+    """[`extract_answer`] without its last resort: under `"auto"` an answer stands after `####`, in tags or in a box.
+
+    `"last_number"` requires no format, so any last number is one.
+    """
+    if answer_format != "auto":
+        return extract_answer(text, answer_format)
+    found = (extract_answer(text, each) for each in ("hash", "tags", "boxed"))
+    return next((answer for answer in found if answer is not None), None)
+
+
 def _last_tagged(text: str) -> str | None:
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]

@@ -40,6 +40,16 @@ class ScriptArguments:
     eval_dataset: str | None = option(None, "Where the held-out problems come from; `dataset` where it is not set.")
     eval_split: str = option("test", "Split of the held-out problems.")
     held_out: int = option(0, "Take this many problems out of `dataset` instead of reading another split.")
+    validation: int = option(
+        0, "Take this many of the training problems out, to choose settings by: nothing trains on them."
+    )
+    accuracy_on: str = field(
+        default="test",
+        metadata={
+            "help": "Measure on 'test', the held-out problems, or on 'validation', those that `validation` took out.",
+            "choices": ["test", "validation"],
+        },
+    )
     eval_problems: int | None = option(None, "Measure on at most this many held-out problems.")
     system_prompt: str | None = option(None, "Put before every question.")
     prompt_template: str = option("{question}", "How a question becomes a prompt; must hold {question}.")
@@ -57,6 +67,9 @@ class ScriptArguments:
     accuracy_samples: int = option(0, "k of pass@k and majority@k after training; 0 for greedy decoding only.")
     accuracy_batch_size: int = option(64, "Completions per batch of the accuracy measurement, per rank.")
     skip_accuracy: bool = option(False, "Train only; measure nothing.")
+    max_train_seconds: float | None = option(
+        None, "Stop after the optimizer step in which training has taken so many seconds, without what is measured."
+    )
     license: str | None = option(None, "SPDX id for the adapter's card.")
 
 

@@ -27,6 +27,7 @@ LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vesp
 # Smallest value of a count; `None` stands for a limit that is not set.
 _SCRIPT_COUNTS = {
     "held_out": (0, "0 reads another split"),
+    "validation": (0, "0 takes none out"),
     "eval_problems": (1, "leave it out for all of them"),
     "accuracy_steps": (0, "0 measures before and after only"),
     "accuracy_samples": (0, "0 decodes greedily only"),
@@ -65,6 +66,8 @@ def check_script(script: ScriptArguments) -> None:
         ConfigError: names the field, the value and the known ones.
     """
     check_counts(script, _SCRIPT_COUNTS)
+    if script.max_train_seconds is not None and not script.max_train_seconds > 0:
+        raise ConfigError(f"max_train_seconds={script.max_train_seconds} must be positive; leave it out for no limit")
     if not script.rewards:
         raise ConfigError("rewards is empty; set rewards: [exact_answer]")
     try:

@@ -1,6 +1,7 @@
 """The training and held-out prompts that a recipe's arguments name."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from datasets import Dataset
 
@@ -10,16 +11,60 @@ from .files import has_splits
 from .script import say
 
 
+class Problems(NamedTuple):
+    """The problems that a recipe's arguments name, as from [`read_problems`]; no question stands in two of them.
+
+    `validation` is empty where none is taken out, `test` is `None` where nothing is held out.
+    """
+
+    train: list[dict]
+    validation: list[dict]
+    test: list[dict] | None
+
+
 def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """(training prompts, held-out prompts) of a recipe, without overlap.
+    """(training prompts, prompts to measure on) of a recipe, without overlap.
 
     The second is `None` where `skip_accuracy` is set and the arguments name no held-out problems.
 
     Raises:
         trl_fsdp_qlora.recipe.datasets.DatasetError: nothing is held out, or nothing is left.
     """
-    train = read_problems(args.dataset, args.dataset_split, args.dataset_config)
+    problems = load_problems(args)
+    train, measured = prompts_of(args, problems.train), measured_prompts(args, problems)
+    if measured is None:
+        say(f"data: {len(problems.train)} training problems from {args.dataset}; none held out")
+        return train, None
+    kind = "held-out" if args.accuracy_on == "test" else "validation"
+    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and kind == "held-out" else ""
+    say(f"data: {len(train)} training and {len(measured)} {kind} problems from {args.dataset}{aside}")
+    return train, measured
+
+
+def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
+    """`problems` as the prompts that `args` make of them."""
+    return to_prompts(problems, args.system_prompt, args.prompt_template, args.chat)
+
+
+def measured_prompts(args: ScriptArguments, problems: Problems) -> Dataset | None:
+    """The prompts that `accuracy_on` and `eval_problems` choose; `None` where nothing is held out."""
+    measured = problems.validation if args.accuracy_on == "validation" else problems.test
+    return None if measured is None else prompts_of(args, measured[: args.eval_problems])
+
+
+def load_problems(args: ScriptArguments, worked: bool = False) -> Problems:
+    """The same problems as [`load_data`]'s before they are prompts.
+
+    Args:
+        args: of a recipe.
+        worked: with the worked answers of the training problems, see [`read_problems`].
+
+    Raises:
+        trl_fsdp_qlora.recipe.datasets.DatasetError: nothing is held out, or nothing is left.
+    """
+    train = read_problems(args.dataset, args.dataset_split, args.dataset_config, worked)
     same_problems = _same_problems(args)
+    test = None
     if args.held_out:
         train, test = hold_out(train, args.held_out)
     elif not same_problems:
@@ -32,24 +77,26 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
                 f"all {dropped} problems of {args.dataset!r} are among the held-out ones, so none are left to train on; "
                 "set held_out to a number of problems, or eval_dataset to others"
             )
-    elif args.skip_accuracy:
-        say(f"data: {len(train)} training problems from {args.dataset}; none held out")
-        return to_prompts(train, **_frame(args)), None
-    else:
+    elif not args.skip_accuracy:
         raise DatasetError(
             f"training and held-out problems are both {same_problems}; set held_out to a number of problems to take out "
             "of it, e.g. held_out: 100, or eval_dataset to another file, or skip_accuracy: true"
         )
-    test = test[: args.eval_problems]
-    say(f"data: {len(train)} training and {len(test)} held-out problems from {args.dataset}")
-    return to_prompts(train, **_frame(args)), to_prompts(test, **_frame(args))
+    validation: list[dict] = []
+    if args.validation:
+        train, validation = hold_out(train, args.validation, field="validation")
+    elif args.accuracy_on == "validation":
+        raise DatasetError("accuracy_on='validation' has no problems to measure on; set validation: 100, say")
+    return Problems(train, validation, test)
 
 
 def load_held_out(args: ScriptArguments) -> Dataset:
-    """The held-out prompts alone: those that a recipe with these arguments did not train on.
+    """The prompts to measure on alone: those that a recipe with these arguments did not train on.
 
     A file without splits is measured whole, unless `held_out` says which part of it training left out.
     """
+    if args.accuracy_on == "validation":
+        return load_data(args)[1]
     if args.held_out:
         _, test = hold_out(read_problems(args.dataset, args.dataset_split, args.dataset_config), args.held_out)
     else:
@@ -61,7 +108,7 @@ def load_held_out(args: ScriptArguments) -> Dataset:
             )
     test = test[: args.eval_problems]
     say(f"data: {len(test)} problems from {args.eval_dataset or args.dataset}")
-    return to_prompts(test, **_frame(args))
+    return prompts_of(args, test)
 
 
 def _same_problems(args: ScriptArguments) -> str | None:
@@ -75,7 +122,3 @@ def _same_problems(args: ScriptArguments) -> str | None:
 
 def _without_splits(source: str) -> bool:
     return Path(source).exists() and not has_splits(source)
-
-
-def _frame(args: ScriptArguments) -> dict:
-    return {"system_prompt": args.system_prompt, "template": args.prompt_template, "chat": args.chat}

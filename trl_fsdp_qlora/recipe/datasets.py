@@ -13,6 +13,7 @@ from .answers import UnparsableGoldAnswer, parse_gold
 from .arguments import did_you_mean
 from .files import SUFFIXES, DatasetError, Row, read_rows
 from .small_tasks import TASKS, two_digit_pairs
+from .worked import gsm8k_work, svamp_work
 
 
 def _svamp(row: dict) -> tuple[str, Any]:
@@ -33,11 +34,12 @@ class _Family(NamedTuple):
     text: tuple[str, ...]  # columns of text
     answer: str  # column of the gold answer
     read: Callable[[dict], tuple[str, Any]]  # row -> (question, gold answer)
+    work: Callable[[dict], str | None] | None = None  # row -> worked answer
 
 
 _FAMILIES = (
-    _Family(("Body", "Question"), "Answer", _svamp),
-    _Family(("question",), "answer", _gsm8k),
+    _Family(("Body", "Question"), "Answer", _svamp, svamp_work),
+    _Family(("question",), "answer", _gsm8k, gsm8k_work),
     _Family(("problem",), "answer", _plain),
 )
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -94,7 +96,9 @@ def _question_key(question: str) -> str:
     return " ".join(question.lower().split())
 
 
-def read_problems(source: str, split: str = "train", config: str | None = None) -> list[dict[str, Any]]:
+def read_problems(
+    source: str, split: str = "train", config: str | None = None, worked: bool = False
+) -> list[dict[str, Any]]:
     """Questions and gold answers of a dataset, each checked to be parsable.
 
     Args:
@@ -103,6 +107,7 @@ def read_problems(source: str, split: str = "train", config: str | None = None) 
             `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
         split: split to read; a single file holds only one.
         config: configuration name, for a Hub id.
+        worked: also `work`, a worked answer that ends in `#### answer`, or `None` where the row has none that is right.
 
     Returns:
         One dict per problem: `row` (index in the source), `question`, `answer` (as text).
@@ -124,22 +129,27 @@ def read_problems(source: str, split: str = "train", config: str | None = None) 
         except UnparsableGoldAnswer as error:
             raise UnparsableGoldAnswer(f"{row.where}: {error}") from None
         problems.append({"row": index, "question": question, "answer": str(answer)})
+        if worked:
+            problems[-1]["work"] = None if family.work is None else family.work(row.values)
     return problems
 
 
-def hold_out(problems: Sequence[dict], count: int, seed: int = 0) -> tuple[list[dict], list[dict]]:
+def hold_out(
+    problems: Sequence[dict], count: int, seed: int = 0, field: str = "held_out"
+) -> tuple[list[dict], list[dict]]:
     """Split one set into (train, held out) by question, so that equal questions never stand on both sides.
 
     Args:
         problems: as from [`read_problems`].
         count: held-out problems; the split depends on `seed` alone.
+        field: that asked for them, for the error.
 
     Raises:
         DatasetError: `count` leaves nothing to train on.
     """
     keys = sorted({_question_key(problem["question"]) for problem in problems})
     if not 0 < count < len(keys):
-        raise DatasetError(f"held_out={count} of {len(keys)} different questions leaves nothing on one side")
+        raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
     random.Random(seed).shuffle(keys)
     held_out_keys = set(keys[:count])
     train = [problem for problem in problems if _question_key(problem["question"]) not in held_out_keys]

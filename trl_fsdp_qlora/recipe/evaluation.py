@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
 from ..rollout.completions import generate, over_ranks
-from .answers import answers_match, extract_answer, parse_gold, parse_number
+from .answers import answers_match, extract_answer, parse_gold, parse_number, required_answer
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
 # What `generate` would otherwise fill in from the model's own generation config (Qwen2.5's has a repetition penalty).
@@ -22,6 +22,8 @@ class Evaluation:
     """Result of [`evaluate`]; accuracies are shares of `n` problems.
 
     `pass_at_k` and `majority_at_k` are `None` where nothing was sampled. `interval` is Wilson's 95% of `pass_at_1`.
+    Two more counts of right greedy completions tell the format from the arithmetic: `strict` wants the answer where
+    [`required_answer`] looks for it, `lenient` takes the last number anywhere. Records of older versions have neither.
     """
 
     n: int
@@ -34,12 +36,16 @@ class Evaluation:
     answered: float
     seconds: float
     tokens_per_completion: float
+    strict: int | None = None
+    lenient: int | None = None
 
     def as_dict(self) -> dict:
         return asdict(self)
 
     def __str__(self) -> str:
         text = f"greedy pass@1 {format_accuracy(self.correct, self.n)}"
+        if self.strict is not None and self.lenient is not None:
+            text += f", strict {100 * self.strict / self.n:.1f}%, lenient {100 * self.lenient / self.n:.1f}%"
         if self.samples:
             text += f", pass@{self.samples} {100 * self.pass_at_k:.1f}%, majority@{self.samples} "
             text += f"{100 * self.majority_at_k:.1f}%"
@@ -132,14 +138,16 @@ def evaluate(
             drawn = generate(model, repeated, sampled, seed=(seed << 20) + batch.start, synced=lockstep)
         return best, drawn
 
-    def answer(tokens: list[int]) -> str | None:
-        return extract_answer(tokenizer.decode(tokens, skip_special_tokens=True), answer_format)
+    def text_of(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True)
 
     def score(batch: range, completions: tuple[list[list[int]], list[list[int]]]) -> list[tuple]:
         scores = []
         for j, (i, tokens) in enumerate(zip(batch, completions[0], strict=True)):
-            best = answer(tokens)
-            drawn = [answer(sample) for sample in completions[1][j * samples : (j + 1) * samples]]
+            text = text_of(tokens)
+            best = extract_answer(text, answer_format)
+            drawn = completions[1][j * samples : (j + 1) * samples]
+            drawn = [extract_answer(text_of(sample), answer_format) for sample in drawn]
             hits = sum(answers_match(one, golds[i]) for one in drawn)
             scores.append(
                 (
@@ -148,6 +156,8 @@ def evaluate(
                     pass_at_k(samples, hits, samples) if samples else 0.0,
                     bool(samples) and answers_match(majority(drawn), golds[i]),
                     len(tokens),
+                    answers_match(required_answer(text, answer_format), golds[i]),
+                    answers_match(extract_answer(text, "last_number"), golds[i]),
                 )
             )
         return scores
@@ -173,4 +183,6 @@ def evaluate(
         answered=sum(result[1] for result in results) / n,
         seconds=time.perf_counter() - started,
         tokens_per_completion=sum(result[4] for result in results) / n,
+        strict=sum(result[5] for result in results),
+        lenient=sum(result[6] for result in results),
     )

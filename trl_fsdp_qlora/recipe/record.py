@@ -44,7 +44,11 @@ class AccuracyCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.steps and state.global_step % self.steps == 0:
             result = self.measure()
-            for name, value in (("accuracy", result.pass_at_1), ("accuracy/n", result.n)):
+            shares = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
+            for name, value in (
+                *((name, count / result.n) for name, count in shares.items()),
+                ("accuracy/n", result.n),
+            ):
                 self.metrics()[name].append(value)
             control.should_log = True
 

@@ -13,6 +13,7 @@ from trl import ModelConfig, get_quantization_config
 
 from ..publishing.card import hardware, software
 from ..run import launch_line, redaction
+from ..run.checkpoints import step_of
 from ..run.disk import disk_errors
 from ..upstream.transformers import model_name
 from .arguments import DEBUG_ERRORS, ConfigError, ScriptArguments
@@ -22,6 +23,7 @@ from .record import AccuracyCallback, RunRecord, format_result
 from .refusals import is_refusal
 from .rewards import get_reward
 from .script import resumable, say
+from .time_limit import TimeLimit
 
 
 def reward_functions(args: ScriptArguments) -> list:
@@ -85,7 +87,7 @@ def _run_recipe(
     args = trainer.args
     record = RunRecord(args.output_dir)
     resume = trainer.checkpointing.resume_from(resume)
-    if record.is_complete(trainer.checkpointing.finished(resume)):
+    if record.is_complete(_finished_step(trainer, script, record, resume)):
         say(_finished(trainer, script))
         return record.content
     _begin(record, trainer, script, resume)
@@ -98,6 +100,9 @@ def _run_recipe(
         say(f"before: {before}")
         record.put(before=before.as_dict())
 
+    limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
+    if limit is not None:
+        trainer.add_callback(limit)
     if not script.skip_accuracy:
         first = None if "before" in record.content else keep
         trainer.add_callback(
@@ -117,6 +122,8 @@ def _run_recipe(
         trainer.save_model()
         trainer.create_model_card(Path(args.output_dir).name)
         record.put(finished_step=trainer.state.global_step)
+        if limit is not None:
+            record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
     if PartialState().is_main_process:
         picture = record.draw()
         say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
@@ -170,6 +177,14 @@ def _fill_card(trainer: Any, script: ScriptArguments, prompt: Any) -> None:
     card.dataset, card.license = script.dataset, script.license
     card.quickstart_prompt, card.max_new_tokens = prompt, trainer.args.max_completion_length
     card.command, card.recipe_file = launch_line.launch_words(), launch_line.config_file(sys.argv)
+
+
+def _finished_step(trainer: Any, script: ScriptArguments, record: RunRecord, resume: str | None) -> int | None:
+    """The step that the run ended at, by its steps or by its seconds; `None` where there is something left to do."""
+    limit = record.content.get("stopped_by_seconds")
+    if resume is not None and limit is not None and limit == script.max_train_seconds:
+        return step_of(resume)
+    return trainer.checkpointing.finished(resume)
 
 
 def _finished(trainer: Any, script: ScriptArguments) -> str:
