@@ -15,11 +15,14 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..upstream.flash import is_flash, under_own_name, unlike_flash
 from . import cascade, flex, tree, two_part
 from .agreement import is_out_of_memory, reason_of
 from .layout import PackedLayout, SealedLayout
 
 PREFIX = "prefix_sharing_"
+# The implementation underneath each name that `install` registered.
+_BASES: dict[str, str] = {}
 BACKENDS = {"cascade": cascade, "two_part": two_part, "flex": flex}
 # "auto" takes the first that serves the layer. FlexAttention is only taken by name.
 AUTO_ORDER = ("cascade", "two_part")
@@ -82,6 +85,8 @@ class AttentionCall:
 
 def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
     """The function that implementation `base` runs for `module`; `"eager"` is defined beside each model."""
+    if is_flash(base):
+        return functools.partial(_under_own_name, ALL_ATTENTION_FUNCTIONS[base], base)
     if base != "eager":
         return ALL_ATTENTION_FUNCTIONS[base]
     for cls in type(module).__mro__:
@@ -91,13 +96,30 @@ def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
     raise UnsupportedAttention(f"{type(module).__name__} has no eager_attention_forward beside it")
 
 
+def _under_own_name(function: Callable, base: str, module: torch.nn.Module, *args, **kwargs):
+    with under_own_name(module.config, base):
+        return function(module, *args, **kwargs)
+
+
 def _prefix_shared_attention(
-    module, query, key, value, attention_mask, *, base: str, prefix_layout: SealedLayout | None = None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    *,
+    base: str,
+    packed: Callable,
+    prefix_layout: SealedLayout | None = None,
+    **kwargs,
 ):
-    own_function = own_attention_function(base, module)
     if prefix_layout is None:
-        return own_function(module, query, key, value, attention_mask, **kwargs)
-    layout = prefix_layout.layout
+        return own_attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
+    return packed(module, query, key, value, attention_mask, base, prefix_layout, kwargs)
+
+
+def _packed_attention(module, query, key, value, attention_mask, base: str, prefix_layout: SealedLayout, kwargs):
+    own_function, layout = own_attention_function(base, module), prefix_layout.layout
     try:
         if attention_mask is not None and attention_mask.numel() > 1:
             raise UnsupportedAttention(
@@ -156,13 +178,16 @@ def install(model: PreTrainedModel) -> None:
         UnsupportedAttention: the implementation underneath is one no backend can stand on.
     """
     base = model.config._attn_implementation
-    if base.startswith(PREFIX):
+    if base in _BASES:
         return
     masks = AttentionMaskInterface()
     if base not in masks or (base != "eager" and base not in ALL_ATTENTION_FUNCTIONS):
         raise UnsupportedAttention(f"attn_implementation={base!r} has no registered mask; use 'sdpa' or 'eager'")
-    name = PREFIX + base
-    AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base))
+    name = PREFIX + unlike_flash(base)
+    _BASES[name] = base
+    # Out of torch.compile's graphs: every batch has another layout, and each would be traced anew.
+    packed = torch.compiler.disable(_packed_attention)
+    AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base, packed=packed))
     AttentionMaskInterface.register(name, masks[base])
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
@@ -171,7 +196,8 @@ def install(model: PreTrainedModel) -> None:
 
 def can_nest(model: PreTrainedModel, choice: str) -> bool:
     """Whether a model with [`install`]'s implementation can compute nested rows under a backend choice."""
-    base = model.config._attn_implementation.removeprefix(PREFIX)
+    name = model.config._attn_implementation
+    base = _BASES.get(name, name)
     return choice in NESTED_BACKENDS and (choice != "auto" or base in tree.BASES)
 
 
@@ -179,10 +205,11 @@ def can_nest(model: PreTrainedModel, choice: str) -> bool:
 def set_aside(model: PreTrainedModel) -> Iterator[None]:
     """The implementation underneath [`install`]'s inside, for code that asks for it by name (continuous batching)."""
     name = model.config._attn_implementation
-    if not name.startswith(PREFIX):
+    if name not in _BASES:
         yield
         return
-    model.set_attn_implementation(name.removeprefix(PREFIX))
+    # A kernel from the Hub was let in when the model was loaded.
+    model.set_attn_implementation(_BASES[name], allow_all_kernels=True)
     try:
         yield
     finally:

@@ -40,6 +40,9 @@ def refuses(call) -> str | None:
         size = call.query.shape[-1]
         if _compute_dtype(call.query) not in (torch.bfloat16, torch.float16) or size % 8 or size > 256:
             return f"CUDA flash attention takes half precision and heads of 8 to 256, got {call.query.dtype}, {size}"
+        capability = torch.cuda.get_device_capability(call.query.device)
+        if capability < (8, 0):
+            return f"CUDA flash attention wants compute capability 8.0, this device has {capability[0]}.{capability[1]}"
     if call.query.device.type not in ("cpu", "cuda"):
         return f"no flash kernel for {call.query.device.type}"
     return None
@@ -232,7 +235,8 @@ class _varlen:
 
     @staticmethod
     def _lengths(layout: PackedLayout, device):
-        if "varlen" not in layout.cache:
+        key = ("varlen", device)
+        if key not in layout.cache:
             roots, lengths = layout.num_roots, torch.from_numpy(layout.lengths)
             child_lengths = lengths[roots:]
             sizes = torch.from_numpy(layout.children_per_family)
@@ -244,8 +248,8 @@ class _varlen:
                 total[1:] = x.cumsum(0)
                 return total.to(device, non_blocking=True), int(x.max()) if len(x) else 0
 
-            layout.cache["varlen"] = cumulative(lengths), cumulative(per_family), cumulative(prompts)
-        return layout.cache["varlen"]
+            layout.cache[key] = cumulative(lengths), cumulative(per_family), cumulative(prompts)
+        return layout.cache[key]
 
     @staticmethod
     def forward(q, k, v, layout, scale):

@@ -89,7 +89,7 @@ def mask_function(layout: PackedLayout, window: int | None, device: torch.device
 
 
 def _block_mask(layout: PackedLayout, window: int | None, device: torch.device) -> BlockMask:
-    key = ("block_mask", window)
+    key = ("block_mask", window, device)
     if key not in layout.cache:
         fill = -layout.tokens % BLOCK
         length = layout.tokens + fill

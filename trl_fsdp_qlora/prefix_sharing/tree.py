@@ -21,7 +21,7 @@ def attend(call) -> torch.Tensor:
 def _mask(call, start: int, length: int) -> torch.Tensor:
     """`(1, 1, length, length)`, added to the scores; kept for the next layer."""
     dtype = call.query.dtype
-    key = ("tree", call.window, start, dtype)
+    key = ("tree", call.window, start, dtype, call.query.device)
     if key not in call.layout.cache:
         seen = visible(call.layout, start, length, call.window, call.query.device)
         # Not boolean: SDPA would turn that into numbers anew, and keep them, in every layer.
@@ -36,6 +36,6 @@ def visible(layout, start: int, length: int, window: int | None, device: torch.d
     end = torch.from_numpy(layout.end_T[start : start + length]).to(device)
     seen = (place <= place.unsqueeze(1)) & (place.unsqueeze(1) < end)
     if window is not None:
-        position = layout.position_ids[0, start : start + length]
+        position = layout.position_ids[0, start : start + length].to(device)
         seen &= position.unsqueeze(1) - position < window
     return seen

@@ -11,15 +11,15 @@ both apply `cascade` was never slower on CPU and keeps fewer bytes (docs/prefix_
 
 import torch
 
+from ..upstream.flash import is_flash
 from .layout import PackedLayout
 
 _MASKED_BASES = ("sdpa", "eager")
-_FLASH_BASES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 def refuses(call) -> str | None:
     """Why this backend cannot serve `call`, or `None`."""
-    if call.base not in _MASKED_BASES + _FLASH_BASES:
+    if call.base not in _MASKED_BASES and not is_flash(call.base):
         return f"it does not know which mask {call.base!r} takes"
     return None
 
@@ -39,7 +39,7 @@ def _own(call, q, k, v) -> torch.Tensor:
     """The model's attention for queries that are the last ones of their keys: `(n, queries, H, D_v)`."""
     queries, keys = q.shape[2], k.shape[2]
     mask, more = None, {}
-    if call.base in _FLASH_BASES:
+    if is_flash(call.base):
         more["sliding_window"] = call.window
     elif call.base == "eager" or queries != keys or (call.window is not None and call.window < keys):
         mask = _mask(call, queries, keys, q)
@@ -51,7 +51,7 @@ def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
 
     A completion stands right behind its prompt, so distances in keys are distances in positions.
     """
-    key = ("mask", call.base, call.window, queries, keys, q.dtype)
+    key = ("mask", call.base, call.window, queries, keys, q.dtype, q.device)
     if key not in call.layout.cache:
         behind = torch.arange(keys - queries, keys, device=q.device).unsqueeze(1) - torch.arange(keys, device=q.device)
         mask = behind >= 0
@@ -100,8 +100,9 @@ def _equal_roots(layout: PackedLayout) -> list[tuple[int, int, int]]:
 
 def _family_blocks(layout: PackedLayout, device: torch.device) -> list[tuple]:
     """Neighbouring families of equal prompt length and group size, as the arguments of [`_family`]."""
-    if "family_blocks" in layout.cache:
-        return layout.cache["family_blocks"]
+    key = ("family_blocks", device)
+    if key in layout.cache:
+        return layout.cache[key]
     singles, roots = layout.num_singles, layout.num_roots
     groups = []  # [first family, count, first child]
     child = roots
@@ -131,5 +132,5 @@ def _family_blocks(layout: PackedLayout, device: torch.device) -> list[tuple]:
         blocks.append(
             (int(layout.starts[prompt]), int(layout.lengths[prompt]), count, group, int(starts[0]), longest, pad)
         )
-    layout.cache["family_blocks"] = blocks
+    layout.cache[key] = blocks
     return blocks
