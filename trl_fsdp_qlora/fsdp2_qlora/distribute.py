@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..upstream.fsdp import plain_name
+from ..upstream.fsdp import filled_shard, plain_name
 from .mesh import shard_dimension
 from .packed_linear import PackedLinear4bit, convert_layer, pack_model, quantized_layers
 
@@ -137,13 +137,6 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
             local = torch.empty(parameter.data.to_local().shape, dtype=parameter.dtype, device=device)
             if local.numel():
                 dist.recv(local, src=replica[0])
-        sharded = DTensor.from_local(
-            local.cpu() if offload else local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        sharded = filled_shard(parameter.data, local.cpu() if offload else local)
         new_by_old[id(parameter)] = nn.Parameter(sharded, requires_grad=False)
     _replace(model, new_by_old)

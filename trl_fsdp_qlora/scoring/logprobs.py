@@ -98,6 +98,8 @@ def add_scoring_head(
     original_forward = model.forward
     logit_scale, softcap = logit_transform(model.config)
     text_config = model.config.get_text_config()
+    # Out of torch.compile's graphs: how many positions there are differs from batch to batch, and it looks at numbers.
+    score = torch.compiler.disable(score_positions)
 
     @functools.wraps(type(model).forward)
     def forward(self, *args, score_index_N=None, score_targets_N=None, **kwargs):
@@ -107,20 +109,23 @@ def add_scoring_head(
         # How often each token counts in the router loss; a packed row has tokens that stand for several.
         router_weights = kwargs.pop("router_weights", kwargs.get("attention_mask"))
         outputs = self.base_model(*args, **kwargs)
-        hidden_NH = outputs.last_hidden_state.flatten(0, 1)[score_index_N]
+        hidden_NH = outputs.last_hidden_state.flatten(0, 1)
+        # A model may be split over several devices and end on another one than it begins.
+        hidden_NH = hidden_NH[score_index_N.to(hidden_NH.device)]
         head = self.get_output_embeddings()
         weight, bias = head.weight, getattr(head, "bias", None)
-        # FSDP2 keeps parameters as DTensors; the backbone's output is an ordinary tensor.
+        # FSDP2 keeps parameters as DTensors; the backbone's output is an ordinary tensor. An offloaded shard travels to
+        # it: gathered on the host, the head would be computed there.
         if isinstance(weight, DTensor):
-            weight = weight.full_tensor()
-            bias = None if bias is None else bias.full_tensor()
+            weight = weight.to(hidden_NH.device).full_tensor()
+            bias = None if bias is None else bias.to(hidden_NH.device).full_tensor()
         hidden_NH = hidden_NH.to(weight.device)
         autocast = nullcontext()
         if cast_lm_head_to_fp32:
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
         with autocast, maybe_gather_lm_head_ctx(weight, bias):
-            log_probs_N, entropy_N = score_positions(
+            log_probs_N, entropy_N = score(
                 hidden_NH,
                 weight,
                 bias,
@@ -140,6 +145,7 @@ def add_scoring_head(
                 text_config.num_experts_per_tok,
                 router_weights,
             )
+        log_probs_N, entropy_N = (x.to(score_index_N.device) for x in (log_probs_N, entropy_N))
         return FusedCausalLMOutput(log_probs=log_probs_N, entropy=entropy_N, aux_loss=aux_loss)
 
     model.forward = types.MethodType(forward, model)

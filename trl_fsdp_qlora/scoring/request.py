@@ -112,8 +112,12 @@ class PassRequest:
         )
 
     def padded(self, stock: Callable[..., LogProbs]) -> LogProbs:
-        """`stock` (TRL's padded pass) on this request's model and whole batch."""
-        return stock(
+        """`stock` (TRL's padded pass) on this request's model and whole batch, its values where the batch lies.
+
+        TRL leaves them where the LM head is: on the last device of a model that is split over several, on the host where
+        FSDP2 offloads it.
+        """
+        values = stock(
             self.model,
             self.input_ids,
             self.attention_mask,
@@ -123,6 +127,7 @@ class PassRequest:
             compute_aux_loss=self.compute_aux_loss,
             **self.vision,
         )
+        return tuple(None if value is None else value.to(self.input_ids.device) for value in values)
 
     def narrow(self, values: LogProbs) -> LogProbs:
         """`values` with zeros where nothing is to be scored, and weighted gradients elsewhere."""

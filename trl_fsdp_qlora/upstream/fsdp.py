@@ -14,11 +14,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 # The classes that torch itself uses where nothing was set; the setters (`set_custom_all_gather`) are public.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "DefaultAllGather",
     "DefaultReduceScatter",
+    "filled_shard",
     "initialise",
     "integer_shards",
     "param_groups",
@@ -68,6 +70,14 @@ def restore_reshard_settings(model: nn.Module, saved: list[tuple[bool | None, li
 def plain_name(name: str) -> str:
     """A parameter's name without what activation checkpointing puts into it."""
     return name.replace("._checkpoint_wrapped_module", "")
+
+
+def filled_shard(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """`parameter` with `local` as this rank's shard, on whatever device that lies.
+
+    `DTensor.from_local` would move it to the mesh's device: a shard that is offloaded to the host back to the GPU.
+    """
+    return _from_local_no_grad(local, parameter._spec)
 
 
 @contextmanager
