@@ -11,6 +11,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("one_of_several_gpus"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash attention, mixed precision"),
 ]
 
