@@ -22,7 +22,8 @@ def loss_and_gradient(ours, batch):
     with ours.accelerator.autocast():
         loss = ours._compute_loss(ours.model, copy.copy(batch))
     loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten().float() for p in ours.model.parameters() if p.grad is not None])
+    gradients = [p.grad.flatten().float().cpu() for p in ours.model.parameters() if p.grad is not None]
+    return loss.item(), torch.cat(gradients)
 
 
 def made(cls, config_cls, folder, **changes):

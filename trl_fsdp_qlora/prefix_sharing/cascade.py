@@ -42,7 +42,9 @@ def refuses(call) -> str | None:
             return f"CUDA flash attention takes half precision and heads of 8 to 256, got {call.query.dtype}, {size}"
         capability = torch.cuda.get_device_capability(call.query.device)
         if capability < (8, 0):
-            return f"CUDA flash attention wants compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+            return (
+                f"CUDA flash attention wants compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+            )
     if call.query.device.type not in ("cpu", "cuda"):
         return f"no flash kernel for {call.query.device.type}"
     return None
