@@ -1,5 +1,7 @@
 """What goes to the engine, and what is refused before a model is loaded."""
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,7 @@ from peft import LoraConfig
 
 from tests import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.grpo.arguments import adapter_and_base
 from trl_fsdp_qlora.rollout import sync_choice
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError, served_rank
 from trl_fsdp_qlora.rollout.sync_choice import choose_sync, warnings_for
@@ -60,6 +63,26 @@ def test_choice(on_a_gpu, changes, peft_config, quantized, mode, reason):
 def test_fsdp_is_sharded(on_a_gpu, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert choose_sync(args(), LORA, False).mode == "adapter"
+
+
+def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
+    checkpoint = tiny.save_tiny_model(tmp_path / "base")
+
+    def found(use_vllm=True, **model_init_kwargs):
+        config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=use_vllm, model_init_kwargs=model_init_kwargs)
+        return adapter_and_base({"model": checkpoint, "args": config, "peft_config": LORA})
+
+    assert found() == (LORA, False)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "base" / "model.safetensors").unlink()  # told without a weight
+    assert found() == (LORA, True)
+    assert choose_sync(args(), *found()) == sync_choice.Sync("adapter", "the base is quantized")
+    assert found(use_vllm=False) == (LORA, False)  # nothing depends on it
+    assert found(use_vllm=False, quantization_config=object()) == (LORA, True)
+    shutil.rmtree(checkpoint)
+    assert found() == (LORA, False)  # TRL says what is wrong with it
 
 
 @pytest.mark.parametrize("rank, served", [(1, 1), (4, 8), (16, 16), (48, 64), (300, 320)])

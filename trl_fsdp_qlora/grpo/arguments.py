@@ -3,6 +3,7 @@
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from transformers import PreTrainedConfig
 
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
@@ -18,7 +19,22 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
     if peft_config is None and not isinstance(model, str) and is_peft_model(model):
         peft_config = model.peft_config[model.active_adapters[0]]
     config = call.get("quantization_config") or getattr(getattr(model, "config", None), "quantization_config", None)
-    return peft_config, config is not None
+    return peft_config, config is not None or (isinstance(model, str) and _is_quantized_on_disk(model, call.get("args")))
+
+
+def _is_quantized_on_disk(model: str, args: Any) -> bool:
+    """Whether a checkpoint's weights are stored quantized, by its config, which says so before any weight is read."""
+    options = getattr(args, "model_init_kwargs", None) or {}
+    if options.get("quantization_config") is not None:
+        return True
+    if not getattr(args, "use_vllm", False):
+        return False  # nothing depends on it: no file is asked for
+    where = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model, **{key: options[key] for key in where if key in options})
+    except (OSError, ValueError):
+        return False  # no such checkpoint, or an unreadable one: loading it says so in full
+    return config.get("quantization_config") is not None
 
 
 def check_dynamic_sampling(call: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ n the policy's and o those of the policy one sync before, all of the same tokens
   enough to tell 0 from 1.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -120,15 +121,30 @@ class SyncProof:
 
 
 class AdapterSnapshot:
-    """The trainable weights as they were at the last sync, on this rank, and a way to run a pass with them once more."""
+    """The trainable weights as they were at the last sync, on this rank, and a way to run a pass with them once more.
+
+    Collective under ZeRO-3, where a parameter that is not gathered is empty.
+    """
 
     def __init__(self, model: torch.nn.Module):
-        self.weights = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        with _whole(trained):
+            self.weights = [(p, p.detach().clone()) for p in trained]
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Swap the kept weights with the current ones; calling it twice leaves everything as it was."""
-        for parameter, kept in self.weights:
-            current = parameter.detach().clone()
-            parameter.copy_(kept)
-            kept.copy_(current)
+        with _whole([parameter for parameter, _ in self.weights], changed=True):
+            for parameter, kept in self.weights:
+                current = parameter.detach().clone()
+                parameter.copy_(kept)
+                kept.copy_(current)
+
+
+def _whole(parameters: list[torch.nn.Parameter], changed: bool = False):
+    """Inside, what ZeRO-3 partitions is whole on every rank; with `changed` it is partitioned anew behind it."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):  # ZeRO-3's mark
+        return nullcontext()
+    from deepspeed.zero import GatheredParameters
+
+    return GatheredParameters(parameters, modifier_rank=0 if changed else None)
