@@ -1,49 +1,75 @@
-"""Rollouts with vLLM on SmolLM2-135M-Instruct and SVAMP: what a sync costs, what the pass that is not made saves, and the
-whole step beside stock TRL with transformers' `generate`.
+"""Rollouts with vLLM on SmolLM2-135M-Instruct and SVAMP: the whole step beside stock TRL, syncs, learning curves.
 
-    VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 .venv-vllm/bin/python benchmarks/rollouts_vllm.py \
-        --model DIR --data SVAMP.json [--part steps|curves] [--rounds 5] [--out FILE.json]
+    VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1 .venv-vllm/bin/python \
+        benchmarks/rollouts_vllm.py --part steps --model DIR --data SVAMP.json [--rounds 5] [--out FOLDER]
 
-`steps`: three trainers in one process, LoRA r=16 on all linear layers, float32, `--prompts` prompts × 8 completions of
-exactly `--completion` tokens: ours with vLLM, the same with TRL's pass for old log-probabilities, and stock TRL with `generate`
-(stock's vLLM path does not run on a CPU). They take turns of one optimizer step, so that a drifting machine hits all alike;
-printed are the ratios of every round. `curves`: `--steps` steps of a run with vLLM and of one with `generate` for each of
-`--seeds`.
+LoRA r=16 on all linear layers, float32, `--prompts` prompts × 8 completions per step. Parts:
+
+- `steps`: ours with vLLM and stock TRL with `generate` (stock's vLLM path does not run on a CPU), completions of exactly
+  `--completion` tokens. They take turns of one optimizer step, so that a drifting machine hits both alike. Then the engine's
+  greedy tokens beside those of PEFT.
+- `one_pass`: the same, ours with and without TRL's pass for old log-probabilities.
+- `fsdp2`: two gloo ranks, the base sharded, an engine each: seconds and bytes of a sync. Wants two free cores.
+- `curves`: `--steps` steps with vLLM and with `generate` for each of `--seeds`; completions end where they end. A run that
+  is in the file already is not made again.
+
+Results go to `rollouts_vllm.json` in `--out` after every point, each part under its name, with a picture for `steps` and
+`curves`. `--cpu_seconds` counts the seconds that this process computed, for a machine that is shared.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from drop_in import stepper
 from peft import LoraConfig
 from synthetic import logged
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
+from trl_fsdp_qlora.rollout.completions import generate
 from trl_fsdp_qlora.run.manifest import write_json
 
 TEMPLATE = "{question}\nThink step by step, then give the answer as a number after ####."
+# What `accelerate launch` makes of accelerate_configs/fsdp2.yaml.
+LAUNCH = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+# Seconds on the wall, or those that this process computed.
+CLOCK = time.perf_counter
 
 
-class CountSteps(TrainerCallback):
-    """Steps outside `train` count too: a new adapter is sent only when they do. Keeps the seconds of each phase."""
+class Steps(TrainerCallback):
+    """Counts steps outside `train`, too, because a new adapter is sent only when they do; keeps each step's metrics."""
 
     def __init__(self, trainer):
-        self.trainer, self.phases = trainer, []
+        self.trainer, self.metrics = trainer, []
 
     def on_step_end(self, args, state, control, **kwargs):
         state.global_step += 1
-        self.phases.append({name: value for name, value in logged(self.trainer).items() if name.startswith("time/")})
+        self.metrics.append(logged(self.trainer))
 
 
 class TimedStock(GRPOTrainer):
@@ -81,27 +107,28 @@ def build(cls, config_cls, options, folder: str, seed: int = 0, exact_length: bo
     if vllm:
         extra |= {"vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_gpu_memory_utilization": 0.3}
         extra |= {"vllm_importance_sampling_mode": "token_truncate"}
+    settings = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 8 * options.prompts,
+        "num_generations": 8,
+        "max_completion_length": options.completion,
+        "max_steps": options.steps,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": seed,
+        "model_init_kwargs": {"dtype": "float32"},
+    }
     return cls(
-        AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        options.model,
         partial_credit,
-        config_cls(
-            output_dir=folder,
-            per_device_train_batch_size=8 * options.prompts,
-            num_generations=8,
-            max_completion_length=options.completion,
-            max_steps=options.steps,
-            learning_rate=1e-4,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            save_strategy="no",
-            logging_steps=1,
-            report_to="none",
-            disable_tqdm=True,
-            seed=seed,
-            **extra,
-        ),
+        config_cls(**settings | extra),
         to_prompts(read_problems(options.data), template=TEMPLATE),
         processing_class=AutoTokenizer.from_pretrained(options.model),
         peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear"),
@@ -112,96 +139,282 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def the_same(make):
-    """`make`, which answers every call with what it made in the first."""
-    made = []
-
-    def once(**options):
-        if not made:
-            made.append(make(**options))
-        return made[0]
-
-    return once
+def ratios(over: list[float], under: list[float]) -> dict[str, float]:
+    return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
-def turns(options, folder: str) -> dict:
-    # One engine serves both of ours: they differ in a pass, not in rollouts.
+def share_one_engine() -> None:
+    """Every trainer of this process gets the engine that the first one starts, and adapter ids that no other has used."""
     import vllm
 
-    vllm.LLM = the_same(vllm.LLM)
-    made = {
-        "ours": build(EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, use_vllm=True),
-        "stock_generate": build(TimedStock, GRPOConfig, options, folder),
-    }
-    made["with_the_pass"] = build(WithThePass, EfficientGRPOConfig, options, folder, use_vllm=True)
-    made["with_the_pass"].vllm_generation.version = 10**6  # ids of its own in that engine
-    stock_seconds = made["stock_generate"].seconds
-    seconds, syncs, counters, run = {name: [] for name in made}, [], {}, {}
-    for name, trainer in made.items():
-        counters[name] = CountSteps(trainer)
+    start, engines = vllm.LLM, []
+
+    def shared(**settings):
+        if not engines:
+            engines.append(start(**settings))
+        return engines[0]
+
+    vllm.LLM = shared
+
+
+class Results:
+    """`rollouts_vllm.json`, written after every point; parts that are not run stay as they are."""
+
+    def __init__(self, folder: Path | None, part: str, settings: dict):
+        self.folder, self.part = folder, part
+        self.all = {}
+        if folder is not None and (path := folder / "rollouts_vllm.json").is_file():
+            self.all = json.loads(path.read_text(encoding="utf-8"))
+        settings |= {"hardware": hardware(), "software": software()}
+        before = self.all.get(part, {})
+        self.kept = before if before.get("settings") == settings else {}
+        self.all[part] = {"settings": settings}
+
+    def write(self, **figures) -> None:
+        self.all[self.part] |= figures
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / "rollouts_vllm.json", self.all)
+
+    def draw(self, name: str, figure) -> None:
+        if self.folder is not None:
+            figure.savefig(self.folder / f"rollouts_vllm_{name}.png", dpi=110)
+
+
+def turns(options, made: dict, results: Results, summarize) -> None:
+    """Rounds of one optimizer step of each trainer in `made`, in alternating order, behind one that warms up."""
+    counters, run, seconds, syncs = {}, {}, {name: [] for name in made}, []
+    for i, (name, trainer) in enumerate(made.items()):
+        counters[name] = Steps(trainer)
         trainer.add_callback(counters[name])
         run[name] = stepper(trainer)
+        if trainer.use_vllm:
+            trainer.vllm_generation.version = i * 10**6  # ids of its own in the engine
     for turn in run.values():
         turn(1)
     for i in range(options.rounds):
-        names = list(made)[i % 3 :] + list(made)[: i % 3]
-        for name in names:
+        for name in list(made) if i % 2 == 0 else list(made)[::-1]:
             torch.manual_seed(i)
-            seconds[name].append(run[name](1))
+            started = CLOCK()
+            run[name](1)
+            seconds[name].append(CLOCK() - started)
         syncs.append(dict(made["ours"].vllm_generation.last_sync))
-    ours = seconds["ours"]
-    return {
-        "seconds_per_step": seconds,
-        "stock_generate_seconds": stock_seconds[1:],
-        "phases": {name: counter.phases[1:] for name, counter in counters.items() if name != "stock_generate"},
-        "sync": syncs,
-        "sync_seconds": spread([sync["seconds"] for sync in syncs]),
-        "sync_share_of_a_step": spread([s["seconds"] / step for s, step in zip(syncs, ours, strict=True)]),
-        "stock_over_ours": spread([a / b for a, b in zip(seconds["stock_generate"], ours, strict=True)]),
-        "with_the_pass_over_ours": spread([a / b for a, b in zip(seconds["with_the_pass"], ours, strict=True)]),
+        figures = {
+            "seconds": seconds,
+            "metrics": {name: counter.metrics[1:] for name, counter in counters.items()},
+            "sync": syncs,
+            "sync_seconds": spread([sync["seconds"] for sync in syncs]),
+            "sync_share_of_a_step": ratios([sync["seconds"] for sync in syncs], seconds["ours"]),
+        }
+        results.write(**figures, **summarize(seconds))
+        print(f"round {i}:", {name: round(values[-1], 2) for name, values in seconds.items()}, syncs[-1], flush=True)
+
+
+def whole_steps(options, folder: str, results: Results) -> None:
+    made = {
+        "ours": build(EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, use_vllm=True),
+        "stock": build(TimedStock, GRPOConfig, options, folder),
     }
 
+    def summarize(seconds):
+        generating = made["stock"].seconds[1:]
+        return {"stock_generate_seconds": generating, "stock_over_ours": ratios(seconds["stock"], seconds["ours"])}
 
-def curves(options, folder: str) -> dict:
-    result = {}
-    for seed in options.seeds:
+    turns(options, made, results, summarize)
+    results.write(greedy=greedy(made["ours"]))
+    draw_steps(results)
+
+
+def one_pass(options, folder: str, results: Results) -> None:
+    share_one_engine()
+    made = {"ours": build(EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, use_vllm=True)}
+    made["with_the_pass"] = build(WithThePass, EfficientGRPOConfig, options, folder, use_vllm=True)
+    turns(
+        options,
+        made,
+        results,
+        lambda seconds: {"with_the_pass_over_ours": ratios(seconds["with_the_pass"], seconds["ours"])},
+    )
+
+
+@torch.no_grad()
+def greedy(trainer, prompts: int = 8, tokens: int = 64) -> dict:
+    """Greedy completions of the engine and of PEFT under the adapter as it is now; where they part, how near a tie was."""
+    tokenizer = trainer.processing_class
+    policy = trainer.accelerator.unwrap_model(trainer.model).eval()
+    ids = [tokenizer(row["prompt"][0]["content"])["input_ids"] for row in trainer.train_dataset.select(range(prompts))]
+    ends = [tokenizer.eos_token_id]
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=ends, pad_token_id=ends[0])
+    with trainer.generating() as (engine, _):
+        drawn = generate(engine, ids, config)
+    margins = []
+    for prompt, mine, theirs in zip(ids, drawn, generate(policy, ids, config), strict=True):
+        if list(mine) != list(theirs):
+            first = next(i for i, pair in enumerate(itertools.zip_longest(mine, theirs)) if len(set(pair)) > 1)
+            best = policy(torch.tensor([[*prompt, *mine[:first]]])).logits[0, -1].topk(2).values
+            margins.append((best[0] - best[1]).item())
+    figures = {"completions": prompts, "tokens": sum(map(len, drawn)), "parted": len(margins), "margins": margins}
+    print("greedy:", figures)
+    return figures
+
+
+def curves(options, folder: str, results: Results) -> None:
+    share_one_engine()
+    runs = results.kept.get("runs", {})
+    for i, seed in enumerate(options.seeds):
         for name, use_vllm in (("vllm", True), ("generate", False)):
+            label = f"{name}, seed {seed}"
+            if label in runs:
+                continue
             trainer = build(
                 EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, seed, exact_length=False, use_vllm=use_vllm
             )
+            if use_vllm:
+                trainer.vllm_generation.version = i * 10**6
             trainer.train()
             history = [entry for entry in trainer.state.log_history if "loss" in entry]
-            keys = ("loss", "reward", "rollout/logp_difference/mean", "rollout/staleness", "time/generate_s")
-            result[f"{name}, seed {seed}"] = {key: [entry.get(key) for entry in history] for key in keys}
+            keys = ("loss", "reward", "rollout/logp_difference/mean", "rollout/staleness", "completions/mean_length")
+            runs[label] = {key: [entry.get(key) for entry in history] for key in keys}
+            results.write(runs=runs)
+            print(label, [round(reward, 3) for reward in runs[label]["reward"]], flush=True)
             del trainer
-    return result
+    results.write(runs=runs, compared={key: compared(runs, key) for key in ("loss", "reward")})
+    draw_curves(results)
+
+
+def compared(runs: dict, key: str) -> dict:
+    """Means of each run over its steps, and how often a split of the runs by chance has means as far apart."""
+    means = {name: statistics.mean(run[key]) for name, run in runs.items()}
+    values, ours = list(means.values()), [value for name, value in means.items() if name.startswith("vllm")]
+
+    def apart(chosen) -> float:
+        rest = (sum(values) - sum(chosen)) / (len(values) - len(chosen))
+        return abs(statistics.mean(chosen) - rest)
+
+    splits = [apart(chosen) for chosen in itertools.combinations(values, len(ours))]
+    return {"means": means, "p": sum(split >= apart(ours) - 1e-12 for split in splits) / len(splits)}
+
+
+def fsdp2(options, folder: str, results: Results) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    subprocess.run([*torchrun, *sys.argv, "--worker", folder], env={**os.environ, **LAUNCH}, check=True)
+    figures = json.loads(Path(folder, "rank0.json").read_text(encoding="utf-8"))
+    results.write(**figures)
+    print(json.dumps({name: figures[name] for name in ("sync_seconds", "sync_share_of_a_step", "sync_bytes")}))
+
+
+def rank(options, folder: str) -> None:
+    """One of two ranks: a short run with the base sharded and an engine of its own."""
+    stock = AcceleratorState.__init__
+
+    def sharding(self, *args, fsdp_plugin=None, **kwargs):  # on CPUs accelerate would make plain DDP of it
+        stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = sharding
+    options.steps = options.rounds + 1
+    trainer = build(EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, use_vllm=True)
+    adapter = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry][1:]
+    syncs = [entry["time/weight_sync_s"] for entry in history]
+    steps = [entry["step_time"] for entry in history]
+    if trainer.accelerator.is_main_process:
+        figures = {
+            "sync_bytes": trainer.vllm_generation.last_sync["bytes"],
+            "adapter_bytes": adapter,
+            "sharded": all(hasattr(p, "placements") for p in trainer.model.parameters()),
+            "sync_seconds": spread(syncs),
+            "sync_share_of_a_step": ratios(syncs, steps),
+            "metrics": history,
+        }
+        write_json(Path(folder, "rank0.json"), figures)
+    trainer.accelerator.wait_for_everyone()
+    torch.distributed.destroy_process_group()
+
+
+def axes_of(width: float, height: float, columns: int = 1):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+
+
+def draw_steps(results: Results) -> None:
+    """Median seconds of each phase, stacked."""
+    part = results.all["steps"]
+    metrics, total = part["metrics"]["ours"], {name: statistics.median(s) for name, s in part["seconds"].items()}
+    names = {"generation": "generate", "sync": "weight_sync", "proof of the sync": "sync_proof_pass"}
+    ours = {name: statistics.median(m.get(f"time/{key}_s", 0.0) for m in metrics) for name, key in names.items()}
+    phases = {"ours, vLLM": ours, "stock TRL": {"generation": statistics.median(part["stock_generate_seconds"])}}
+    figure, axes = axes_of(7, 2.6)
+    for y, (label, key) in enumerate((("ours, vLLM", "ours"), ("stock TRL", "stock"))):
+        left = 0.0
+        rest = {"loss, gradients, optimizer": total[key] - sum(phases[label].values())}
+        for name, width in (phases[label] | rest).items():
+            colour = f"C{[*names, *rest].index(name)}"
+            axes.barh(y, width, left=left, color=colour, label=name if y == 0 else None)
+            left += width
+        axes.text(left, y, f" {left:.1f} s", va="center")
+    axes.set_yticks([0, 1], list(phases))
+    axes.set_xlabel(f"seconds of an optimizer step: {part['stock_over_ours']['median']:.2f}×")
+    axes.margins(x=0.12)
+    axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.45))
+    results.draw("steps", figure)
+
+
+def draw_curves(results: Results) -> None:
+    figure, both = axes_of(9, 3.2, columns=2)
+    for axes, key in zip(both, ("reward", "loss"), strict=True):
+        for i, way in enumerate(("vllm", "generate")):
+            runs = [run[key] for name, run in results.all["curves"]["runs"].items() if name.startswith(way)]
+            for run in runs:
+                axes.plot(run, color=f"C{i}", alpha=0.3, linewidth=1)
+            axes.plot([statistics.mean(step) for step in zip(*runs, strict=True)], color=f"C{i}", label=way)
+        axes.set_xlabel("step")
+        axes.set_title(key)
+    both[0].legend()
+    results.draw("curves", figure)
+
+
+PARTS = {"steps": whole_steps, "one_pass": one_pass, "fsdp2": fsdp2, "curves": curves}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--part", choices=["steps", "curves"], default="steps")
+    parser.add_argument("--part", choices=PARTS, default="steps")
     parser.add_argument("--completion", type=int, default=96)
     parser.add_argument("--prompts", type=int, default=2, help="per step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", type=int, default=2, help="of each process")
+    parser.add_argument(
+        "--cpu_seconds", action="store_true", help="of this process, with one thread: on a busy machine"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the results; none are kept without")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    torch.set_num_threads(options.threads)
+    if options.cpu_seconds:
+        global CLOCK
+        CLOCK = time.process_time
+    if options.worker:
+        rank(options, options.worker)
+        return
+    settings = {"prompts": options.prompts, "completion": options.completion, "threads": options.threads}
+    if options.part == "curves":
+        settings["steps"] = options.steps
+    settings["seconds"] = "CPU" if options.cpu_seconds else "wall"
     with tempfile.TemporaryDirectory() as folder:
-        measured = turns(options, folder) if options.part == "steps" else curves(options, folder)
-    result = {
-        "part": options.part,
-        "prompts": options.prompts,
-        "completion": options.completion,
-        "threads": torch.get_num_threads(),
-    }
-    result |= {"hardware": hardware(), "software": software(), **measured}
-    print(json.dumps({key: value for key, value in measured.items() if key != "phases"}, indent=2))
-    if options.out:
-        write_json(options.out, result)
+        PARTS[options.part](options, folder, Results(options.out, options.part, settings))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,11 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
     model, peft_config = call["model"], call.get("peft_config")
     if peft_config is None and not isinstance(model, str) and is_peft_model(model):
         peft_config = model.peft_config[model.active_adapters[0]]
-    config = call.get("quantization_config") or getattr(getattr(model, "config", None), "quantization_config", None)
-    return peft_config, config is not None or (isinstance(model, str) and _is_quantized_on_disk(model, call.get("args")))
+    if call.get("quantization_config") is not None:
+        return peft_config, True
+    if isinstance(model, str):
+        return peft_config, _is_quantized_on_disk(model, call.get("args"))
+    return peft_config, getattr(getattr(model, "config", None), "quantization_config", None) is not None
 
 
 def _is_quantized_on_disk(model: str, args: Any) -> bool:

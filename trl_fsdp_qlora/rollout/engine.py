@@ -83,8 +83,6 @@ class AdapterEngine(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def _start_colocated(self) -> None:
-        from vllm import LLM
-
         ranks = self.accelerator
         if ranks.num_processes % self.tensor_parallel_size:
             raise RolloutError(
@@ -99,32 +97,46 @@ class AdapterEngine(VLLMGeneration):
         os.environ["LOCAL_RANK"] = str(ranks.local_process_index)
         os.environ["WORLD_SIZE"] = str(ranks.num_processes)
         ensure_master_addr_port()
-        # The policy's own dtype where there is no GPU: bfloat16 without AMX is hundreds of times slower.
-        on_cpu = ranks.device.type == "cpu"
-        self.llm = _Serving(
-            LLM(
-                model=self.base,
-                dtype=str(self.model.dtype).removeprefix("torch.") if on_cpu else "auto",
-                enforce_eager=on_cpu,
-                tensor_parallel_size=self.tensor_parallel_size,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                max_model_len=self.max_model_length,
-                max_num_seqs=self.max_num_seqs,
-                enable_sleep_mode=self.enable_sleep_mode,
-                model_impl=self.model_impl,
-                distributed_executor_backend="external_launcher",
-                # Equal for the ranks of a tensor-parallel group, so that they sample the same.
-                seed=ranks.process_index // self.tensor_parallel_size,
-                max_num_batched_tokens=4096,
-                logprobs_mode="processed_logprobs",
-                trust_remote_code=self.trust_remote_code,
-                enable_lora=True,
-                max_lora_rank=self.max_lora_rank,
-                max_loras=1,
+        if ranks.device.type == "cpu":
+            from .one_adapter import one_adapter
+
+            with one_adapter():
+                llm = self._make_engine(on_cpu=True)
+        else:
+            llm = self._make_engine(on_cpu=False)
+        if self.enable_sleep_mode and not hasattr(llm, "release_kv_cache_memory"):
+            raise RolloutError(
+                "vllm_enable_sleep_mode=True needs vLLM 0.31 or newer, which can free the cache alone: older versions throw "
+                "the base away, too. Upgrade vLLM, or set vllm_enable_sleep_mode: false"
             )
-        )
+        self.llm = _Serving(llm)
         if self.enable_sleep_mode:
             self.llm.sleep()
+
+    def _make_engine(self, on_cpu: bool):
+        from vllm import LLM
+
+        return LLM(
+            model=self.base,
+            # The policy's own dtype where there is no GPU: bfloat16 without AMX is hundreds of times slower.
+            dtype=str(self.model.dtype).removeprefix("torch.") if on_cpu else "auto",
+            enforce_eager=on_cpu,
+            tensor_parallel_size=self.tensor_parallel_size,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_model_len=self.max_model_length,
+            max_num_seqs=self.max_num_seqs,
+            enable_sleep_mode=self.enable_sleep_mode,
+            model_impl=self.model_impl,
+            distributed_executor_backend="external_launcher",
+            # Equal for the ranks of a tensor-parallel group, so that they sample the same.
+            seed=self.accelerator.process_index // self.tensor_parallel_size,
+            max_num_batched_tokens=4096,
+            logprobs_mode="processed_logprobs",
+            trust_remote_code=self.trust_remote_code,
+            enable_lora=True,
+            max_lora_rank=self.max_lora_rank,
+            max_loras=1,
+        )
 
     # --- syncing -----------------------------------------------------------------------------------------------------
 
