@@ -22,7 +22,6 @@ def args(**changes):
     values = {
         "use_vllm": True,
         "vllm_mode": "colocate",
-        "vllm_tensor_parallel_size": 1,
         "rollout_sync": "auto",
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask",
@@ -134,19 +133,6 @@ def test_refused_before_the_base_is_loaded(tmp_path):
 def test_wrong_choices(changes, quantized, peft_config, named):
     with pytest.raises(RolloutError, match=named):
         choose_sync(args(**changes), peft_config, quantized)
-
-
-def test_tensor_parallel_engines_need_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for rollout_sync in ("auto", "merge"):
-        with pytest.raises(
-            RolloutError, match=r"vllm_tensor_parallel_size=2 needs GPUs.*vllm_tensor_parallel_size: 1"
-        ):
-            choose_sync(args(vllm_tensor_parallel_size=2, rollout_sync=rollout_sync), LORA, False)
-    # A server's own tensor parallelism is its own affair.
-    assert choose_sync(args(vllm_tensor_parallel_size=2, vllm_mode="server"), LORA, False).mode == "adapter"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_sync(args(vllm_tensor_parallel_size=2), LORA, True).mode == "adapter"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, zero3 or dies."""
+"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, zero3, tp or dies."""
 
 import json
 import os
@@ -44,6 +44,8 @@ def adapter_bytes(model) -> int:
 
 def main(way: str, model: str, out: str, url: str = "") -> None:
     settings = {"per_device_train_batch_size": 4, "max_steps": 4, **(on_server(url) if url else {})}
+    if way == "tp":
+        settings |= {"vllm_tensor_parallel_size": 2}
     if way == "dies":
         settings |= {"max_steps": 50, "save_strategy": "steps", "save_steps": 1}
     trainer = on_quantized(model, out, quantized=way == "fsdp", **settings)
@@ -58,6 +60,7 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
     result["seconds"] = time.perf_counter() - started
     result["steps"] = trainer.state.global_step
     if "error" not in result:
+        result["draws_alone"] = trainer.vllm_generation.draws_alone
         with trainer.generating() as (drawer, lockstep):
             rank = trainer.accelerator.process_index
             config = trainer.generation_config

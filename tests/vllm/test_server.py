@@ -162,6 +162,12 @@ def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
     assert len(list((tmp_path / "cache" / "dequantized").iterdir())) == 1
 
 
+def test_two_ranks_with_one_engine_over_both(quantized_base, tmp_path):
+    results = two_ranks("tp", quantized_base[1], tmp_path / "out")
+    assert_proven(results, sharded=False)
+    assert not any(result["draws_alone"] for result in results)  # so transformers drew what is not training
+
+
 def test_a_server_that_is_killed_in_a_rollout(server, quantized_base, tmp_path):
     """The last test: the server is gone afterwards."""
     pid = {"SERVER_PID": str(server.process.pid)}

@@ -53,11 +53,6 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool) -> Sync:
         )
     if not args.use_vllm:
         return Sync("off", "use_vllm is off")
-    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1 and not torch.cuda.is_available():
-        raise RolloutError(
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} needs GPUs: its ranks wait for each other at a "
-            "barrier of TRL's that gloo does not have. Set vllm_tensor_parallel_size: 1"
-        )
     sharded = _is_sharded(args)
     if args.rollout_sync == "merge" or peft_config is None:
         if args.rollout_sync == "adapter":
