@@ -34,6 +34,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from drop_in import stepper
 from peft import LoraConfig
+from rollouts_vllm_pictures import draw_curves, draw_steps
 from synthetic import logged
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -176,9 +177,9 @@ class Results:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "rollouts_vllm.json", self.all)
 
-    def draw(self, name: str, figure) -> None:
+    def draw(self, picture) -> None:
         if self.folder is not None:
-            figure.savefig(self.folder / f"rollouts_vllm_{name}.png", dpi=110)
+            picture(self.all[self.part]).savefig(self.folder / f"rollouts_vllm_{self.part}.png", dpi=110)
 
 
 def turns(options, made: dict, results: Results, summarize) -> None:
@@ -222,7 +223,7 @@ def whole_steps(options, folder: str, results: Results) -> None:
 
     turns(options, made, results, summarize)
     results.write(greedy=greedy(made["ours"]))
-    draw_steps(results)
+    results.draw(draw_steps)
 
 
 def one_pass(options, folder: str, results: Results) -> None:
@@ -279,7 +280,7 @@ def curves(options, folder: str, results: Results) -> None:
             print(label, [round(reward, 3) for reward in runs[label]["reward"]], flush=True)
             del trainer
     results.write(runs=runs, compared={key: compared(runs, key) for key in ("loss", "reward")})
-    draw_curves(results)
+    results.draw(draw_curves)
 
 
 def compared(runs: dict, key: str) -> dict:
@@ -333,52 +334,6 @@ def rank(options, folder: str) -> None:
         write_json(Path(folder, "rank0.json"), figures)
     trainer.accelerator.wait_for_everyone()
     torch.distributed.destroy_process_group()
-
-
-def axes_of(width: float, height: float, columns: int = 1):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, columns, figsize=(width, height), layout="constrained")
-
-
-def draw_steps(results: Results) -> None:
-    """Median seconds of each phase, stacked."""
-    part = results.all["steps"]
-    metrics, total = part["metrics"]["ours"], {name: statistics.median(s) for name, s in part["seconds"].items()}
-    names = {"generation": "generate", "sync": "weight_sync", "proof of the sync": "sync_proof_pass"}
-    ours = {name: statistics.median(m.get(f"time/{key}_s", 0.0) for m in metrics) for name, key in names.items()}
-    phases = {"ours, vLLM": ours, "stock TRL": {"generation": statistics.median(part["stock_generate_seconds"])}}
-    figure, axes = axes_of(7, 2.6)
-    for y, (label, key) in enumerate((("ours, vLLM", "ours"), ("stock TRL", "stock"))):
-        left = 0.0
-        rest = {"loss, gradients, optimizer": total[key] - sum(phases[label].values())}
-        for name, width in (phases[label] | rest).items():
-            colour = f"C{[*names, *rest].index(name)}"
-            axes.barh(y, width, left=left, color=colour, label=name if y == 0 else None)
-            left += width
-        axes.text(left, y, f" {left:.1f} s", va="center")
-    axes.set_yticks([0, 1], list(phases))
-    axes.set_xlabel(f"seconds of an optimizer step: {part['stock_over_ours']['median']:.2f}×")
-    axes.margins(x=0.12)
-    axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.45))
-    results.draw("steps", figure)
-
-
-def draw_curves(results: Results) -> None:
-    figure, both = axes_of(9, 3.2, columns=2)
-    for axes, key in zip(both, ("reward", "loss"), strict=True):
-        for i, way in enumerate(("vllm", "generate")):
-            runs = [run[key] for name, run in results.all["curves"]["runs"].items() if name.startswith(way)]
-            for run in runs:
-                axes.plot(run, color=f"C{i}", alpha=0.3, linewidth=1)
-            axes.plot([statistics.mean(step) for step in zip(*runs, strict=True)], color=f"C{i}", label=way)
-        axes.set_xlabel("step")
-        axes.set_title(key)
-    both[0].legend()
-    results.draw("curves", figure)
 
 
 PARTS = {"steps": whole_steps, "one_pass": one_pass, "fsdp2": fsdp2, "curves": curves}
