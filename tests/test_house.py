@@ -23,6 +23,7 @@ FLOORS = [
     {"rollout"},
     {"publishing"},
     {"recipe"},
+    {"planning"},
     {"grpo"},
     {"t_spmo", "a_star_po"},
     {"commands"},

@@ -22,7 +22,7 @@ EXPECTED = {
 # Of a trainer, handed on as they come; of a config; and of a model class.
 TRAINER_METHODS = ("_init_training_state", "_push_from_checkpoint", "_remove_unused_columns")
 CONFIG_ATTRIBUTES = ("_attn_implementation", "_name_or_path")
-MODEL_ATTRIBUTES = ("_supports_attention_backend", "_is_stateful")
+MODEL_ATTRIBUTES = ("_supports_attention_backend", "_is_stateful", "_no_split_modules")
 
 
 def model_name(model: nn.Module | str) -> str:

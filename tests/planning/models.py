@@ -1,0 +1,43 @@
+"""A base of real proportions that fits a test, as a folder with a config alone, and the settings of a run on it."""
+
+from transformers import LlamaConfig
+
+from trl_fsdp_qlora.planning.settings import Launch, Settings, from_yaml
+
+LAYERS = 5
+
+
+def config(**changes) -> LlamaConfig:
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    return LlamaConfig(**{**shape, **changes})
+
+
+def folder(path, **changes) -> str:
+    config(**changes).save_pretrained(path)
+    return str(path)
+
+
+def settings(path, launch: Launch | None = None, prompt_tokens: int = 48, **changes) -> Settings:
+    fields = {
+        "model_name_or_path": str(path),
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_target_modules": ["all-linear"],
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 40,
+        "gradient_accumulation_steps": 1,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "beta": 0.0,
+    }
+    return from_yaml(None, {**fields, **changes}, launch or Launch(use_cpu=True), prompt_tokens=prompt_tokens)

@@ -1,0 +1,128 @@
+"""The command: exit statuses, what bad input says, and a 70B from its config alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.planning.models import folder, settings
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.planning import skeleton, static
+from trl_fsdp_qlora.planning.command import run_plan
+from trl_fsdp_qlora.planning.hardware import GIB, read_hardware
+from trl_fsdp_qlora.planning.plan import make_plan
+from trl_fsdp_qlora.planning.settings import from_config, from_yaml, read_launch
+from trl_fsdp_qlora.planning.table import show
+from trl_fsdp_qlora.recipe.arguments import ConfigError
+
+RECIPE_70B = "recipes/Llama-3.1-70B-Instruct/grpo_qlora/config_gsm8k.yaml"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llama_70b(tmp_path_factory):
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    return folder(tmp_path_factory.mktemp("70b"), **shape, num_hidden_layers=80, vocab_size=128256)
+
+
+def words(path, *more: str) -> list[str]:
+    return ["--model_name_or_path", path, "--use_peft", "true", "--bf16", "false", *more]
+
+
+def test_the_exit_status_says_whether_it_fits(tiny, capsys):
+    assert run_plan(words(tiny, "--hardware", "24GB")) == 0
+    fits = capsys.readouterr().out
+    assert "it fits" in fits and "together" in fits and "forward_backward" in fits
+    assert run_plan(words(tiny, "--hardware", "0.1GB")) == 1
+    assert "it does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--hardware", "h10"], "did you mean 'h100'?"),
+        (["--accelerate_config", "fsdp2_qlor"], "did you mean 'fsdp2_qlora'?"),
+        (["--config", "no_such.yaml"], "no_such.yaml"),
+        (["--prompt_tokens", "0"], "must be at least 1"),
+        (["--num_generations", "many"], "num_generations='many' is no whole number"),
+        (["--max_completion_lenght", "8"], "did you mean 'max_completion_length'?"),
+        (["--dtype", "float12"], "dtype='float12' is not known"),
+        (["--lora_target_modules", "nothing"], "lora_target_modules"),
+    ],
+)
+def test_bad_input_is_one_line(tiny, capsys, more, said):
+    assert run_plan(words(tiny, *more), (EfficientGRPOConfig,)) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_a_model_that_cannot_be_reached_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("nobody/gated-model", str(tmp_path)):
+        assert run_plan(["--model_name_or_path", name]) == 2
+        assert "config.json" in capsys.readouterr().err
+
+
+def test_a_70b_from_its_config(llama_70b):
+    plan = make_plan(RECIPE_70B, "fsdp2_qlora", "24GB x2", overrides={"model_name_or_path": llama_70b})
+    # What the head of the recipe computes by hand, of the whole model: 31.88 GiB in 4 bits, 1.01 GiB of their state.
+    base = plan.phases["forward_backward"]
+    assert base["base, 4-bit weights"] == pytest.approx(31.88 * GIB / 2, rel=0.002)
+    assert base["base, quantization state"] == pytest.approx(1.01 * GIB / 2, rel=0.02)
+    assert plan.parameters[0] == pytest.approx(70.55e9, rel=0.001)
+    assert plan.parameters[1] == pytest.approx(104e6, rel=0.01)
+    assert not plan.fits and "it does not fit" in show(plan)
+    assert replace(plan, capacity=141 * GIB).fits
+    # Four cards hold half of what two hold; a rank's own micro-batch stays.
+    launch = replace(plan.settings.launch, processes=4)
+    held = static.rank_bytes(
+        static.whole_bytes(skeleton.build(plan.settings, plan.config), plan.settings),
+        replace(plan.settings, launch=launch),
+    )
+    assert held[static.BASE_4BIT] * 2 == base["base, 4-bit weights"]
+
+
+def test_the_command_reads_a_recipe_as_its_script_does(tiny, tmp_path):
+    """The same run from the YAML, and from the config that the script builds of it."""
+    given = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 40, "beta": 0.1}
+    args = EfficientGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", **given)
+    run = settings(tiny)
+    from_file = from_yaml(None, {**given, "bf16": False, "use_cpu": True}, read_launch(None))
+    started = from_config(args, run.model)
+    for name in (
+        "rollout_rows",
+        "rollout_batches",
+        "groups",
+        "mixed",
+        "scores_again",
+        "gradient_checkpointing",
+        "optim",
+    ):
+        assert getattr(from_file, name) == getattr(started, name), name
+
+
+def test_hardware_by_name_and_by_memory():
+    assert read_hardware("H100 x4").cards == 4 and read_hardware("h100", 2).cards == 2
+    assert read_hardware("24GB x2").memory == 24 * GIB
+    assert read_hardware("RTX 4090").name == read_hardware("4090").name == "rtx4090"
+    assert read_hardware("cpu").memory == read_hardware("cpu").host_memory
+    if not torch.cuda.is_available():
+        assert not read_hardware(None).gpu
+    with pytest.raises(ConfigError, match=r"there are .*h100"):
+        read_hardware("abacus")
+
+
+def test_too_few_cards_do_not_fit(tiny):
+    plan = make_plan({"model_name_or_path": tiny, "use_peft": True}, "ddp", "h100 x2", processes=4)
+    assert plan.peak < plan.capacity and not plan.fits and "2 cards for 4 ranks" in show(plan)
+
+
+def test_planning_draws_no_random_number_and_leaves_no_thread_of_modes(tiny):
+    before = torch.random.get_rng_state()
+    make_plan(settings(tiny))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.zeros(1).item() == 0.0

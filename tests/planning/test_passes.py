@@ -1,0 +1,145 @@
+"""Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit layers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.planning.models import LAYERS, config, folder, settings
+from trl_fsdp_qlora.planning import components, passes
+from trl_fsdp_qlora.prefix_sharing.attention import install, no_mask
+from trl_fsdp_qlora.prefix_sharing.layout import SealedLayout, pack
+from trl_fsdp_qlora.recipe.checks import lora_config
+from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
+from trl_fsdp_qlora.upstream.memory import PeakTracker
+
+# The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
+NEAR = 0.05
+
+
+def built(run, four_bit=None):
+    torch.manual_seed(0)
+    if four_bit is None:
+        model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            four_bit, quantization_config=_nf4(), device_map={"": "cpu"}, dtype=torch.float32
+        )
+    base = model
+    install(base)
+    add_fused_lm_head(base)
+    add_scoring_head(base)
+    if run.model.use_peft:
+        model = get_peft_model(model, lora_config(run.model))
+    if run.gradient_checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if four_bit:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+    return model.train()
+
+
+def _nf4():
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+def batch(run):
+    """Groups of equal prompts and completions of full length."""
+    rows, prompt, completion = run.per_device_train_batch_size, run.prompt_tokens, run.max_completion_length
+    ids = torch.randint(3, 512, (rows, prompt + completion))
+    for row in range(rows):
+        ids[row, :prompt] = ids[row - row % run.num_generations, :prompt]
+    return ids, torch.ones_like(ids)
+
+
+def measured(run, model, packed: bool, grad: bool = True) -> int:
+    """Peak bytes of a pass on real tensors above the model and its gradients."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and grad:
+            parameter.grad = torch.zeros_like(parameter)
+    ids, mask = batch(run)
+    labels = ids.clone()
+    labels[:, : run.prompt_tokens] = -100
+    layout = pack(ids, mask, run.max_completion_length)
+    layout.backend, layout.problems = "auto", []
+    tracker = PeakTracker()
+    tracker.track(model)
+    with tracker, torch.set_grad_enabled(grad):
+        before = tracker.now()
+        if packed:
+            out = model(
+                input_ids=layout.input_ids,
+                attention_mask=no_mask(layout.input_ids.device),
+                position_ids=layout.position_ids,
+                prefix_layout=SealedLayout(layout),
+                score_index_N=layout.score_index_N,
+                score_targets_N=layout.score_targets_N,
+            )
+        else:
+            out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        if grad:
+            out.log_probs.sum().backward()
+    assert not layout.problems
+    return tracker.peak() - before
+
+
+def planned(run, packed: bool, grad: bool = True) -> passes.PassBytes:
+    return passes.measure(run, config(), passes.loss_shape(run, packed, False), grad, False)
+
+
+@pytest.mark.parametrize(
+    "packed, checkpointing, use_peft",
+    [(True, False, True), (True, True, True), (False, False, True), (False, True, True), (True, False, False)],
+)
+def test_a_loss_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_peft):
+    run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, use_peft=use_peft)
+    peak = planned(run, packed).peak
+    assert peak == pytest.approx(measured(run, built(run), packed), rel=NEAR)
+
+
+def test_a_pass_without_gradients_peaks_where_it_was_planned(tmp_path):
+    run = settings(folder(tmp_path))
+    assert planned(run, True, grad=False).peak == pytest.approx(measured(run, built(run), True, grad=False), rel=NEAR)
+
+
+def test_4_bit_layers_take_their_dense_weight_while_they_compute(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    run = settings(tmp_path, load_in_4bit=True, dtype="float32", gradient_checkpointing=True)
+    assert planned(run, True).peak == pytest.approx(measured(run, built(run, tmp_path), True), rel=NEAR)
+
+
+def test_every_layer_adds_what_the_second_added(tmp_path):
+    """The model of five layers by slope, and run whole."""
+    run = settings(folder(tmp_path))
+    by_slope = planned(run, True)
+    shape = passes.loss_shape(run, True, False)
+    whole = passes._run(run, config(), LAYERS, shape, True, False)
+    assert by_slope.peak == pytest.approx(whole.peak, rel=0.01)  # small tensors of the whole model, positions say
+    assert by_slope.per_layer > 0
+
+
+def test_sharing_and_checkpointing_are_cheaper(tmp_path):
+    run = settings(folder(tmp_path))
+    shared, padded = planned(run, True).peak, planned(run, False).peak
+    # 2 x 48 + 8 x 40 tokens in the place of 8 x 88.
+    assert passes.loss_shape(run, True, False).length == 416 and shared < 0.7 * padded
+    kept = replace(run, values={**run.values, "gradient_checkpointing": True})
+    assert planned(kept, True).per_layer == 416 * 128 * 4  # the layer's input
+
+
+def test_the_cache_is_the_one_that_generation_leaves(tmp_path):
+    run = settings(folder(tmp_path))
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    ids = torch.randint(3, 512, (run.rollout_rows, run.prompt_tokens + run.max_completion_length))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    real = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+    assert components.cache_bytes(run, config()) == (sum(real), max(real))

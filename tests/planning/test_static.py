@@ -1,0 +1,93 @@
+"""Static bytes against modules that were really built, and 4-bit bytes against a model that was really quantized."""
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.planning.models import config, folder, settings
+from trl_fsdp_qlora.planning import skeleton, static
+from trl_fsdp_qlora.planning.settings import Launch
+from trl_fsdp_qlora.recipe.checks import lora_config
+
+
+def nbytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def planned(run) -> dict[str, int]:
+    return static.whole_bytes(skeleton.build(run, skeleton.read_config(run.model.model_name_or_path)), run)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_base_adapter_gradients_and_optimizer_are_those_of_the_built_model(tmp_path, dtype):
+    run = settings(folder(tmp_path), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config(), dtype=getattr(torch, dtype))
+    base = nbytes([*model.parameters(), *model.buffers()])
+    model = get_peft_model(model, lora_config(run.model))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+    whole = planned(run)
+    assert whole[static.BASE] == base
+    assert whole[static.TRAINED] == nbytes(trained)
+    assert whole[static.GRADIENTS] == nbytes(parameter.grad for parameter in trained)
+    assert whole[static.OPTIMIZER] == nbytes(states)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_counts_once_and_full_training_has_a_reference(tmp_path, tied):
+    run = settings(folder(tmp_path, tie_word_embeddings=tied), use_peft=False, beta=0.1)
+    model = AutoModelForCausalLM.from_config(config(tie_word_embeddings=tied))
+    whole = planned(run)
+    assert whole[static.TRAINED] == nbytes(model.parameters())
+    assert whole[static.REFERENCE] == nbytes([*model.parameters(), *model.buffers()])
+    assert planned(settings(tmp_path, use_peft=False))[static.REFERENCE] == 0
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_4_bit_bytes_are_those_of_a_quantized_model(tmp_path, nested):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    layers = [module for module in model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    states = [layer.weight.quant_state for layer in layers]
+    packed = {id(layer.weight) for layer in layers}
+    maxima = [state.absmax for state in states]
+    if nested:
+        maxima += [state.state2.absmax for state in states] + [state.offset for state in states]
+    whole = planned(settings(tmp_path, load_in_4bit=True, use_bnb_nested_quant=nested, dtype="float32"))
+    assert whole[static.BASE_4BIT] == nbytes(layer.weight for layer in layers)
+    assert whole[static.STATE] == nbytes(maxima)
+    others = [parameter for parameter in model.parameters() if id(parameter) not in packed]
+    assert whole[static.BASE] == nbytes([*others, *model.buffers()])
+
+
+def test_what_is_spread_over_the_ranks(tmp_path):
+    folder(tmp_path)
+    one = planned(settings(tmp_path))
+    for kind, spread in (
+        ("fsdp2", one.keys()),
+        ("zero2", {static.GRADIENTS, static.OPTIMIZER}),
+        ("ddp", set()),
+    ):
+        run = settings(tmp_path, Launch(kind, 4))
+        whole = planned(run)
+        held = static.rank_bytes(whole, run)
+        assert {name for name in held if whole[name] and held[name] < whole[name]} == {n for n in spread if whole[n]}
+        assert all(held[name] == -(-whole[name] // 4) for name in spread)
+    assert planned(settings(tmp_path, Launch("ddp", 2)))[static.BUCKETS] == one[static.TRAINED]
+    assert one[static.BUCKETS] == 0

@@ -1,0 +1,74 @@
+"""`trl-fsdp-qlora plan`: whether a recipe fits, before anything is loaded."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..recipe.arguments import ConfigError
+from ..run.launch import USER_ERROR
+
+_DOES_NOT_FIT = 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command's own options; every other `--field value` is a field of the recipe."""
+    words = argparse.ArgumentParser(
+        prog="trl-fsdp-qlora plan",
+        description="Bytes of each phase of a run, and whether it fits; needs no weights and no GPU.",
+        epilog="Any field of the recipe can follow: --max_completion_length 512. Exit status: 0 fits, 1 does not, 2 bad input.",
+        allow_abbrev=False,
+    )
+    words.add_argument("--config", help="the recipe's YAML file")
+    words.add_argument("--accelerate_config", help="file, or one of this package's names")
+    words.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's")
+    words.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
+    words.add_argument("--prompt_tokens", type=int, help="tokens of the longest prompt")
+    return words
+
+
+def run_plan(arguments: Sequence[str], types: Sequence[type] = ()) -> int:
+    """Print the plan of a recipe.
+
+    Args:
+        arguments: of the command line, without the command's name.
+        types: config classes whose fields a recipe may have beside TRL's; with them an unknown field is an error.
+
+    Returns:
+        The exit status: 0 it fits, 1 it does not, 2 the input cannot be planned (one line on standard error says why).
+    """
+    own, rest = parser().parse_known_args(list(arguments))
+    from .plan import make_plan
+    from .table import show
+
+    try:
+        overrides = _fields(rest)
+        more = {"overrides": overrides, "processes": own.num_processes, "types": types}
+        if own.prompt_tokens is not None:
+            if own.prompt_tokens < 1:
+                raise ConfigError(f"--prompt_tokens {own.prompt_tokens} must be at least 1")
+            more |= {"prompt_tokens": own.prompt_tokens, "prompt_source": "given"}
+        if own.config is None and not overrides:
+            raise ConfigError("plan needs a recipe: --config FILE.yaml")
+        plan = make_plan(own.config, own.accelerate_config, own.hardware, **more)
+    except ConfigError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    print(show(plan))
+    return 0 if plan.fits else _DOES_NOT_FIT
+
+
+def _fields(words: Sequence[str]) -> dict[str, str]:
+    """`--field value` and `--field=value` as a mapping; several values are a list in YAML's brackets."""
+    fields: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            fields[name.replace("-", "_")] = [value] if equals else []
+        elif not fields:
+            raise ConfigError(f"command line: {word!r} belongs to no option")
+        else:
+            fields[list(fields)[-1]].append(word)
+    return {
+        name: "true" if not values else values[0] if len(values) == 1 else f"[{', '.join(values)}]"
+        for name, values in fields.items()
+    }

@@ -1,0 +1,84 @@
+"""What comes and goes beside activations: cache of generation, logits, gathered weights, the engine's share."""
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..fsdp2_qlora.generation import FREE_SHARE
+from .hardware import Hardware
+from .settings import Settings
+from .skeleton import causal_model, dtype_of
+from .static import size
+
+_ROOM = 64  # positions for which rollout.cache makes room at once
+
+
+def compute_bytes(settings: Settings, config: PretrainedConfig) -> int:
+    """Bytes of a number that a linear layer returns."""
+    return (getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)).itemsize
+
+
+def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int]:
+    """`(whole, one layer)` of the keys and values of all rows that a rank generates at once, at full length."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    length = settings.prompt_tokens + settings.max_completion_length
+    window = getattr(text, "sliding_window", None) or length
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    position = 2 * settings.rollout_rows * heads * width * compute_bytes(settings, config)
+    layers = [position * (min(length, window) if kind == "sliding_attention" else length) for kind in kinds]
+    return sum(layers), max(layers)
+
+
+def decoding_bytes(settings: Settings, config: PretrainedConfig) -> int:
+    """What a token step needs beside the cache: logits, their float32 copy and probabilities, one layer's keys and values.
+
+    A batch has a mask, so keys and values are repeated for grouped queries; a cache that grows is copied a layer at a time.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    logits = settings.rollout_rows * text.vocab_size * (compute_bytes(settings, config) + 3 * 4)
+    _, layer = cache_bytes(settings, config)
+    return logits + max(layer * (text.num_attention_heads // heads), layer)
+
+
+def gathered_bytes(model: nn.Module, settings: Settings) -> tuple[int, int]:
+    """`(for training, whole model)`: bytes of weights that a rank of a sharded model has together at a time.
+
+    For training: the embeddings, head and norms, which the root keeps, and two layers (one computing, the next on its
+    way). Nothing where the launch shards no weights.
+    """
+    if not settings.launch.sharded or settings.launch.processes == 1:
+        return 0, 0
+    itemsize = 2 if settings.mixed else None
+    causal = causal_model(model)
+    names = set(getattr(causal, "_no_split_modules", None) or ())
+    layers = [module for module in causal.modules() if type(module).__name__ in names]
+
+    def weights(module: nn.Module) -> int:
+        total = sum(getattr(part, "state_bytes", 0) for part in module.modules())
+        for parameter in module.parameters():
+            floating = parameter.is_floating_point() and itemsize is not None
+            total += parameter.numel() * itemsize if floating else size(parameter)
+        return total
+
+    inside = [weights(layer) for layer in layers]
+    whole = weights(model)
+    return whole - sum(inside) + 2 * max(inside, default=0), whole
+
+
+def gathers_once(settings: Settings, whole: int, free: int) -> bool:
+    """Whether generation gathers the whole model (`fsdp_gather`)."""
+    if settings.launch.kind != "fsdp2" or settings.fsdp_gather == "per_layer":
+        return False
+    missing = whole - whole // settings.launch.processes
+    return settings.fsdp_gather == "once" or missing <= FREE_SHARE * free
+
+
+def engine_bytes(settings: Settings, hardware: Hardware) -> tuple[int, int]:
+    """`(while generating, while training)`: vLLM's share of a card; nothing where it serves elsewhere."""
+    if not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
+        return 0, 0
+    share = int(hardware.memory * settings.vllm_gpu_memory_utilization)
+    return share, 0 if settings.vllm_enable_sleep_mode else share

@@ -1,0 +1,190 @@
+"""Bytes of a pass: two layers of the model run on fake tensors, the others by the slope from one layer to two.
+
+What a layer leaves behind for the backward is the difference between the forwards of two layers and one, so a model of L layers
+peaks (L - 2) of these above the model of two. Nothing is allocated and no weight is read; the number of tokens is the
+run's own.
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..scoring.logprobs import VOCABULARY_TILE
+from . import skeleton, stand_ins
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a pass is run on.
+
+    Attributes:
+        rows, length: of the input; a packed row is one row of its tokens.
+        scored: positions whose log-probability is taken; 0 for a pass without head.
+        packed: rows need no mask, and the frozen head's kernel scores.
+    """
+
+    rows: int
+    length: int
+    scored: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes above what is resident (weights, gradients), for all layers.
+
+    Attributes:
+        peak: the most at once.
+        head: what the head's tiles are of it: 0 where the peak is elsewhere.
+        per_layer: what each layer keeps for the backward.
+    """
+
+    peak: int
+    head: int
+    per_layer: int
+
+    @property
+    def activations(self) -> int:
+        return self.peak - self.head
+
+
+def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
+    """The micro-batch of the loss: P + G·C tokens a group on a packed row, B·(P + C) padded.
+
+    Every completion is taken to be as long as it may be, and none to be left out for its advantage.
+    """
+    rows, prompt, completion = (
+        settings.per_device_train_batch_size,
+        settings.prompt_tokens,
+        settings.max_completion_length,
+    )
+    if packed:
+        # A segment starts with a copy of the prompt's last token.
+        return Shape(1, settings.groups * prompt + rows * completion, rows * completion, True)
+    # On a CPU TRL's kernel projects every position.
+    scored = rows * completion if on_gpu else rows * (prompt + completion - 1)
+    return Shape(rows, prompt + completion, scored, False)
+
+
+def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bool, on_gpu: bool) -> PassBytes:
+    """Bytes of a pass of the whole model.
+
+    Args:
+        settings: of the run.
+        config: of the base.
+        shape: of the input.
+        grad: forward and backward; otherwise a forward alone.
+        on_gpu: whose kernels' tiles are counted.
+    """
+    layers = config.get_text_config().num_hidden_layers
+    two = _run(settings, config, min(2, layers), shape, grad, on_gpu)
+    if not grad or layers <= 2:
+        return PassBytes(two.peak, two.head, two.kept)
+    one = _run(settings, config, 1, replace(shape, scored=0), grad, on_gpu, backward=False)
+    slope = two.kept - one.kept
+    return PassBytes(two.peak + (layers - 2) * slope, two.head, slope)
+
+
+@dataclass(frozen=True)
+class _Run:
+    peak: int
+    head: int
+    kept: int
+
+
+def _run(settings, config, layers, shape: Shape, grad, on_gpu, backward: bool = True) -> _Run:
+    from ..upstream.memory import FakeTensorMode, PeakTracker
+
+    with skeleton.quiet(), torch.random.fork_rng(devices=[]):
+        model = skeleton.build(settings, config, layers)
+        _as_trained(model, settings)
+        mode = FakeTensorMode()
+        fake(model, mode)
+        with mode:
+            for parameter in model.parameters():
+                if parameter.requires_grad and grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            tracker = PeakTracker()
+            tracker.track(model)
+            with tracker:
+                before = tracker.now()
+                with torch.set_grad_enabled(grad), _autocast(settings):
+                    values, kept, tiles = _forward(model, shape, on_gpu, tracker)
+                if grad and backward:
+                    values.sum().backward()
+            head = tiles if tracker.peak_place == "head" else 0
+            return _Run(tracker.peak() - before, head, kept - before)
+
+
+def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker) -> tuple[torch.Tensor, int, int]:
+    """What a backward starts from, bytes in use behind the last layer, and what the head's tiles added at most."""
+    mask = torch.ones((1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length), dtype=torch.bool)
+    ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    out = skeleton.backbone(model)(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+    ).last_hidden_state
+    kept = tracker.now()
+    if not shape.scored:
+        return out, kept, 0
+    hidden = out.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
+    del out
+    weight = skeleton.causal_model(model).get_output_embeddings().weight
+    before = tracker.now()
+    values = _head(hidden, weight, shape, on_gpu, tracker)
+    return values, kept, max(0, tracker.peak() - before)
+
+
+def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker) -> torch.Tensor:
+    if shape.packed and not weight_VH.requires_grad:
+        keep = torch.is_grad_enabled() and hidden_NH.requires_grad
+        return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, on_gpu, keep, tracker)
+    from ..upstream.memory import TRL_VOCABULARY_CHUNK
+    from ..upstream.trl import ChunkedLogProbFunction
+
+    chunk = VOCABULARY_TILE if shape.packed else TRL_VOCABULARY_CHUNK
+    if on_gpu:
+        return stand_ins.TrainedHead.apply(hidden_NH, weight_VH, chunk, tracker)
+
+    targets = torch.zeros(len(hidden_NH), dtype=torch.long)
+    tracker.place = "head"
+    values, *_ = ChunkedLogProbFunction.apply(
+        hidden_NH, weight_VH, None, targets, 1.0, chunk, None, 1.0, ("log_probs", "entropy")
+    )
+    tracker.place = None
+    return values
+
+
+def _as_trained(model: nn.Module, settings: Settings) -> None:
+    model.train()
+    if settings.gradient_checkpointing:
+        causal = skeleton.causal_model(model)
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(model, "peft_config"):
+            model.enable_input_require_grads()
+
+
+def fake(model: nn.Module, mode) -> None:
+    """Put fake tensors of the host in the place of `model`'s meta tensors; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    with mode:
+        for module in model.modules():
+            for name, old in module._parameters.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    made[id(old)] = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), old.requires_grad)
+                module._parameters[name] = made[id(old)]
+            for name, old in module._buffers.items():
+                if old is not None:
+                    module._buffers[name] = torch.empty(old.shape, dtype=old.dtype)
+
+
+def _autocast(settings: Settings):
+    if settings.mixed is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", getattr(torch, settings.mixed))

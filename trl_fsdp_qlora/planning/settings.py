@@ -1,0 +1,235 @@
+"""What a plan needs to know of a run: from a recipe's parsed arguments, or from its YAML without building a config.
+
+A config cannot be built for another machine's hardware (`bf16: true` is refused where there is no GPU), so the command reads
+the fields and takes what is not set from the defaults of TRL's own dataclasses.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import GRPOConfig, ModelConfig
+
+from ..recipe.arguments import ConfigError, ScriptArguments, read_yaml
+from ..run.accelerate_configs import accelerate_config, names
+
+PROMPT_TOKENS = 256  # where nothing better is known; `--prompt_tokens`
+# Fields of this package's configs and of A*-PO's that are read where they are set.
+_OWN = {
+    "prefix_sharing": "auto",
+    "compact_generation": True,
+    "fsdp_gather": "auto",
+    "fsdp_keep_gathered": False,
+    "rollout_sync": "auto",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run is spread.
+
+    Attributes:
+        kind: `"single"`, `"ddp"`, `"fsdp2"`, `"zero2"` or `"zero3"`.
+        processes: ranks, one per card.
+        offload: FSDP2's shards lie in host memory.
+        use_cpu: the ranks compute on the host.
+        mixed_precision: `"bf16"`, `"fp16"` or `"no"`; `None` where the accelerate config is silent.
+    """
+
+    kind: str = "single"
+    processes: int = 1
+    offload: bool = False
+    use_cpu: bool = False
+    mixed_precision: str | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind in ("fsdp2", "zero3")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run, as far as its memory depends on it.
+
+    Attributes:
+        model: TRL's `ModelConfig`: name, dtype, quantization, LoRA.
+        values: the trainer's fields by name.
+        launch: how it is spread.
+        prompt_tokens: of the longest prompt of a batch.
+        prompt_source: where that figure comes from, in words.
+    """
+
+    model: ModelConfig
+    values: dict[str, Any] = field(repr=False)
+    launch: Launch
+    prompt_tokens: int = PROMPT_TOKENS
+    prompt_source: str = "assumed; --prompt_tokens sets it"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def rollout_rows(self) -> int:
+        """Completions that one rank generates at once."""
+        return self.per_device_train_batch_size * self.rollout_batches
+
+    @property
+    def rollout_batches(self) -> int:
+        """Micro-batches of one generation."""
+        if self.steps_per_generation:
+            return self.steps_per_generation
+        if self.generation_batch_size:
+            return max(1, self.generation_batch_size // (self.per_device_train_batch_size * self.launch.processes))
+        return self.gradient_accumulation_steps
+
+    @property
+    def groups(self) -> int:
+        """Groups, whole or in part, in a micro-batch."""
+        return max(1, -(-self.per_device_train_batch_size // self.num_generations))
+
+    @property
+    def mixed(self) -> str | None:
+        """Dtype of the mixed precision, or `None`."""
+        if self.launch.mixed_precision == "no":
+            return None
+        if self.fp16 or self.launch.mixed_precision == "fp16":
+            return "float16"
+        # TRL's default is bf16 where nothing is set; the accelerate config's word comes second.
+        return "bfloat16" if self.bf16 or self.bf16 is None or self.launch.mixed_precision == "bf16" else None
+
+    @property
+    def scores_again(self) -> bool:
+        """A pass without gradients comes before the loss: old log-probabilities, or the reference's."""
+        return bool(self.beta) or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    values = {}
+    for item in fields(kind):
+        if item.default is not MISSING:
+            values[item.name] = item.default
+        elif item.default_factory is not MISSING:
+            values[item.name] = item.default_factory()
+    return values
+
+
+def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
+    """The settings of a run that is about to start, from its parsed arguments.
+
+    Args:
+        config: an `EfficientGRPOConfig` or one derived from it.
+        model: TRL's.
+        more: `prompt_tokens` and `prompt_source`, where the prompts are known.
+    """
+    values = {name: getattr(config, name) for name in _defaults(GRPOConfig) if hasattr(config, name)}
+    values |= {name: getattr(config, name, default) for name, default in _OWN.items()}
+    kind = config.distributed_state.distributed_type.value
+    zero = getattr(config.deepspeed_plugin, "zero_stage", None)
+    kinds = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{zero}", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+    launch = Launch(
+        kinds.get(kind, "single" if config.world_size == 1 else "ddp"),
+        config.world_size,
+        _offloads(),
+        config.device.type == "cpu",
+        None if config.bf16 or config.fp16 else "no",
+    )
+    return Settings(model, values, launch, **more)
+
+
+def _offloads() -> bool:
+    import os
+
+    return os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+
+
+def read_launch(path: str | None, processes: int | None = None) -> Launch:
+    """The launch that an accelerate config describes.
+
+    Args:
+        path: a file, or a name that [`accelerate_config`] knows; `None` is one process.
+        processes: instead of the file's `num_processes`.
+
+    Raises:
+        ConfigError: no such file or name.
+    """
+    if path is None:
+        return Launch("single" if (processes or 1) == 1 else "ddp", processes or 1)
+    if not Path(path).exists():
+        if path not in names():
+            near = difflib.get_close_matches(path, names(), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names())}"
+            raise ConfigError(f"--accelerate_config {path}: no such file or name{hint}")
+        path = str(accelerate_config(path))
+    content = read_yaml(path)
+    fsdp = content.get("fsdp_config") or {}
+    zero = (content.get("deepspeed_config") or {}).get("zero_stage")
+    ranks = int(processes or content.get("num_processes") or 1)
+    kind = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{zero}"}.get(str(content.get("distributed_type")), "ddp")
+    return Launch(
+        "single" if ranks == 1 and kind == "ddp" else kind,
+        ranks,
+        bool(fsdp.get("fsdp_offload_params")),
+        bool(content.get("use_cpu")),
+        content.get("mixed_precision"),
+    )
+
+
+def from_yaml(
+    path: str | None, overrides: dict[str, Any], launch: Launch, types: Sequence[type] = (), **more: Any
+) -> Settings:
+    """The settings of a recipe's YAML, with `overrides` over it.
+
+    Args:
+        path: the recipe; `None` where `overrides` say it all.
+        overrides: field -> value, as text or typed.
+        launch: how it is spread.
+        types: dataclasses of the algorithms, whose fields are known too. Without them an unknown key is let pass.
+        more: `prompt_tokens` and `prompt_source`.
+
+    Raises:
+        ConfigError: the file cannot be read; a key that none of the types has; a value of the wrong kind.
+    """
+    content = {} if path is None else read_yaml(path)
+    content.pop("env", None)
+    content |= {key: yaml.safe_load(value) if isinstance(value, str) else value for key, value in overrides.items()}
+    known = {item.name for kind in (GRPOConfig, ModelConfig, ScriptArguments, *types) for item in fields(kind)}
+    known |= _OWN.keys()
+    if types:
+        for key in content.keys() - known:
+            near = difflib.get_close_matches(str(key), sorted(known), 1, 0.5)
+            where = "command line" if key in overrides else path
+            raise ConfigError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    model_fields = {item.name for item in fields(ModelConfig)}
+    model = ModelConfig(**{key: value for key, value in content.items() if key in model_fields})
+    values = _defaults(GRPOConfig) | _OWN | {key: value for key, value in content.items() if key not in model_fields}
+    for name in (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_generations",
+        "max_completion_length",
+    ):
+        values[name] = count(name, values[name])
+    if launch.kind == "single" and launch.mixed_precision is None and values.get("use_cpu"):
+        launch = Launch(launch.kind, launch.processes, use_cpu=True)
+    return Settings(model, values, launch, **more)
+
+
+def count(name: str, value: Any) -> int:
+    """`value` as a positive whole number.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}={value!r} is no whole number") from None
+    if number < 1:
+        raise ConfigError(f"{name}={number} must be at least 1")
+    return number

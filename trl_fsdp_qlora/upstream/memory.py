@@ -1,0 +1,93 @@
+"""The parts of torch that count the bytes of a pass without running it: fake tensors and `MemTracker`, both private there.
+
+Imported where a plan is made, not with the package: `torch.distributed._tools` pulls more of torch in.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TRL_VOCABULARY_CHUNK
+
+from .signatures import check_signatures
+
+__all__ = ["TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
+
+EXPECTED = {
+    "MemTracker.track_external": (MemTracker.track_external, "self external"),
+    "MemTracker.get_tracker_snapshot": (MemTracker.get_tracker_snapshot, "self type"),
+    "MemTracker._update_peak_stats": (MemTracker._update_peak_stats, "self peak_state"),
+    "MemTracker._track_resize": (MemTracker._track_resize, "self"),
+    "MemTracker._restore_resize": (MemTracker._restore_resize, "self"),
+    "MemTracker._track": (MemTracker._track, "self reftype t"),
+}
+
+
+class PeakTracker(MemTracker):
+    """`MemTracker` for totals alone.
+
+    It follows every storage as `MemTracker` does. What it leaves out is the table of modules: that puts gradient hooks on
+    parameters which want no gradient (an error, so no LoRA), and walks through all modules at every operator.
+
+    Attributes:
+        place: what is running, in words of whoever runs it.
+        peak_place: `place` at the peak.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.place: str | None = None
+        self.peak_place: str | None = None
+
+    def track(self, *kept: nn.Module | torch.Tensor | None) -> None:
+        """Count what is there already."""
+        for item in kept:
+            tensors = [item] if isinstance(item, torch.Tensor) else []
+            if isinstance(item, nn.Module):
+                tensors = [*item.parameters(), *item.buffers()]
+                tensors += [parameter.grad for parameter in item.parameters() if parameter.grad is not None]
+            self.track_external(*tensors)
+
+    def now(self) -> int:
+        """Bytes in use, of all devices."""
+        return sum(self._totals(self.get_tracker_snapshot()))
+
+    def peak(self) -> int:
+        """Most bytes that were in use at once since the tracker was entered, of all devices."""
+        return sum(self._totals(self.get_tracker_snapshot("peak")))
+
+    @staticmethod
+    def _totals(snapshot: dict[Any, dict[str, int]]) -> list[int]:
+        return [device["Total"] for device in snapshot.values()]
+
+    def _update_peak_stats(self, peak_state) -> None:
+        for device, snapshot in self._curr_mem_snap.items():
+            if self._peak_mem.get(device, 0) < snapshot["Total"]:
+                self._peak_mem[device] = snapshot["Total"]
+                self._peak_mem_snap[device] = dict(snapshot)
+                self.peak_place = self.place
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, partial(self._track, _MemRefType.ACT), out)
+        self._update_peak_stats(None)
+        return out
+
+    def __enter__(self):
+        self._track_resize()
+        self._peak_mem_snap = self.get_tracker_snapshot()
+        self._peak_mem = {device: total["Total"] for device, total in self._peak_mem_snap.items()}
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *args):
+        self._restore_resize()
+        TorchDispatchMode.__exit__(self, *args)
+
+
+check_signatures("torch", torch.__version__, EXPECTED, "pip install 'torch~=2.13'")
