@@ -1,0 +1,15 @@
+"""`trl-fsdp-qlora plan`: whether a recipe fits, see [`trl_fsdp_qlora.planning.command`]."""
+
+from collections.abc import Sequence
+
+
+def plan(words: Sequence[str]) -> int:
+    """Print a recipe's plan; exit status 0 where it fits, 1 where it does not, 2 for bad input."""
+    from ..a_star_po.config import AStarPOConfig
+    from ..planning.command import parser, run_plan
+    from ..t_spmo.config import TSPMOConfig
+
+    if "-h" in words or "--help" in words:
+        parser().print_help()
+        return 0
+    return run_plan(words, (TSPMOConfig, AStarPOConfig))
