@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 PHASES = [
     "V* sampling",
@@ -40,20 +41,11 @@ PHASES = [
 ]
 
 
-def worker(out: str, argv: list[str]) -> None:
-    """One rank: stage 1, the steps, one evaluation."""
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import ModelConfig, get_peft_config, get_quantization_config
+def timed_trainer(seconds: dict[str, float]) -> tuple[type, Any]:
+    """A trainer class whose phases are added to `seconds`, and the callback that reads them and times training."""
+    from transformers import TrainerCallback
 
-    from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-    from trl_fsdp_qlora.publishing.card import hardware, software
-    from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
-    from trl_fsdp_qlora.recipe.data import load_data
-    from trl_fsdp_qlora.recipe.runner import reward_functions
-
-    script, config, model = parse_recipe((ScriptArguments, AStarPOConfig, ModelConfig), argv)
-    train, test = load_data(script)
-    seconds = dict.fromkeys(PHASES, 0.0)
+    from trl_fsdp_qlora import AStarPOTrainer
 
     class Timed(AStarPOTrainer):
         def _compute_loss(self, model, inputs):
@@ -61,11 +53,15 @@ def worker(out: str, argv: list[str]) -> None:
                 return super()._compute_loss(model, inputs)
 
     class Watch(TrainerCallback):
+        def watch(self, trainer):
+            self.trainer = trainer
+
         def on_train_begin(self, args, state, control, **kwargs):
             self.began = time.perf_counter()
-            trainer.accelerator.backward = trainer.clock.timed("backward", trainer.accelerator.backward)
-            if hasattr(trainer.model_wrapped, "register_comm_hook"):
-                trainer.model_wrapped.register_comm_hook(None, timed_all_reduce)
+            accelerator, wrapped = self.trainer.accelerator, self.trainer.model_wrapped
+            accelerator.backward = self.trainer.clock.timed("backward", accelerator.backward)
+            if hasattr(wrapped, "register_comm_hook"):
+                wrapped.register_comm_hook(None, timed_all_reduce)
 
         def on_train_end(self, args, state, control, **kwargs):
             self.seconds = time.perf_counter() - self.began
@@ -91,14 +87,31 @@ def worker(out: str, argv: list[str]) -> None:
 
         return work.get_future().then(done)
 
-    watch = Watch()
+    return Timed, Watch()
+
+
+def worker(out: str, argv: list[str]) -> None:
+    """One rank: stage 1, the steps, one evaluation."""
+    from transformers import AutoTokenizer
+    from trl import ModelConfig, get_peft_config, get_quantization_config
+
+    from trl_fsdp_qlora import AStarPOConfig
+    from trl_fsdp_qlora.publishing.card import hardware, software
+    from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+    from trl_fsdp_qlora.recipe.data import load_data
+    from trl_fsdp_qlora.recipe.runner import reward_functions
+
+    script, config, model = parse_recipe((ScriptArguments, AStarPOConfig, ModelConfig), argv)
+    train, test = load_data(script)
+    seconds = dict.fromkeys(PHASES, 0.0)
+    trainer_class, watch = timed_trainer(seconds)
     with tempfile.TemporaryDirectory() as scratch:
         # One cache for all ranks of this run, and for no other run.
         config.value_cache = os.environ["SPEEDUP_CACHE"]
         config.output_dir, config.save_strategy, config.disable_tqdm = scratch, "no", True
         config.eval_strategy, config.logging_steps, config.logging_strategy = "no", 1, "steps"
         config.do_eval = False
-        trainer = Timed(
+        trainer = trainer_class(
             model.model_name_or_path,
             reward_functions(script),
             config,
@@ -108,16 +121,16 @@ def worker(out: str, argv: list[str]) -> None:
             peft_config=get_peft_config(model),
             callbacks=[watch],
         )
+        watch.watch(trainer)
         seconds["V* sampling"] = trainer.estimate_values().seconds
         trainer.train()
         metrics = trainer.evaluate(test)
         seconds["evaluation"] = metrics["eval_runtime"]
         if trainer.accelerator.is_main_process:
+            ranks = trainer.accelerator.num_processes
             result = {
-                "processes": trainer.accelerator.num_processes,
-                "batch": config.per_device_train_batch_size
-                * config.gradient_accumulation_steps
-                * trainer.accelerator.num_processes,
+                "processes": ranks,
+                "batch": config.per_device_train_batch_size * config.gradient_accumulation_steps * ranks,
                 "steps": trainer.state.global_step,
                 "seconds": seconds,
                 "training_seconds": watch.seconds,

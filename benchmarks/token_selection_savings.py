@@ -62,18 +62,8 @@ def two_groups(batch: dict) -> dict:
     return {**batch, **doubled, "num_items_in_batch": batch["num_items_in_batch"] * 2}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--output", help="file stem under benchmarks/results")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    base = make_model(args).to(args.device)
-    lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = make_trainer(EfficientGRPOTrainer, peft.get_peft_model(base, lora), "auto", args, GROUP)
+def measure(trainer, args) -> dict[str, dict[str, list[float]]]:
+    """Seconds, seconds of the LM head, saved bytes and share of scored tokens of each variant, a value per run."""
     one = make_batch(args.vocabulary, PROMPT, COMPLETION, GROUP, "equal", args.device, seed=1)
     two = two_groups(one)
     clock = HeadClock()
@@ -102,6 +92,11 @@ def main() -> None:
             found["bytes"].append(saved_bytes(trainer, batch))
             skipping = trainer.budget.kept_by is None
             found["scored_share"].append(logged(trainer)["tokens/scored_share"] if skipping else 1.0)
+    return measured
+
+
+def table(measured: dict[str, dict[str, list[float]]]) -> list[dict]:
+    """Print a line for each variant; the same as values, with their ratios to the baseline."""
     totals = {
         name: {
             key: (statistics.median if key.endswith("seconds") else statistics.mean)(values)
@@ -122,6 +117,22 @@ def main() -> None:
             f"{total['bytes'] / 1e6:.0f} | {ratios['seconds']:.2f} | {ratios['head_seconds']:.2f} | "
             f"{ratios['bytes']:.2f} | {wanted} |"
         )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--output", help="file stem under benchmarks/results")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    base = make_model(args).to(args.device)
+    lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer(EfficientGRPOTrainer, peft.get_peft_model(base, lora), "auto", args, GROUP)
+    rows = table(measure(trainer, args))
     if args.output:
         machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
         setting = {"machine": machine, "torch": torch.__version__, "trl": trl.__version__, **vars(args)}

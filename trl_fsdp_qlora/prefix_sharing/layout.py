@@ -220,17 +220,7 @@ def pack(
         # Index of the last scored token plus one: the number of positions that predict the tokens up to it.
         forward_B = np.where(scored_BC.any(1), logits_to_keep - scored_BC[:, ::-1].argmax(1), 0)
 
-    row = _flat_row(facts, forward_B, prompt_width)
-    if pairs_per_token is not None and len(row.lengths) > 1:
-        nested = nested_row(
-            input_ids[:, prompt_width:].cpu().numpy(),
-            forward_B,
-            facts.prompt_lengths_B,
-            facts.new_prompt_B,
-            prompt_width,
-        )
-        if (len(row.row_T) - len(nested.row_T)) * pairs_per_token > nested.pairs - row.pairs:
-            row = nested
+    row = _choose_row(facts, input_ids, forward_B, prompt_width, pairs_per_token)
     is_nested = isinstance(row, NestedRow)
     source_T = row.row_T * width + row.column_T
     tokens = len(source_T)
@@ -265,6 +255,23 @@ def pack(
         stock_tokens=rows * width,
         end_T=row.end_T if is_nested else None,
     )
+
+
+def _choose_row(
+    facts: BatchFacts,
+    input_ids: torch.Tensor,
+    forward_B: np.ndarray,
+    prompt_width: int,
+    pairs_per_token: float | None,
+) -> "_FlatRow | NestedRow":
+    """The row that shares prompts only, or the nested one where it is worth its mask; arguments as in [`pack`]."""
+    row = _flat_row(facts, forward_B, prompt_width)
+    if pairs_per_token is None or len(row.lengths) <= 1:
+        return row
+    ids_BC = input_ids[:, prompt_width:].cpu().numpy()
+    nested = nested_row(ids_BC, forward_B, facts.prompt_lengths_B, facts.new_prompt_B, prompt_width)
+    saved = len(row.row_T) - len(nested.row_T)
+    return nested if saved * pairs_per_token > nested.pairs - row.pairs else row
 
 
 class _FlatRow(NamedTuple):

@@ -102,6 +102,19 @@ def _add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Te
         sum_MN.addmm_(left_MK.to(sum_MN.dtype), right_KN.to(sum_MN.dtype), beta=beta)
 
 
+def _project(z_TC, hidden_TH, weight_CH, bias_C, temperature, softcap, logit_scale) -> None:
+    """Logits of a chunk of the vocabulary, softcapped and divided by the temperature, into `z_TC`."""
+    # beta=0 reads nothing of what the buffer held.
+    _add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
+    if bias_C is not None:
+        z_TC.add_(bias_C)
+    if softcap is None:
+        if logit_scale != temperature:
+            z_TC.mul_(logit_scale / temperature)
+    else:
+        z_TC.mul_(logit_scale / softcap).tanh_().mul_(softcap / temperature)
+
+
 def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, temperature, softcap, logit_scale, keep_jacobian):
     """One tile of tokens against the whole vocabulary: `(log_probs_T, entropy_T, jacobian_TH or None)`."""
     tokens, compute_dtype = len(hidden_TH), hidden_TH.dtype
@@ -122,15 +135,8 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, temperature, softcap, l
         weight_CH = weight_VH[start : start + chunk].to(compute_dtype)
         width = len(weight_CH)
         z_TC, e_TC = (buffer[: tokens * width].view(tokens, width) for buffer in (logits, weights))
-        # beta=0 reads nothing of what the buffer held.
-        _add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
-        if bias_V is not None:
-            z_TC.add_(bias_V[start : start + chunk].to(compute_dtype))
-        if softcap is None:
-            if logit_scale != temperature:
-                z_TC.mul_(logit_scale / temperature)
-        else:
-            z_TC.mul_(logit_scale / softcap).tanh_().mul_(softcap / temperature)
+        bias_C = None if bias_V is None else bias_V[start : start + chunk].to(compute_dtype)
+        _project(z_TC, hidden_TH, weight_CH, bias_C, temperature, softcap, logit_scale)
 
         local_T1 = (targets_T - start).unsqueeze(-1)
         found_T1 = z_TC.gather(-1, local_T1.clamp(0, width - 1))
