@@ -8,15 +8,15 @@ import sys
 
 from trl import SFTConfig
 
-from tests.fsdp2_qlora import tiny, worker
+from tests.fsdp2_qlora import parts, tiny, worker
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.fsdp2_qlora.mesh import ReplicasDiffer
 
 
 def trainer(model, out, world_size, **settings):
-    return worker.ShardedSFTTrainer(
+    return parts.ShardedSFTTrainer(
         model=model,
-        args=SFTConfig(**worker.common(out, world_size, max_length=32, **settings)),
+        args=SFTConfig(**parts.common(out, world_size, max_length=32, **settings)),
         train_dataset=tiny.text_data(32),
         peft_config=tiny.lora(),
         processing_class=tiny.make_tokenizer(),
@@ -25,20 +25,20 @@ def trainer(model, out, world_size, **settings):
 
 def grpo(model_path, out, world_size):
     """GRPO on fixed completions, in groups of two: each of four ranks holds a whole one."""
-    record = worker.Record()
+    record = parts.Record()
     settings = {"num_generations": 2, "max_completion_length": 16, "shuffle_dataset": False}
-    run = worker.FixedCompletions(
+    run = parts.FixedCompletions(
         model=tiny.load(model_path),
-        reward_funcs=worker.reward,
-        args=EfficientGRPOConfig(**worker.common(out, world_size, **settings)),
+        reward_funcs=parts.reward,
+        args=EfficientGRPOConfig(**parts.common(out, world_size, **settings)),
         train_dataset=tiny.prompt_data(32),
         peft_config=tiny.lora(init_lora_weights=False),
         processing_class=tiny.make_tokenizer(),
         callbacks=[record],
     )
-    worker.as_reference(run.model)
+    parts.as_reference(run.model)
     run.train()
-    return worker.result(run, record)
+    return parts.result(run, record)
 
 
 def moved(model_path, out, world_size):

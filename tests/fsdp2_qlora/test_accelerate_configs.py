@@ -17,7 +17,8 @@ from peft import PeftModel
 
 from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
 from tests.fsdp2_qlora import tiny
-from tests.fsdp2_qlora.test_sharded_training import WORKER, difference
+from tests.fsdp2_qlora.runs import WORKER
+from tests.fsdp2_qlora.test_sharded_training import difference
 from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 

@@ -1,44 +1,37 @@
 """Rank 0 loads, the others receive; weights gathered once for generation, and what that moves."""
 
 import pytest
-import torch
 
 pytest.importorskip("bitsandbytes")
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
-from tests.distributed.launch import launch
 from tests.fsdp2_qlora import tiny
-from tests.fsdp2_qlora.test_sharded_training import WORKER, difference
+from tests.fsdp2_qlora.runs import Run, chosen_by_name
+from tests.fsdp2_qlora.test_sharded_training import difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    root = tmp_path_factory.mktemp("loading")
+def runs(tmp_path_factory, request):
+    root, alone = tmp_path_factory.mktemp("loading"), chosen_by_name(request.config)
     model = tiny.make_checkpoint(root / "model", tie_word_embeddings=True)
     tiny.load(model).save_pretrained(root / "stored")
     big = tiny.make_checkpoint(root / "big", hidden=768, layers=6, intermediate=3072)
-    (root / "one").mkdir()
-    (root / "two").mkdir()
-    launch(WORKER, model, str(root / "one"), "by_name=by_name", processes=1)
-    launch(
-        WORKER,
-        model,
-        str(root / "two"),
-        "by_name=by_name",
-        "per_layer=by_name:gather=per_layer",
-        "kept=by_name:gather=per_layer,keep=1",
-        "single_quantization=by_name:double=0",
-        "uneven=by_name:gather=once,uneven=1",
-        "uneven_per_layer=by_name:gather=per_layer,uneven=1",
-        f"stored=by_name:stored={root}/stored",
-        "context=gather_context",
-        f"memory=memory:big={big}",
-        environment=fsdp_environment(),
-    )
-    ranks = [torch.load(root / "two" / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
-    return {"one": torch.load(root / "one/rank0.pt", weights_only=False), "ranks": ranks}
+    one = Run(model, root / "one", {"by_name": "by_name"}, alone, processes=1)
+    scenarios = {
+        "by_name": "by_name",
+        "per_layer": "by_name:gather=per_layer",
+        "kept": "by_name:gather=per_layer,keep=1",
+        "single_quantization": "by_name:double=0",
+        "uneven": "by_name:gather=once,uneven=1",
+        "uneven_per_layer": "by_name:gather=per_layer,uneven=1",
+        "stored": f"by_name:stored={root}/stored",
+        "context": "gather_context",
+        "memory": f"memory:big={big}",
+    }
+    two = Run(model, root / "two", scenarios, alone, environment=fsdp_environment())
+    return {"one": one.rank(0), "ranks": [two.rank(rank) for rank in (0, 1)]}
 
 
 def test_only_rank_0_reads_the_checkpoint(runs):

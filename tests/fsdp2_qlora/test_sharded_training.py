@@ -11,14 +11,13 @@ pytest.importorskip("bitsandbytes")
 from peft import PeftModel
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
-from tests.distributed.launch import launch
 from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.runs import Run, chosen_by_name
 from tests.grpo import empty_rank_worker
 from tests.tiny import save_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
-WORKER = "tests/fsdp2_qlora/worker.py"
 GRPO = {
     "grpo": "",
     "kl": "beta=0.1,evaluate=1",
@@ -32,42 +31,42 @@ FLOAT32 = [name for name in GRPO if name not in ("bf16", "whole_base")]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Results by number of processes (1, 2) and of two plain DDP processes ("ddp")."""
-    root = tmp_path_factory.mktemp("sharded")
-    model = tiny.make_checkpoint(root / "model")
-    grpo = [f"{name}=grpo:{options}" for name, options in GRPO.items()]
-    one, two, ddp, again = (root / name for name in ("one", "two", "ddp", "again"))
-    for folder in (one, two, ddp, again):
-        folder.mkdir()
-    sft = "sft=sft:steps=6,save=3,final={}/final"
-    lora = "lora=sft:steps=6,save=3,quantized=0"
-    publish = ["publish=publish", "publish_whole=publish:quantized=0"]
-    small = save_tiny_model(root / "small")
-    launch(WORKER, model, str(one), sft.format(one), lora, *publish, *grpo, processes=1)
-    launch(WORKER, model, str(ddp), *(f"{name}=grpo:{GRPO[name]}" for name in ("bf16", "whole_base")))
-    full = "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
-    launch(
-        WORKER,
+def runs(tmp_path_factory, request):
+    """Results by number of processes (1, 2) and of two plain DDP processes ("ddp"), of rank 0 where it does not say."""
+    root, alone = tmp_path_factory.mktemp("sharded"), chosen_by_name(request.config)
+    model, small = tiny.make_checkpoint(root / "model"), save_tiny_model(root / "small")
+    grpo = {name: f"grpo:{options}" for name, options in GRPO.items()}
+    both = {
+        "lora": "sft:steps=6,save=3,quantized=0",
+        "publish": "publish",
+        "publish_whole": "publish:quantized=0",
+        **grpo,
+    }
+    sft = f"sft:steps=6,save=3,final={root}"
+    one = Run(model, root / "one", {"sft": f"{sft}/one/final", **both}, alone, processes=1)
+    ddp = Run(model, root / "ddp", {name: grpo[name] for name in ("bf16", "whole_base")}, alone)
+    two = Run(
         model,
-        str(two),
-        sft.format(two),
-        lora,
-        *publish,
-        *grpo,
-        f"empty_rank=empty_rank:base={small}",
-        f"empty_rank_padded=empty_rank:base={small},quantized=0,sharing=off",
-        f"lora_resumed=sft:steps=6,quantized=0,resume={two}/lora/checkpoint-3",
-        f"resumed=sft:steps=6,resume={two}/sft/checkpoint-3",
-        f"from_one=sft:steps=6,resume={one}/sft/checkpoint-3",
-        "single_quantization=sft:steps=1,double=0",
-        f"full_state_dict=sft:steps=6,save=3,final={two}/final_full,{full}",
+        root / "two",
+        {
+            "sft": f"{sft}/two/final",
+            **both,
+            "empty_rank": f"empty_rank:base={small}",
+            "empty_rank_padded": f"empty_rank:base={small},quantized=0,sharing=off",
+            "lora_resumed": f"sft:steps=6,quantized=0,resume={root}/two/lora/checkpoint-3",
+            "resumed": f"sft:steps=6,resume={root}/two/sft/checkpoint-3",
+            "from_one": f"sft:steps=6,resume={root}/one/sft/checkpoint-3",
+            "single_quantization": "sft:steps=1,double=0",
+            "full_state_dict": f"{sft}/two/final_full,FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
+        },
+        alone,
         environment=fsdp_environment(),
     )
-    launch(WORKER, model, str(again), f"from_two=sft:steps=6,resume={two}/sft/checkpoint-3", processes=1)
-    results = {folder.name: torch.load(folder / "rank0.pt", weights_only=False) for folder in (one, two, ddp, again)}
-    results["rank1"] = torch.load(two / "rank1.pt", weights_only=False)
-    return {**results, "root": root, "model": model}
+    two.needs = {"lora_resumed": [(two, "lora")], "resumed": [(two, "sft")], "from_one": [(one, "sft")]}
+    resumed = {"from_two": f"sft:steps=6,resume={root}/two/sft/checkpoint-3"}
+    again = Run(model, root / "again", resumed, alone, needs={"from_two": [(two, "sft")]}, processes=1)
+    results = {run.folder.name: run.rank(0) for run in (one, two, ddp, again)}
+    return {**results, "rank1": two.rank(1), "root": root, "model": model}
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -132,9 +131,18 @@ def test_sft_equals_one_process(runs):
     assert difference(runs["one"]["sft"]["adapter"], runs["two"]["sft"]["adapter"]) <= 1e-5
 
 
-@pytest.mark.parametrize("folder", ["two/final", "two/final_full", "two/sft/checkpoint-3", "two/lora/checkpoint-3"])
-def test_saved_adapter_is_plain_peft(runs, folder):
-    folder = runs["root"] / folder
+@pytest.mark.parametrize(
+    ("scenario", "folder"),
+    [
+        ("sft", "final"),
+        ("full_state_dict", "final_full"),
+        ("sft", "sft/checkpoint-3"),
+        ("lora", "lora/checkpoint-3"),
+    ],
+)
+def test_saved_adapter_is_plain_peft(runs, scenario, folder):
+    assert runs["two"][scenario]
+    folder = runs["root"] / "two" / folder
     files = {path.name for path in folder.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= files
     # Nothing of the base was written: the tiny adapter and a tokenizer are all there is.
@@ -142,8 +150,9 @@ def test_saved_adapter_is_plain_peft(runs, folder):
     assert (folder / "adapter_model.safetensors").stat().st_size < 64 * 1024
 
 
-@pytest.mark.parametrize("folder", ["final", "final_full"])
-def test_saved_adapter_loads_in_one_ordinary_process_with_equal_logits(runs, folder):
+@pytest.mark.parametrize(("scenario", "folder"), [("sft", "final"), ("full_state_dict", "final_full")])
+def test_saved_adapter_loads_in_one_ordinary_process_with_equal_logits(runs, scenario, folder):
+    assert runs["one"]["sft"] and runs["two"][scenario]
     ids = torch.arange(3, 35).view(2, 16)
 
     def logits(adapter):

@@ -1,0 +1,138 @@
+"""Scenarios of worker.py beside plain training: a rank without work, publishing, gathering, memory."""
+
+import types
+from pathlib import Path
+
+import psutil
+import torch
+import transformers.trainer
+from torch.distributed.tensor import DTensor
+from trl import SFTConfig
+
+from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.parts import FixedCompletions, ShardedSFTTrainer, as_reference, common, reward
+from tests.grpo.empty_rank_worker import measure
+from tests.grpo.test_token_budget import made
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.fsdp2_qlora import generation
+from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
+from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
+from trl_fsdp_qlora.upstream.fsdp import reshard_settings
+
+
+def empty_rank(_model_path, out, _world_size, base, quantized=1, sharing="auto"):
+    """A step in which this rank or both have only completions with zero advantage, while the others' are learned from."""
+    model = tiny.load(base) if int(quantized) else tiny.load_whole(base)
+    trainer = made(out, model=model, max_steps=1, prefix_sharing=sharing)
+    as_reference(trainer.model)
+    measured = measure(trainer)
+    return {**measured, "dtensors": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())}
+
+
+def publish(model_path, out, world_size, quantized=1):
+    """`push_to_hub` with the Hub's two calls replaced: what would be uploaded, and by whom."""
+    uploads = []
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            return types.SimpleNamespace(repo_id=f"someone/{name}")
+
+        def upload_folder(self, repo_id, folder_path, ignore_patterns, **kwargs):
+            files = sorted(path.name for path in Path(folder_path).iterdir() if path.is_file())
+            uploads.append({"repo_id": repo_id, "folder": str(folder_path), "files": files, "ignore": ignore_patterns})
+
+    transformers.trainer.hf_api = Hub
+    arguments = common(out, world_size, max_steps=1, num_generations=4, max_completion_length=8)
+    trainer = FixedCompletions(
+        model=tiny.load(model_path) if int(quantized) else tiny.load_whole(model_path),
+        reward_funcs=reward,
+        args=EfficientGRPOConfig(**arguments, push_to_hub=True, hub_model_id="adapter"),
+        train_dataset=tiny.prompt_data(32),
+        peft_config=tiny.lora(init_lora_weights=False),
+        processing_class=tiny.make_tokenizer(),
+    )
+    as_reference(trainer.model)
+    trainer.train()
+    trainer.push_to_hub()
+    asked = list(uploads)
+    trainer.save_model()  # pushes, as the config says
+    with generation.gathered(trainer.model), torch.no_grad():
+        logits = trainer.model.eval()(input_ids=torch.arange(3, 19).view(1, 16)).logits
+    sharded = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    return {"uploads": asked, "by_save": len(uploads) - len(asked), "logits": logits, "dtensors": sharded}
+
+
+def flags_of(model):
+    """Each unit's reshard settings, as plain values."""
+    return [(automatic, [info is not None for info in infos]) for automatic, infos in reshard_settings(model)]
+
+
+def gather_context(model_path, out, world_size):
+    """Flags and weights around `gathered`, also when the block raises."""
+    trainer = ShardedSFTTrainer(
+        model=tiny.load(model_path),
+        args=SFTConfig(**common(out, world_size, max_steps=1, max_length=32)),
+        train_dataset=tiny.text_data(8),
+        peft_config=tiny.lora(),
+        processing_class=tiny.make_tokenizer(),
+    )
+    trainer.train()
+    model, ids = trainer.model, torch.arange(3, 19).view(1, 16)
+    model.eval()
+    generation.reshard(model)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+    generation.reshard(model)
+    flags, counts = [flags_of(model)], {}
+    model.fsdp_traffic.take()
+    with torch.no_grad():
+        model.generate(ids, max_new_tokens=8, do_sample=False)
+    generation.reshard(model)
+    counts["per_layer"] = model.fsdp_traffic.take().gathers
+    with generation.gathered(model), torch.no_grad():
+        inside = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        with generation.gathered(model):  # nested: nothing more to do
+            model.generate(ids, max_new_tokens=8, do_sample=False)
+    counts["once"] = model.fsdp_traffic.take().gathers
+    flags.append(flags_of(model))
+    raised = False
+    try:
+        with generation.gathered(model), torch.no_grad():
+            model(input_ids=ids)
+            raise KeyError("as a reward function might")
+    except KeyError:
+        raised = True
+    flags.append(flags_of(model))
+    sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with torch.no_grad():
+        after = model(input_ids=ids).logits
+    return {
+        "flags": flags,
+        "inside": inside,
+        "raised": raised,
+        "sharded": sharded,
+        "same_logits": torch.equal(before, after),
+        "gathers": counts,
+        "choices": [generation.choose(model, trainer.accelerator.device, mode) for mode in generation.MODES],
+        "to_gather": generation.bytes_to_gather(model),
+    }
+
+
+def memory(model_path, out, world_size, big=""):
+    """Peak host memory of loading and sharding, above what the process held before."""
+    from accelerate import Accelerator
+    from peft import get_peft_model
+
+    process = psutil.Process()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's high-water mark
+    start = process.memory_info().rss
+    accelerator = Accelerator(cpu=True)
+    shard_quantized_base(accelerator)
+    model = load_quantized_base(big, tiny.quantization(), dtype="bfloat16")
+    model = get_peft_model(model, tiny.lora(target_modules=["q_proj"], r=1))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model, optimizer = accelerator.prepare(model, optimizer)
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+    base = model.base_bytes
+    return {"peak": peak - start, "shard": base.quantized_local + base.other_local, "base": base.to_dict()}

@@ -1,0 +1,147 @@
+"""Scenarios of worker.py that train: SFT, GRPO on fixed and on drawn completions, the recipe itself."""
+
+import contextlib
+import io
+import os
+import runpy
+import sys
+
+import torch
+from trl import SFTConfig
+
+from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.parts import (
+    Fail,
+    FirstLogits,
+    FixedCompletions,
+    Record,
+    ShardedSFTTrainer,
+    as_reference,
+    common,
+    result,
+    reward,
+)
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+
+GRPO_OPTIONS = {
+    "beta": float,
+    "gradient_checkpointing": lambda value: bool(int(value)),
+    "gradient_accumulation_steps": int,
+    "num_iterations": int,
+    "loss_type": str,
+}
+
+
+def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", double=1, quantized=1, fail_on=""):
+    arguments = common(out, world_size, max_steps=int(steps), max_length=32)
+    if save:
+        arguments.update(save_strategy="steps", save_steps=int(save))
+    record = Record()
+    trainer = ShardedSFTTrainer(
+        model=tiny.load(model_path, double=bool(int(double))) if int(quantized) else tiny.load_whole(model_path),
+        args=SFTConfig(**arguments),
+        train_dataset=tiny.text_data(64),
+        peft_config=tiny.lora(init_lora_weights=False),
+        processing_class=tiny.make_tokenizer(),
+        callbacks=[record],
+    )
+    as_reference(trainer.model)
+    if fail_on == os.environ.get("RANK", "0"):
+        trainer.add_callback(Fail())
+    trainer.train(resume_from_checkpoint=resume or None)
+    if final:
+        trainer.save_model(final)
+    return result(trainer, record)
+
+
+def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", quantized=1, **options):
+    options = {name: type_(options[name]) for name, type_ in GRPO_OPTIONS.items() if name in options}
+    if bf16:
+        options["bf16"] = True
+    if evaluate:
+        options.update(eval_strategy="steps", eval_steps=2)
+    if sharing:
+        options["prefix_sharing"] = sharing
+    arguments = common(
+        out, world_size, num_generations=4, max_completion_length=16, temperature=1.0, shuffle_dataset=False, **options
+    )
+    record = Record()
+    trainer = FixedCompletions(
+        model=tiny.load(model_path, dtype=getattr(torch, dtype), compute=dtype)
+        if int(quantized)
+        else tiny.load_whole(model_path),
+        reward_funcs=reward,
+        args=EfficientGRPOConfig(**arguments),
+        train_dataset=tiny.prompt_data(32),
+        eval_dataset=tiny.prompt_data(8) if evaluate else None,
+        peft_config=tiny.lora(init_lora_weights=False),
+        processing_class=tiny.make_tokenizer(),
+        callbacks=[record],
+    )
+    as_reference(trainer.model)
+    # Before training upstream cannot evaluate a model that FSDP2 is to shard.
+    around = [trainer.evaluate()["eval_loss"]] if evaluate else []
+    trainer.train()
+    if evaluate:
+        around.append(trainer.evaluate()["eval_loss"])
+    return {**result(trainer, record), "around": around}
+
+
+def by_name(model_path, out, world_size, double=1, stored="", **options):
+    """GRPO with real generation; rank 0 loads the model by name, or from an already quantized checkpoint."""
+    arguments = common(
+        out,
+        world_size,
+        max_steps=2,
+        num_generations=4,
+        max_completion_length=8,
+        shuffle_dataset=False,
+        gradient_accumulation_steps=2,
+        fsdp_gather=options.get("gather", "auto"),
+        fsdp_keep_gathered=bool(int(options.get("keep", 0))),
+        model_init_kwargs={"dtype": "float32"},
+        # Half of the vocabulary ends a completion: some rank is always finished before the other.
+        generation_kwargs={"eos_token_id": list(range(3, 35))} if int(options.get("uneven", 0)) else None,
+    )
+    record, first = Record(), FirstLogits()
+    trainer = EfficientGRPOTrainer(
+        model=stored or model_path,
+        reward_funcs=reward,
+        args=EfficientGRPOConfig(**arguments),
+        train_dataset=tiny.prompt_data(32),
+        quantization_config=tiny.quantization(double=bool(int(double))),
+        peft_config=tiny.lora(init_lora_weights=False),
+        processing_class=tiny.make_tokenizer(),
+        callbacks=[record, first],
+    )
+    meta = any(parameter.is_meta for parameter in trainer.model.parameters())
+    as_reference(trainer.model)
+    generate, longest = trainer._generate_single_turn, []
+
+    def measured(*args, **kwargs):
+        completions, logps = generate(*args, **kwargs)
+        longest.append(max(map(len, completions)))
+        return completions, logps
+
+    trainer._generate_single_turn = measured
+    trainer.train()
+    gathers = [entry["fsdp/gathers"] for entry in trainer.state.log_history if "fsdp/gathers" in entry]
+    found = {"meta": meta, "gathers": gathers, "longest": longest, "first_logits": first.logits}
+    return {**result(trainer, record), **found}
+
+
+def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1):
+    """recipes/grpo.py itself, with accuracy before, during and after training, in batches that the ranks share unevenly."""
+    settings = f"""--model_name_or_path {base} --dtype float32 --dataset {data} --held_out 10 --eval_problems 9
+        --chat false --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --optim adamw_torch
+        --num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true
+        --per_device_train_batch_size {16 // world_size} --max_steps 4 --learning_rate 2e-2 --save_strategy no
+        --logging_steps 1 --accuracy_steps 2 --accuracy_samples 2 --accuracy_batch_size 2 --report_to none
+        --disable_tqdm true --fsdp_gather {gather} --output_dir {out}"""
+    if int(quantized):
+        settings += " --load_in_4bit true --use_bnb_nested_quant true"
+    sys.argv = ["recipes/grpo.py", *settings.split()]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path("recipes/grpo.py", run_name="__main__")
+    return printed.getvalue()
