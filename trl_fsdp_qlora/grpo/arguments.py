@@ -9,6 +9,7 @@ from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
 from ..rollout.sync_choice import choose_sync
 from ..run import input_checks as checks
+from ..run.nodes import check_nodes
 from ..upstream.transformers import model_name
 from .config import EfficientGRPOConfig
 
@@ -69,12 +70,14 @@ def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
+        NodesError: several nodes that differ, or do not share the output folder.
     """
     model, args, peft_config = call["model"], call.get("args"), call.get("peft_config")
     args = EfficientGRPOConfig.complete(args)
     if args is None:
         args = EfficientGRPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-GRPO")
     checks.check_processes(args.world_size)
+    check_nodes(args.output_dir)
     if call.get("train_dataset") is not None:
         needs_prompt = call.get("environment_factory") is None
         checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)

@@ -17,6 +17,7 @@ from ..run import checkpoints, identity, manifest
 from ..run.disk import disk_errors
 from ..run.errors import CheckpointError
 from ..run.lock import FolderLock
+from ..run.node_watch import watching
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,12 @@ class WholeCheckpoints:
         finally:
             if self.args.should_save:
                 self._lock.release()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Hold the output folder, and on several nodes end this one where another is lost."""
+        with self.alone(), watching():
+            yield
 
     def _take(self) -> None:
         checkpoints.check_writable(self.args.output_dir)

@@ -15,6 +15,7 @@ from accelerate import PartialState
 from ..fsdp2_qlora.launch_checks import LaunchError
 from ..prefix_sharing.sharing import PrefixSharingError
 from ..run import checkpoints, launch_line, redaction, terminal
+from ..run.errors import NodesError
 from ..run.input_checks import RewardError
 from ..run.launch import USER_ERROR
 from .answers import UnparsableGoldAnswer
@@ -26,6 +27,7 @@ USER_ERRORS = (
     ConfigError,
     DatasetError,
     LaunchError,
+    NodesError,
     PrefixSharingError,
     RewardError,
     UnparsableGoldAnswer,

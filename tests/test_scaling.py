@@ -1,0 +1,57 @@
+"""The figures of docs/scaling.md come from the formula that four ranks' counters confirmed."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def scaling():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import scaling
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    return scaling
+
+
+def test_the_formula_still_gives_what_was_measured(scaling, tmp_path):
+    """The counters were taken once (`--measure`); a formula that changes has to agree with them."""
+    whole = AutoModelForCausalLM.from_pretrained(scaling.make_checkpoint(tmp_path, **scaling.SHAPE))
+    units = scaling.units_of(whole, scaling.SMALL_RANK, compute_bytes=4)
+    measured = RESULTS["measured_on_four_gloo_ranks"]
+    for layout, mesh in scaling.LAYOUTS.items():
+        assert scaling.expected(units, mesh) == measured[layout], layout
+    assert measured["hsdp"]["network_gathered"] == 0 < measured["fsdp2"]["network_gathered"]
+
+
+def test_packed_bytes_are_those_of_the_layers(scaling):
+    """Against bitsandbytes itself; the last block of maxima is not full."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from trl_fsdp_qlora.fsdp2_qlora.packed_linear import pack
+
+    for double in (True, False):
+        layer = bitsandbytes.nn.Linear4bit(100, 512, bias=False, compress_statistics=double, quant_type="nf4").to(
+            "cpu"
+        )
+        assert scaling.packed_bytes(512, 100, double) == pack(layer)[1].total_bytes
+
+
+def test_the_table_of_the_page_is_the_formula(scaling):
+    rows = scaling.tables()
+    assert rows == RESULTS["formula"]
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| (\d+B) \| (\d) \| (\S+).*? \| (\S+).*? \| (\S+).*? \|$", page, re.MULTILINE)
+    assert len(table) == len(rows) == 12
+    for (model, nodes, *found), row in zip(table, rows, strict=True):
+        fsdp2 = row["fsdp2"]["network_gathered"] + row["fsdp2"]["network_reduced"]
+        exact = [row["ddp"]["network_reduced"] / 2**20, row["hsdp"]["network_reduced"] / 2**20, fsdp2 / 2**30]
+        assert (model, int(nodes)) == (row["model"], row["nodes"])
+        assert [f"{exact[0]:.0f}", f"{exact[1]:.0f}", f"{exact[2]:.1f}" if exact[2] else "0"] == found
