@@ -52,9 +52,19 @@ def test_a_silent_node_is_lost_with_its_name_once_the_time_is_over(pair):
 def test_a_node_that_has_finished_may_be_silent(pair):
     _, clock, (first, second) = pair
     first.look()
-    second.finish()
+    second.finish(failed=False)
     for clock.now in (1.0, 100.0):
         assert first.look() is None
+
+
+def test_a_node_that_failed_ends_the_others_once_they_could_have_spoken(pair):
+    _, clock, (first, second) = pair
+    first.look()
+    second.finish(failed=True)
+    for clock.now in (1.0, 10.0):
+        assert first.look() is None
+    clock.now = 11.5
+    assert first.look().endswith("has ended with an error, which its own log names")
 
 
 def test_without_the_store_its_host_is_lost(pair):
@@ -69,7 +79,7 @@ def test_without_the_store_its_host_is_lost(pair):
 
 def test_without_the_store_of_a_host_that_has_finished_nobody_is_lost(pair):
     store, clock, (first, second) = pair
-    first.finish()
+    first.finish(failed=False)
     second.look()
     store.gone = True
     clock.now = 100.0

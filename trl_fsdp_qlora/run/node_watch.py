@@ -22,7 +22,8 @@ from .nodes import node_count
 NODE_LOST = 75  # exit status; EX_TEMPFAIL: the same command may well succeed later
 INTERVAL = 2.0  # seconds between two counts
 PATIENCE = 30.0  # seconds after which a node that does not count is lost; TRL_FSDP_QLORA_NODE_PATIENCE overrides it
-_DONE = b"done"
+GRACE = 10.0  # seconds in which ranks that met the same error may say so themselves
+_DONE, _FAILED = b"done", b"failed"
 
 
 def patience() -> float:
@@ -70,9 +71,9 @@ class NodeWatch:
         self.count += 1
         self.store.set(f"beat/{self.node}", str(self.count))
 
-    def finish(self) -> None:
-        """Say that this node's silence from now on is no loss."""
-        self.store.set(f"beat/{self.node}", _DONE)
+    def finish(self, failed: bool) -> None:
+        """Say that this node is silent from now on, because it is done or because an error has ended it."""
+        self.store.set(f"beat/{self.node}", _FAILED if failed else _DONE)
 
     def look(self) -> str | None:
         """Which node is lost, as text; `None` while all are alive."""
@@ -90,18 +91,22 @@ class NodeWatch:
                 if node not in self.names and self.store.check([f"name/{node}"]):
                     self.names[node] = self.store.get(f"name/{node}").decode()
         except (RuntimeError, OSError):  # torch's store errors are RuntimeErrors
-            if self.heard.get(0, (b"",))[0] == _DONE or now - self.answered <= self.silence:
+            if self.heard.get(0, (b"",))[0] in (_DONE, _FAILED) or now - self.answered <= self.silence:
                 return None
             return self._lost(0, now - self.answered)
         self.answered = now
         for node, (beat, since) in self.heard.items():
+            if beat == _FAILED and now - since > GRACE:
+                return f"{self._called(node)} has ended with an error, which its own log names"
             if beat != _DONE and now - since > self.silence:
                 return self._lost(node, now - since)
         return None
 
     def _lost(self, node: int, seconds: float) -> str:
-        name = self.names.get(node, "which has not said its name")
-        return f"node {node} of {self.nodes} ({name}) has not answered for {seconds:.0f} s"
+        return f"{self._called(node)} has not answered for {seconds:.0f} s"
+
+    def _called(self, node: int) -> str:
+        return f"node {node} of {self.nodes} ({self.names.get(node, 'which has not said its name')})"
 
 
 def _connect(seconds: float) -> dist.Store:
@@ -166,8 +171,10 @@ def watching(end: Callable[[str], None] = _end) -> Iterator[None]:
 
     thread = threading.Thread(target=run, name="node-watch", daemon=True)
     thread.start()
+    failed = True
     try:
         yield
+        failed = False
     except RuntimeError as error:
         if _is_of_network(error):
             found.wait(silence + 5 * INTERVAL)
@@ -176,9 +183,9 @@ def watching(end: Callable[[str], None] = _end) -> Iterator[None]:
         over.set()
         thread.join()
         with suppress(RuntimeError, OSError):  # where the node that hosts the store is gone, there is nobody to tell
-            watch.finish()
+            watch.finish(failed)
 
 
 def _is_of_network(error: RuntimeError) -> bool:
     text = str(error).lower()
-    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text or "connection" in text
+    return isinstance(error, dist.DistError) or "gloo" in text or "nccl" in text
