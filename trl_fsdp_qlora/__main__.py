@@ -27,6 +27,7 @@ COMMANDS = {
     "sft": _Command("commands.scripts", "sft", "teach worked answers first, where a base is never right"),
     "evaluate": _Command("commands.scripts", "evaluate", "measure accuracy on held-out problems"),
     "merge": _Command("commands.scripts", "merge", "merge an adapter into its unquantized base"),
+    "publish": _Command("publishing.publish", "run_publish", "check an adapter, upload it, prove that it loads"),
     "dequantize": _Command("commands.scripts", "dequantize", "write a 4-bit base for a vLLM server to hold"),
     "small-base": _Command("commands.scripts", "small_base", "build the quickstart's small model"),
     "plan": _Command("commands.plan", "plan", "bytes of each phase of a run, and whether it fits"),

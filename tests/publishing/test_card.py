@@ -1,6 +1,8 @@
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_mod
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.publishing import card
 from trl_fsdp_qlora.publishing.card import CardInfo, adapter_card, changed_arguments
+from trl_fsdp_qlora.publishing.logits import LOGITS
 from trl_fsdp_qlora.run import checkpoints
 
 
@@ -43,6 +46,42 @@ def test_metadata_and_recipe(trained):
     assert recipe["lora"]["r"] == 4
     assert "n=10" in written.text
     assert "seed: 7" in written.text
+
+
+def test_the_logits_recorded_with_the_adapter_are_its_own(trained):
+    kept = json.loads(Path("adapter", LOGITS).read_text())
+    model = trained.model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([kept["input_ids"]])).logits[0][:, kept["entries"]]
+        with model.disable_adapter():
+            of_base = model(input_ids=torch.tensor([kept["input_ids"]])).logits[0][:, kept["entries"]]
+    torch.testing.assert_close(torch.tensor(kept["logits"]), logits)
+    torch.testing.assert_close(torch.tensor(kept["logits_of_the_base"]), of_base)
+    assert not torch.allclose(logits, of_base, atol=1e-3)
+
+
+def test_the_hub_reads_the_accuracy_with_its_interval(trained):
+    trained.card_info.accuracy = {"n": 300, "pass_at_1": 0.19, "interval": (0.1498, 0.2381)}
+    trained.card_info.picture, trained.card_info.data_license = "training.png", "mit"
+    trained.create_model_card("sums-adapter")
+    written = ModelCard.load("adapter/README.md")
+    (result,) = written.data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_type) == ("accuracy", 19.0, "someone/sums")
+    assert result.metric_name == "greedy pass@1 (n=300, 95% interval 15.0-23.8)"
+    assert result.dataset_name == "sums, held-out problems"
+    assert "model-index" in written.content and "](training.png)" in written.text
+    assert "`someone/sums`, licence mit" in written.text
+    assert "It was measured on 300 held-out problems" in written.text
+    trained.card_info.accuracy_on = "validation"
+    trained.create_model_card("sums-adapter")
+    (result,) = ModelCard.load("adapter/README.md").data.eval_results
+    assert result.dataset_name == "sums, validation problems"
+
+
+def test_a_card_without_accuracy_says_that_nothing_was_tested(trained):
+    written = ModelCard.load("adapter/README.md")
+    assert written.data.eval_results is None and "licence not stated" in written.text
+    assert "Anything: neither the data it was trained on nor" in written.text
 
 
 @pytest.mark.processes

@@ -15,7 +15,8 @@ from trl import GRPOTrainer
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing
 from ..prefix_sharing.support import position_limit
-from ..publishing.card import CardInfo, card_of, keeping_card
+from ..publishing.card import CardInfo, card_of
+from ..publishing.saving import saving_adapter
 from ..rollout.correction import weighs_in_loss
 from ..rollout.engine_model import EngineModel
 from ..rollout.rollout import GenerateSettings, Rollout
@@ -332,7 +333,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir=None, state_dict=None):
-        with keeping_card(output_dir or self.args.output_dir, partial(card_of, self)):
+        with saving_adapter(output_dir or self.args.output_dir, self):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir):

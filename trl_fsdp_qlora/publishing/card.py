@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import is_peft_model
-from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants
 from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
@@ -49,6 +49,10 @@ _TEMPLATE = """---
 
 {results}
 
+## What it was not tested on
+
+{untested}
+
 ## How it was made
 
 {made}
@@ -68,6 +72,10 @@ class CardInfo:
         dataset: Hub id or file name of the training data.
         license: SPDX id; looked up in the base model's card where it is `None`.
         results: lines such as `"greedy pass@1 97.0% (n=1000, ...)"` by what was measured.
+        accuracy: of greedy decoding after training, for the Hub's evaluation metadata: `pass_at_1`, `n` and `interval`.
+        accuracy_on: `"test"` or `"validation"`: on which problems.
+        picture: file name of the curve, beside the card.
+        data_license: SPDX id of the training data.
         recipe_file: the YAML that was run.
         settings: dataclasses of arguments beside the trainer's config: data, prompt and rewards, model and adapter.
         command: the words of the launch line; quoted, and without its secrets and machine paths, in the card.
@@ -79,6 +87,10 @@ class CardInfo:
     dataset: str | None = None
     license: str | None = None
     results: dict[str, str] = field(default_factory=dict)
+    accuracy: dict[str, Any] | None = None
+    accuracy_on: str = "test"
+    picture: str | None = None
+    data_license: str | None = None
     recipe_file: str | None = None
     settings: Sequence[Any] = ()
     command: Sequence[str] | None = None
@@ -239,10 +251,11 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
         pipeline_tag="text-generation",
         tags=[*TAGS, f"base_model:adapter:{base_id}"] if is_adapter else [tag for tag in TAGS if tag != "lora"],
         model_name=name,
+        eval_results=_evaluation_metadata(info),
     )
     rows = "\n".join(f"| {what} | {value} |" for what, value in info.results.items())
     made = {
-        "data": info.dataset and f"`{portable(info.dataset)}`",
+        "data": info.dataset and f"`{portable(info.dataset)}`, licence {info.data_license or 'not stated'}",
         "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
         "software": software(),
         "seed": args.seed,
@@ -264,7 +277,8 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
             local_base=os.path.isabs(base_model) or Path(base_model).exists(),
             local_adapter=hub_model_id is None,
         ),
-        results=f"| measured | result |\n|---|---|\n{rows}" if rows else "No accuracy was measured in this run.",
+        results=_results(rows, info),
+        untested=_untested(info),
         made="\n".join(f"- {key}: {value}" for key, value in made.items() if value is not None) + command,
         settings=(
             "Every setting that differs from its default, as `recipes/` take it with `--config`:"
@@ -275,6 +289,45 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
     )
     # Whatever field a secret came in by: a card is what gets published.
     return ModelCard(redact(text, secret_values(vars(args))))
+
+
+def _evaluation_metadata(info: CardInfo) -> list[EvalResult] | None:
+    """The accuracy after training as the Hub reads it (`model-index`)."""
+    if info.accuracy is None or info.dataset is None:
+        return None
+    low, high = info.accuracy["interval"]
+    data = portable(info.dataset)
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=data,
+            dataset_name=f"{Path(data).name}, {_measured_on(info)}",
+            metric_type="accuracy",
+            metric_name=f"greedy pass@1 (n={info.accuracy['n']}, 95% interval {100 * low:.1f}-{100 * high:.1f})",
+            metric_value=round(100 * info.accuracy["pass_at_1"], 1),
+        )
+    ]
+
+
+def _measured_on(info: CardInfo) -> str:
+    return "held-out problems" if info.accuracy_on == "test" else "validation problems"
+
+
+def _results(rows: str, info: CardInfo) -> str:
+    if not rows:
+        return "No accuracy was measured in this run."
+    picture = f"\n\n![reward, accuracy and seconds over the run]({info.picture})" if info.picture else ""
+    return f"| measured | result |\n|---|---|\n{rows}{picture}"
+
+
+def _untested(info: CardInfo) -> str:
+    rest = "other data, tasks, languages and prompts, sampled answers, and whatever else its base can do and may have lost"
+    if info.accuracy is None:
+        return f"Anything: neither the data it was trained on nor {rest}."
+    return (
+        f"It was measured on {info.accuracy['n']} {_measured_on(info)}, decoded greedily with at most "
+        f"{info.max_new_tokens} new tokens in the prompt of the quick start. Not tested: {rest}."
+    )
 
 
 def card_of(trainer: Any, name: str | None = None) -> ModelCard:

@@ -71,6 +71,7 @@ class ScriptArguments:
         None, "Stop after the optimizer step in which training has taken so many seconds, without what is measured."
     )
     license: str | None = option(None, "SPDX id for the adapter's card.")
+    data_license: str | None = option(None, "SPDX id of the training data, for the card.")
 
 
 class _Parser(TrlParser):

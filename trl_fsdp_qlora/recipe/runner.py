@@ -117,15 +117,18 @@ def _run_recipe(
     if not script.skip_accuracy:
         record.put(after=measure(script.accuracy_samples, "accuracy after training").as_dict())
         results = {when: format_result(record.content[when]) for when in ("before", "after") if when in record.content}
-        trainer.card_info.results = {f"held-out accuracy, {when}": result for when, result in results.items()}
+        kind = "held-out" if script.accuracy_on == "test" else "validation"
+        trainer.card_info.results = {f"{kind} accuracy, {when}": result for when, result in results.items()}
+        trainer.card_info.accuracy, trainer.card_info.accuracy_on = record.content["after"], script.accuracy_on
     with disk_errors(args.output_dir):
+        picture = record.draw() if PartialState().is_main_process else None
+        trainer.card_info.picture = picture and picture.name
         trainer.save_model()
         trainer.create_model_card(Path(args.output_dir).name)
         record.put(finished_step=trainer.state.global_step)
         if limit is not None:
             record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
     if PartialState().is_main_process:
-        picture = record.draw()
         say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
         if results:
             say("  ->  ".join(results.values()))
@@ -174,7 +177,7 @@ def _measure(
 
 def _fill_card(trainer: Any, script: ScriptArguments, prompt: Any) -> None:
     card = trainer.card_info
-    card.dataset, card.license = script.dataset, script.license
+    card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
     card.quickstart_prompt, card.max_new_tokens = prompt, trainer.args.max_completion_length
     card.command, card.recipe_file = launch_line.launch_words(), launch_line.config_file(sys.argv)
 

@@ -1,0 +1,43 @@
+"""The field's anchor: the recipes have the published settings, and the table says what was not run."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.test_docs import ROOT, script
+
+SIZES = ("0.5B", "1.5B", "3B", "7B")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_recipe_has_the_settings_of_the_logs(size):
+    path = ROOT / "recipes" / f"Qwen2.5-{size}-Instruct" / "grpo_anchor" / "config_gsm8k.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    completions = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    assert (completions, recipe["num_generations"], recipe["max_steps"]) == (64 * 5, 5, 116)
+    assert (recipe["lora_r"], recipe["learning_rate"], recipe["beta"]) == (32, 3e-5, 0.001)
+    assert (recipe["max_completion_length"], recipe["vllm_max_model_length"]) == (1024, 512 + 1024)
+    assert recipe["output_dir"] == f"runs/anchor-qwen2.5-{size.lower()}-instruct"
+
+
+def test_the_table_says_what_a_run_left_and_what_was_never_run(tmp_path, monkeypatch, capsys):
+    anchor = script(ROOT / "benchmarks" / "anchor.py")
+    folder = tmp_path / "anchor-qwen2.5-0.5b-instruct"
+    folder.mkdir()
+    seconds = [90.0, 10.0, 12.0, 20.0]  # the first is not counted
+    steps = [
+        {"step": i + 1, "step_time": each, "time/generate_s": each / 2, "time/accuracy_s": 99.0, "time/reward_s": 0.0}
+        for i, each in enumerate(seconds)
+    ]
+    after = {"correct": 700, "n": 1319}
+    (folder / "metrics.json").write_text(json.dumps({"history": steps, "after": after, "hardware": "1 × some GPU"}))
+    monkeypatch.setattr(sys, "argv", ["anchor.py", "--runs", str(tmp_path), "--output", str(tmp_path / "out.json")])
+    anchor.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(SIZES)
+    assert "53.1% (50.4-55.8, n=1319) after 4 of 116 steps | 12.0 on 1 × some GPU | generate 6.0 |" in lines[2]
+    assert all("| never run |" in line for line in lines[3:])
+    assert json.loads(Path(tmp_path / "out.json").read_text())["ours"]["0.5B"]["seconds"] == 12.0

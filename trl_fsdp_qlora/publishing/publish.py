@@ -1,0 +1,212 @@
+"""Publish an adapter: check it, upload it in one commit, download it again, and prove that it loads."""
+
+import argparse
+import filecmp
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    RepositoryNotFoundError,
+)
+
+from ..run.redaction import redact
+from .folder import CARD, CONFIG, PublishError, Staged, stage
+from .logits import LogitsError, prove
+
+USER_ERROR = 2
+
+
+class PublishIncomplete(PublishError):
+    """The Hub did not get everything, or it could not be checked; the same command again goes on."""
+
+
+@dataclass
+class Published:
+    """What was published.
+
+    Args:
+        url: of the repository.
+        commit: that was downloaded and checked.
+        files: names.
+        size: bytes of all files.
+        proof: a line about the logits.
+        seconds: of the download and the proof.
+    """
+
+    url: str
+    commit: str
+    files: list[str]
+    size: int
+    proof: str
+    seconds: float
+
+
+def publish_adapter(
+    folder: str | Path,
+    repo: str,
+    base: str | None = None,
+    base_folder: str | Path | None = None,
+    private: bool | None = None,
+    api: HfApi | None = None,
+) -> Published:
+    """Publish the adapter in `folder` as `repo`.
+
+    Everything that can be told to be wrong is looked at before anything is sent. What is sent becomes visible by one
+    commit, or not at all; files that the repository holds already are not sent twice.
+
+    Args:
+        folder: with adapter, config and card, as a trainer of this package leaves it.
+        repo: `owner/name` on the Hub; made where it does not exist.
+        base: Hub id of the base model, where the adapter was trained on a folder.
+        base_folder: to load the base from for the proof, in place of the Hub.
+        private: make a new repository private or public; by default as its owner's settings are.
+        api: client; by default one with the token of `hf auth login` or `HF_TOKEN`.
+
+    Raises:
+        PublishError: see [`stage`]; no token, no rights, a repository of another base, or an adapter that does not give the
+            recorded logits.
+        PublishIncomplete: the connection or the Hub failed on the way.
+    """
+    api = api or HfApi()
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as back:
+        staged = stage(folder, scratch, repo, base)
+        if not (api.token or get_token()):
+            raise PublishError("there is no token to publish with: run `hf auth login`, or set HF_TOKEN")
+        with _hub_errors(repo):
+            _check_repository(api, repo, staged.base)
+            url = str(api.create_repo(repo, private=private, exist_ok=True))
+            commit = _upload(api, repo, staged)
+        started = time.perf_counter()
+        with _hub_errors(repo, "it is uploaded, but could not be downloaded and checked: "):
+            api.snapshot_download(repo, revision=commit, local_dir=back)
+        _check_download(staged, Path(back), repo)
+        proof = "no logits were recorded when it was saved: only the bytes of what was downloaded are compared"
+        if staged.recorded:
+            try:
+                proof = prove(back, str(base_folder or _loads_from(folder, staged.base)))
+            except LogitsError as error:
+                raise PublishError(f"{repo} is uploaded, but not what was trained: {error}") from error
+        size = sum((staged.folder / name).stat().st_size for name in staged.files)
+        return Published(url, commit, staged.files, size, proof, time.perf_counter() - started)
+
+
+def _loads_from(folder: str | Path, base: str) -> str:
+    """The folder that the adapter was trained on where it is still there; otherwise the Hub's `base`."""
+    trained_on = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return str(Path(trained_on).resolve()) if Path(trained_on).is_dir() else base
+
+
+def _check_repository(api: HfApi, repo: str, base: str) -> None:
+    """Refuse a repository that holds something else: another base's adapter, or no adapter at all."""
+    try:
+        info = api.model_info(repo)
+    except RepositoryNotFoundError:
+        return  # or it is hidden from this token, which making it will show
+    names = {file.rfilename for file in info.siblings or []}
+    theirs = info.card_data.base_model if info.card_data is not None else None
+    if theirs is not None and theirs != base:
+        raise PublishError(f"{repo} is there and belongs to the base {theirs}, not {base}; name another repository")
+    if CONFIG not in names and names & {"config.json", "model.safetensors", "model.safetensors.index.json"}:
+        raise PublishError(f"{repo} is there and holds a model, not an adapter; name another repository")
+
+
+def _upload(api: HfApi, repo: str, staged: Staged) -> str:
+    operations = [CommitOperationAdd(name, staged.folder / name) for name in staged.files]
+    return api.create_commit(repo, operations, commit_message="Adapter, card and recorded logits").oid
+
+
+def _check_download(staged: Staged, back: Path, repo: str) -> None:
+    _, differ, missing = filecmp.cmpfiles(staged.folder, back, staged.files, shallow=False)
+    if differ or missing:
+        what = ", ".join([*differ, *missing])
+        raise PublishIncomplete(f"{repo} does not give back what was sent ({what}); the same command again goes on")
+
+
+@contextmanager
+def _hub_errors(repo: str, lead: str = "") -> Iterator[None]:
+    """What the Hub or the connection refuses, as one line with what to do."""
+    again = "nothing is lost, the same command again goes on"
+    try:
+        yield
+    except HFValidationError as error:
+        raise PublishError(f"--repo {repo}: {_first_line(error)}; name it owner/name") from error
+    except (HfHubHTTPError, EntryNotFoundError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status == 401:
+            raise PublishError(
+                f"{lead}the Hub does not take this token (401): log in again with `hf auth login`"
+            ) from error
+        if status == 403:
+            raise PublishError(
+                f"{lead}this token has no right to write to {repo} (403): take one with write access, or a name of your own"
+            ) from error
+        raise PublishIncomplete(
+            f"{repo} is incomplete: {lead}the Hub said {status}: {_first_line(error)}; {again}"
+        ) from error
+    except (HTTPError, OSError, ValueError) as error:  # ValueError: an answer that broke off, or of a proxy
+        raise PublishIncomplete(
+            f"{repo} is incomplete: {lead}{type(error).__name__}: {_first_line(error)}; {again}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = redact(str(error)).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "no reason given"
+
+
+def reader_sees(folder: str | Path) -> str:
+    """What the Hub shows of a card beside its text: base, licence, data, results."""
+    data = ModelCard.load(Path(folder) / CARD).data
+    lines = [
+        f"  adapter of {data.base_model}, licence {data.license}, data {', '.join(data.datasets or ['not stated'])}"
+    ]
+    for result in data.eval_results or []:
+        lines.append(f"  {result.metric_name or result.metric_type} on {result.dataset_name}: {result.metric_value}")
+    if not data.eval_results:
+        lines.append("  no results in its evaluation metadata")
+    return "\n".join(lines)
+
+
+def run_publish(arguments: list[str]) -> int:
+    """`trl-fsdp-qlora publish ADAPTER_DIR --repo OWNER/NAME`; prints what was done, and an error as one line.
+
+    Returns:
+        The exit status: 0, or 2 where nothing, or nothing that could be checked, was published.
+    """
+    parser = argparse.ArgumentParser("trl-fsdp-qlora publish", description=__doc__)
+    parser.add_argument("adapter", help="folder of the adapter")
+    parser.add_argument(
+        "--repo", required=True, help="repository on the Hub, owner/name; made where it does not exist"
+    )
+    parser.add_argument("--base", help="Hub id of the base model, where the adapter was trained on a folder")
+    parser.add_argument("--base-folder", help="folder to load the base from for the proof, in place of the Hub")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
+    given = parser.parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            staged = stage(given.adapter, scratch, given.repo, given.base)
+            print(f"to be published as {given.repo}: {', '.join(staged.files)}")
+            if staged.left_out:
+                print(f"left out: {', '.join(staged.left_out)}")
+            print(f"a reader of the card sees:\n{reader_sees(scratch)}", flush=True)
+        if given.check:
+            return 0
+        done = publish_adapter(given.adapter, given.repo, given.base, given.base_folder, given.private)
+    except PublishError as error:
+        print(f"error: {redact(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    print(f"published: {done.url} at {done.commit[:8]}, {len(done.files)} files, {done.size / 2**20:.1f} MiB")
+    print(f"downloaded and checked in {done.seconds:.0f} s; {done.proof}")
+    return 0
