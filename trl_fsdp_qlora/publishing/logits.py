@@ -113,10 +113,14 @@ def prove(adapter: str | Path, base: str, timeout: float = 1800.0) -> str:
         raise LogitsError(
             f"{LOGITS} is not what was recorded with an adapter ({error}); save the adapter again"
         ) from None
+    adapter = Path(adapter).resolve()
     command = [sys.executable, "-c", _PLAIN, base, str(adapter)]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     # Not where a folder of this project stands in the way of what is imported.
-    run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=adapter, env=environment)
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=adapter, env=environment)
+    except subprocess.TimeoutExpired:
+        raise LogitsError(f"plain PEFT had not loaded it on {base} after {timeout:.0f} s") from None
     line = next((line for line in run.stdout.splitlines() if line.startswith("LOGITS ")), None)
     if run.returncode or line is None:
         last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]

@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,7 @@ def publish_adapter(
     base_folder: str | Path | None = None,
     private: bool | None = None,
     api: HfApi | None = None,
+    staged_as: Callable[[Staged], None] | None = None,
 ) -> Published:
     """Publish the adapter in `folder` as `repo`.
 
@@ -72,6 +73,7 @@ def publish_adapter(
         base_folder: to load the base from for the proof, in place of the Hub.
         private: make a new repository private or public; by default as its owner's settings are.
         api: client; by default one with the token of `hf auth login` or `HF_TOKEN`.
+        staged_as: is shown what is to be published, before anything is sent.
 
     Raises:
         PublishError: see [`stage`]; no token, no rights, a repository of another base, or an adapter that does not give the
@@ -81,6 +83,8 @@ def publish_adapter(
     api = api or HfApi()
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as back:
         staged = stage(folder, scratch, repo, base)
+        if staged_as is not None:
+            staged_as(staged)
         if not (api.token or get_token()):
             raise PublishError("there is no token to publish with: run `hf auth login`, or set HF_TOKEN")
         with _hub_errors(repo):
@@ -94,7 +98,9 @@ def publish_adapter(
         proof = "no logits were recorded when it was saved: only the bytes of what was downloaded are compared"
         if staged.recorded:
             try:
-                proof = prove(back, str(base_folder or _loads_from(folder, staged.base)))
+                proof = prove(
+                    back, str(Path(base_folder).resolve()) if base_folder else _loads_from(folder, staged.base)
+                )
             except LogitsError as error:
                 raise PublishError(f"{repo} is uploaded, but not what was trained: {error}") from error
         size = sum((staged.folder / name).stat().st_size for name in staged.files)
@@ -139,6 +145,8 @@ def _hub_errors(repo: str, lead: str = "") -> Iterator[None]:
     again = "nothing is lost, the same command again goes on"
     try:
         yield
+    except PublishError:
+        raise
     except HFValidationError as error:
         raise PublishError(f"--repo {repo}: {_first_line(error)}; name it owner/name") from error
     except (HfHubHTTPError, EntryNotFoundError) as error:
@@ -194,16 +202,20 @@ def run_publish(arguments: list[str]) -> int:
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
     given = parser.parse_args(arguments)
+
+    def show(staged: Staged) -> None:
+        print(f"to be published as {given.repo}: {', '.join(staged.files)}")
+        if staged.left_out:
+            print(f"left out: {', '.join(staged.left_out)}")
+        print(f"a reader of the card sees:\n{reader_sees(staged.folder)}", flush=True)
+
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            staged = stage(given.adapter, scratch, given.repo, given.base)
-            print(f"to be published as {given.repo}: {', '.join(staged.files)}")
-            if staged.left_out:
-                print(f"left out: {', '.join(staged.left_out)}")
-            print(f"a reader of the card sees:\n{reader_sees(scratch)}", flush=True)
         if given.check:
+            with tempfile.TemporaryDirectory() as scratch:
+                show(stage(given.adapter, scratch, given.repo, given.base))
             return 0
-        done = publish_adapter(given.adapter, given.repo, given.base, given.base_folder, given.private)
+        where = (given.repo, given.base, given.base_folder, given.private)
+        done = publish_adapter(given.adapter, *where, staged_as=show)
     except PublishError as error:
         print(f"error: {redact(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return USER_ERROR
