@@ -17,6 +17,7 @@ from trl import ModelConfig
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po.fingerprint import FingerprintError
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCacheError
+from trl_fsdp_qlora.planning.beside import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.data import load_data
@@ -41,6 +42,7 @@ def main() -> None:
     if script.stage == "train":
         check_output_dir(config.output_dir, config.resume_from_checkpoint)
     train, test = load_data(script)
+    plan = plan_first(script, config, model, train)
     trainer = build_trainer(AStarPOTrainer, script, config, model, train, eval_dataset=test)
     if script.stage == "estimate":
         report = trainer.estimate_values()
@@ -49,6 +51,7 @@ def main() -> None:
             f"{report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
         )
         return
+    watch(trainer, plan)
     run_recipe(trainer, script, test, config.resume_from_checkpoint)
 
 

@@ -13,6 +13,7 @@ that was killed goes on with `--resume_from_checkpoint auto`.
 from trl import ModelConfig
 
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.planning.beside import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.data import load_data
@@ -26,7 +27,9 @@ def main() -> None:
     check_recipe(script, config, model)
     check_output_dir(config.output_dir, config.resume_from_checkpoint)
     train, test = load_data(script)
+    plan = plan_first(script, config, model, train)
     trainer = build_trainer(TSPMOTrainer, script, config, model, train)
+    watch(trainer, plan)
     run_recipe(trainer, script, test, config.resume_from_checkpoint)
 
 

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +23,24 @@ def test_every_public_name_can_be_imported():
         assert getattr(trl_fsdp_qlora, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'GRPO'"):
         _ = trl_fsdp_qlora.GRPO
+
+
+@pytest.mark.processes
+def test_recipes_and_plans_need_no_optional_package(tmp_path):
+    """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first."""
+    from tests.tiny import save_tiny_model
+
+    base = save_tiny_model(tmp_path / "base")
+    recipes = Path(__file__).parents[1] / "recipes"
+    code = (
+        "import runpy, sys\n"
+        "for name in ('bitsandbytes', 'deepspeed', 'vllm', 'gguf', 'matplotlib'): sys.modules[name] = None\n"
+        f"for name in ('grpo', 't_spmo', 'a_star_po'): runpy.run_path(r'{recipes}/' + name + '.py')\n"
+        "from trl_fsdp_qlora.planning.plan import make_plan\n"
+        f"fields = dict(model_name_or_path=r'{base}', use_peft=True, lora_target_modules=['all-linear'], bf16=False)\n"
+        "plan = make_plan(fields | dict(use_cpu=True), None, 'cpu')\n"
+        "four = make_plan(fields | dict(load_in_4bit=True), None, '24GB')\n"
+        "print(plan.peak > 0, four.phases['load']['base, 4-bit weights'] > 0)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.stdout.strip().endswith("True True"), out.stderr

@@ -72,6 +72,9 @@ class ScriptArguments:
     )
     license: str | None = option(None, "SPDX id for the adapter's card.")
     data_license: str | None = option(None, "SPDX id of the training data, for the card.")
+    require_fit: bool = option(
+        False, "Stop before anything is loaded where the plan does not fit; else it is a warning."
+    )
 
 
 class _Parser(TrlParser):

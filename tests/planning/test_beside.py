@@ -1,0 +1,78 @@
+"""A recipe's run plans first: the warning, the error, the line after the first step, and what never stops a run."""
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trl import ModelConfig
+
+from tests.tiny import config, prompts, save_tiny_model
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.planning import beside
+from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
+
+GRPO = Path(__file__).parents[2] / "recipes" / "grpo.py"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("base"))
+
+
+def first(base, tmp_path, require_fit=False, **changes):
+    script = ScriptArguments(dataset="addition", require_fit=require_fit)
+    model = ModelConfig(model_name_or_path=base, use_peft=True, lora_target_modules=["all-linear"])
+    return beside.plan_first(script, config(EfficientGRPOConfig, tmp_path, **changes), model, prompts())
+
+
+def shrunk(monkeypatch):
+    """A machine with one MiB."""
+    real = beside.make_plan
+    monkeypatch.setattr(beside, "make_plan", lambda *args, **more: replace(real(*args, **more), capacity=2**20))
+
+
+def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeypatch, capsys):
+    assert first(base, tmp_path).fits and capsys.readouterr().out == ""
+    shrunk(monkeypatch)
+    assert not first(base, tmp_path).fits
+    said = capsys.readouterr().out
+    assert said.startswith("warning: by its plan") and said.count("\n") == 1
+    with pytest.raises(ConfigError, match=r"require_fit: true, and by its plan .* there are 1\.0 MiB"):
+        first(base, tmp_path, require_fit=True)
+
+
+def test_a_mistake_of_the_plan_is_one_line_and_no_error(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(beside, "make_plan", lambda *args, **more: 1 / 0)
+    assert first(base, tmp_path, require_fit=True) is None
+    assert capsys.readouterr().out == "memory was not planned: ZeroDivisionError: division by zero\n"
+
+
+def test_the_longest_prompt_is_the_tokenizer_s(base, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts()["prompt"]]
+    assert first(base, tmp_path).settings.prompt_tokens == max(len(tokenizer(text)["input_ids"]) for text in texts)
+
+
+def test_a_recipe_says_planned_and_measured_after_its_first_step(base, tmp_path, monkeypatch, capsys):
+    words = (
+        f"--model_name_or_path {base} --dataset addition --held_out 8 --skip_accuracy true --output_dir {tmp_path} "
+        "--use_peft true --lora_target_modules all-linear --per_device_train_batch_size 8 --num_generations 4 "
+        "--max_completion_length 4 --max_steps 2 --bf16 false --use_cpu true --report_to none --logging_steps 1 "
+        "--save_strategy no --disable_tqdm true --gradient_checkpointing false"
+    )
+    monkeypatch.setattr(sys, "argv", [str(GRPO), *words.split()])
+    record = {}
+    import trl_fsdp_qlora.recipe.runner as runner
+
+    real = runner.run_recipe
+    monkeypatch.setattr(runner, "run_recipe", lambda *args: record.update(real(*args)))
+    runpy.run_path(str(GRPO), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.count("memory of the first step on rank 0, planned and measured:") == 1
+    lines = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith("  ") and "MiB" in line}
+    assert {"generate", "forward_backward"} <= lines.keys()
+    assert [entry["memory/planned_mib"] > 0 for entry in record["history"] if "loss" in entry] == [True, True]

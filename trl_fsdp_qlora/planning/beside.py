@@ -1,0 +1,138 @@
+"""A run's plan before it loads anything, and beside what its first step then took."""
+
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import ModelConfig
+
+from ..recipe.arguments import ConfigError, ScriptArguments
+from ..recipe.script import say
+from .plan import PROCESS, ROOM, Plan, make_plan
+from .table import amount
+
+_PROMPTS = 64  # training prompts whose lengths are looked at
+_MIB = 2**20
+# Phases of a plan -> phases on the trainer's clock.
+MEASURED = {
+    "generate": ("generate",),
+    "score": ("old_policy_pass", "reference_pass"),
+    "forward_backward": ("forward_backward",),
+    "optimizer": ("optimizer",),
+}
+
+
+def plan_first(script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset) -> Plan | None:
+    """The plan of a recipe's run, on the main rank; says where it does not fit. Elsewhere, and where none can be made, `None`.
+
+    A mistake of the plan's own never ends a run: it is one line. With `require_fit` all ranks hear the verdict.
+
+    Args:
+        script, config, model: the recipe's parsed arguments.
+        train: its training prompts.
+
+    Raises:
+        ConfigError: on every rank, where `require_fit` is set and the plan does not fit.
+    """
+    plan, line = None, None
+    if getattr(config.deepspeed_plugin, "zero_stage", None) == 3:
+        # Transformers fills every model that it builds under ZeRO-3, with all ranks taking part.
+        line = "memory is not planned under ZeRO-3"
+    elif PartialState().is_main_process:
+        try:
+            plan = _plan(config, model, train)
+        except Exception as error:
+            line = f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if line is not None:
+        say(line)
+    refusal = [None if plan is None or plan.fits else _refusal(plan)]
+    if script.require_fit and PartialState().num_processes > 1:
+        broadcast_object_list(refusal)
+    if refusal[0] is not None:
+        if script.require_fit:
+            raise ConfigError(f"require_fit: true, and {refusal[0]}")
+        say(f"warning: {refusal[0]}")
+    return plan
+
+
+def _plan(config: Any, model: ModelConfig, train: Dataset) -> Plan:
+    longest = _longest_prompt(model, train)
+    source = f"the longest of the first {min(_PROMPTS, len(train))} training prompts"
+    return make_plan((config, model), prompt_tokens=longest, prompt_source=source)
+
+
+def _longest_prompt(model: ModelConfig, train: Dataset) -> int:
+    """Tokens of the longest of the first prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    lengths = []
+    for prompt in train[:_PROMPTS]["prompt"]:
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        lengths.append(len(tokenizer(text)["input_ids"]))
+    return max(lengths)
+
+
+def _refusal(plan: Plan) -> str:
+    return (
+        f"by its plan this run needs {amount(plan.peak)} per rank in {plan.limiting}, and there are {amount(plan.capacity)}: "
+        "trl-fsdp-qlora plan with the same arguments has the table"
+    )
+
+
+def comparable(plan: Plan, phase: str) -> int:
+    """Planned bytes of a phase as telemetry measures it: on a GPU the allocator knows neither context nor its own slack."""
+    unseen = (PROCESS, ROOM) if plan.hardware.gpu else ()
+    return sum(size for part, size in plan.phases[phase].items() if part not in unseen)
+
+
+def beside(plan: Plan, measured: dict[str, float]) -> str:
+    """Planned and measured bytes of each phase that was measured, as lines.
+
+    Args:
+        plan: of the run.
+        measured: phase on the trainer's clock -> MiB.
+    """
+    lines = ["memory of the first step on rank 0, planned and measured:"]
+    for phase, names in MEASURED.items():
+        found = [measured[name] for name in names if name in measured]
+        if found and phase in plan.phases:
+            lines.append(f"  {phase:<16} {comparable(plan, phase) / _MIB:>9,.0f} MiB {max(found):>9,.0f} MiB")
+    return "\n".join(lines)
+
+
+class BesideCallback(TrainerCallback):
+    """Puts `memory/planned_mib` among the metrics, and says planned and measured bytes after the first step.
+
+    Args:
+        trainer: of the run, whose telemetry callback comes before this one.
+        plan: of the run.
+    """
+
+    def __init__(self, trainer: Any, plan: Plan):
+        self.trainer, self.plan = trainer, plan
+        self._said = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        metrics = self.trainer._metrics["train"]
+        metrics["memory/planned_mib"].append(max(comparable(self.plan, phase) for phase in self.plan.phases) / _MIB)
+        if self._said:
+            return
+        self._said = True
+        prefix, suffix = "memory/", "_peak_mib"
+        measured = {
+            name.removeprefix(prefix).removesuffix(suffix): values[-1]
+            for name, values in metrics.items()
+            if name.endswith(suffix) and values
+        }
+        if measured:
+            say(beside(self.plan, measured))
+
+
+def watch(trainer: Any, plan: Plan | None) -> None:
+    """Compare `trainer`'s first step with its plan; nothing without one."""
+    if plan is not None:
+        trainer.add_callback(BesideCallback(trainer, plan))
