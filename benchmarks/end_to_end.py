@@ -1,9 +1,10 @@
 """Whole optimizer steps of stock TRL and of this package, side by side, and generation alone.
 
     python benchmarks/end_to_end.py --setting svamp --model DIR --data SVAMP.json
-    python benchmarks/end_to_end.py --setting gsm8k --model DIR --data gsm8k/train.jsonl
+    python benchmarks/end_to_end.py --setting gsm8k --model DIR --data gsm8k/train.jsonl --gradient_checkpointing --rows 8
     python benchmarks/end_to_end.py --setting small_base --model DIR
     python benchmarks/end_to_end.py --setting svamp --early --generation_only ...
+    python benchmarks/end_to_end.py --setting gsm8k --rows 8 --tokens 64 --generation_only ...
 
 Both trainers live in one process, on the same weights, with the same seed, prompts and LoRA, and take turns of one optimizer
 step (A B B A ...), so that a drifting machine hits both alike; the ratio of every pair of turns is kept. Each generates its
@@ -13,15 +14,20 @@ the mean advantage. The reward differs for every completion, so none is skipped.
 two ways of generating is chance: which lengths were drawn. `--early` makes completions end after about half of the budget
 (an exponentially growing bonus for the end-of-sequence token, in both).
 
-Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases. On CPUs stock TRL's LM head computes prompt
+Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases, anew after every pair of turns, so that what was
+measured is there when the machine gives out. Both trainers' weights are in the memory of either's turn; what a turn leaves
+free goes back to the system before the next, and the peak counts from there. On CPUs stock TRL's LM head computes prompt
 positions too, which on GPUs it leaves out.
 """
 
 import argparse
 import contextlib
 import copy
+import ctypes
+import gc
 import hashlib
 import statistics
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -82,7 +88,7 @@ def build(cls, config_cls, options, model, folder: Path):
     early = {"exponential_decay_length_penalty": (tokens // 4, options.early_factor)} if options.early else None
     args = config_cls(
         output_dir=str(folder),
-        per_device_train_batch_size=setting["rows"],
+        per_device_train_batch_size=options.rows or setting["rows"],
         num_generations=setting["group"],
         max_completion_length=tokens,
         max_steps=10**6,
@@ -103,6 +109,23 @@ def build(cls, config_cls, options, model, folder: Path):
     return cls(model, distinct_reward, args, problems, processing_class=tokenizer, peft_config=peft)
 
 
+def checkpoint_activations(trainer) -> None:
+    """What `Trainer.train` does first; single steps are taken without it, and would keep every activation."""
+    trainer.model.activation_checkpointing_enable(
+        activation_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs
+    )
+    if not trainer.model.is_gradient_checkpointing:
+        raise RuntimeError(f"{type(trainer.model).__name__} did not switch gradient checkpointing on")
+
+
+def give_memory_back() -> None:
+    """Hand what the process has freed to the system, so that a turn's peak is its own."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 class Contender:
     """A trainer that takes single optimizer steps, with the seconds of each phase."""
 
@@ -112,6 +135,8 @@ class Contender:
         self.turn, self.drawn = 0, []
         trainer.create_optimizer_and_scheduler(10**6)
         trainer.model.train()
+        if trainer.args.gradient_checkpointing:
+            checkpoint_activations(trainer)
         trainer.current_gradient_accumulation_steps = 1
         self.batches = iter(trainer.get_train_dataloader())
         self._generate = trainer._generate_single_turn
@@ -136,6 +161,7 @@ class Contender:
         """Seconds by phase, the loss and the peak memory of one step."""
         trainer, self.seconds = self.trainer, defaultdict(float)
         batch = next(self.batches)
+        give_memory_back()
         memory = PeakMemory(torch.device("cpu"))
         memory.reset()
         start = CLOCK()
@@ -194,7 +220,7 @@ def draw_bars(result: dict, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def compare(options) -> dict:
+def compare(options) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     shared: dict[int, list] = {}
     contenders = {
@@ -212,24 +238,36 @@ def compare(options) -> dict:
             if i >= 0:
                 turns[name].append(figures)
         if i >= 0:
-            pair = [turns[name][-1] for name in turns]
-            losses = ""
-            if not options.generation_only:
-                losses = ", losses {:.7f} {:.7f}".format(*(p["loss"] for p in pair))
-                losses += ", gradients {:.6f} {:.6f}".format(*(p["gradient_norm"] for p in pair))
-            seconds = "stock {:.2f} s, ours {:.2f} s, {:.2f}×".format(
-                *(p["total"] for p in pair), pair[0]["total"] / pair[1]["total"]
-            )
-            lengths = ", mean lengths {:.0f} {:.0f}".format(*(p["mean_length"] for p in pair))
-            print(f"turn {i}: {seconds}{lengths}{losses}", flush=True)
+            print(f"turn {i}: {pair_line([turns[name][-1] for name in turns])}", flush=True)
+            write(options, result_of(options, turns))
+    for name in ("ratio", "generation_ratio", "peak_gib"):
+        print(name, {key: round(value, 3) for key, value in result_of(options, turns)[name].items()})
+
+
+def pair_line(pair: list[dict]) -> str:
+    """Seconds, peaks, lengths and losses of stock and of this package, beside each other."""
+    line = "stock {:.2f} s, ours {:.2f} s, {:.2f}×".format(
+        *(p["total"] for p in pair), pair[0]["total"] / pair[1]["total"]
+    )
+    line += ", peaks {:.2f} {:.2f} GiB".format(*(p["peak_mib"] / 1024 for p in pair))
+    line += ", mean lengths {:.0f} {:.0f}".format(*(p["mean_length"] for p in pair))
+    if pair[0]["loss"] is not None:
+        line += ", losses {:.7f} {:.7f}".format(*(p["loss"] for p in pair))
+        line += ", gradients {:.6f} {:.6f}".format(*(p["gradient_norm"] for p in pair))
+    return line
+
+
+def result_of(options, turns: dict[str, list[dict]]) -> dict:
+    """What is written down of the turns so far."""
+    setting = SETTINGS[options.setting]
+    changes = {"rows": options.rows or setting["rows"], "tokens": options.tokens or setting["tokens"]}
 
     def ratios(key: str) -> dict[str, float]:
         values = [a[key] / b[key] for a, b in zip(turns["stock TRL"], turns["this package"], strict=True) if b[key]]
         return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
-    peaks = {name: max(turn["peak_mib"] for turn in turns[name]) for name in turns}
     return {
-        "setting": f"{options.setting}: {SETTINGS[options.setting]}, tokens {options.tokens}, early {options.early}",
+        "setting": f"{options.setting}: {setting | changes}, early {options.early}",
         "gradient_checkpointing": options.gradient_checkpointing,
         "generation_only": options.generation_only,
         "threads": options.threads,
@@ -238,9 +276,21 @@ def compare(options) -> dict:
         "software": software(),
         "ratio": ratios("total"),
         "generation_ratio": ratios("generation"),
-        "peak_mib": peaks,
+        "peak_gib": {name: max(turn["peak_mib"] for turn in turns[name]) / 1024 for name in turns},
         "turns": turns,
     }
+
+
+def write(options, result: dict) -> None:
+    """The result's JSON, and a picture where there are phases."""
+    if not options.out:
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"end_to_end_{options.setting}" + ("_early" if options.early else "")
+    name += f"_generation_{options.tokens or SETTINGS[options.setting]['tokens']}" if options.generation_only else ""
+    write_json(options.out / f"{name}.json", result)
+    if not options.generation_only:
+        draw_bars(result, options.out / f"{name}.png")
 
 
 def main() -> None:
@@ -254,6 +304,7 @@ def main() -> None:
     parser.add_argument(
         "--cpu_seconds", action="store_true", help="of the process, with one thread: on a busy machine"
     )
+    parser.add_argument("--rows", type=int, help="completions per step, in place of the setting's")
     parser.add_argument("--tokens", type=int, help="of a completion, in place of the setting's")
     parser.add_argument("--early", action="store_true")
     parser.add_argument("--early_factor", type=float, default=1.03)
@@ -266,18 +317,7 @@ def main() -> None:
     if options.cpu_seconds:
         global CLOCK
         CLOCK = time.process_time
-    result = compare(options)
-    for name in ("ratio", "generation_ratio", "peak_mib"):
-        print(name, {key: round(value, 3) for key, value in result[name].items()})
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = f"end_to_end_{options.setting}" + ("_early" if options.early else "")
-        name += (
-            f"_generation_{options.tokens or SETTINGS[options.setting]['tokens']}" if options.generation_only else ""
-        )
-        write_json(options.out / f"{name}.json", result)
-        if not options.generation_only:
-            draw_bars(result, options.out / f"{name}.png")
+    compare(options)
 
 
 if __name__ == "__main__":
