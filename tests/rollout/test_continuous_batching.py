@@ -7,9 +7,13 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
+# By default the engine's cache takes half of the machine's memory, here 12 GB of 24.
+SMALL_CACHE = {"num_blocks": 64, "max_batch_tokens": 256}
+
 
 def after_one_turn(cls, config, folder):
-    made = trainer(cls, config, folder, peft_config=lora(), bf16=True, use_transformers_continuous_batching=True)
+    settings = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": SMALL_CACHE}
+    made = trainer(cls, config, folder, peft_config=lora(), bf16=True, **settings)
     before = {name: tensor.clone() for name, tensor in made.model.state_dict(keep_vars=False).items()}
     frequencies = {name: b.clone() for name, b in made.model.named_buffers()}
     made.model.train()

@@ -121,6 +121,24 @@ def test_what_is_not_exact_runs_as_stock_and_says_so(tmp_path, changes, said):
     assert not asked
 
 
+@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_what_decoding_saves_is_said_as_it_is(tmp_path, adapter, bf16):
+    """Autocast reaches `generate` where no adapter stands between it and accelerate's wrapper."""
+    made = trainer(
+        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora() if adapter else None, bf16=bf16
+    )
+    made.model_wrapped = made.accelerator.prepare_model(made.model)
+    line = next(line for line in made.features() if line.startswith("decoding:"))
+    seen = []
+    head = made.accelerator.unwrap_model(made.model_wrapped).get_output_embeddings()
+    head.register_forward_hook(lambda _, __, out: seen.append(torch.is_autocast_enabled("cpu")))
+    settings = made._generate_settings()
+    made.rollout.training_turn(lambda *_: 1 / 0, ([[5, 6]] * 4, None, {}, 4, False), made.model_wrapped, settings)
+    assert set(seen) == {"autocast" in line}
+    assert ("per row (autocast)" in line) == (bf16 and not adapter)
+
+
 def test_images_run_as_stock(tmp_path):
     made = make(folder=tmp_path)
     for turn in (([[5]], ["picture"], {}, 1, False), ([[5]], None, {"pixel_values": torch.zeros(1)}, 1, False)):

@@ -123,9 +123,12 @@ class Rollout:
         if self.accelerator.device.type != "cpu":
             return []
         model = self.accelerator.unwrap_model(wrapped)
-        reason = why_per_row(model.get_base_model() if is_peft_model(model) else model)
+        adapted = is_peft_model(model)
+        # accelerate wraps the outermost forward alone, and `generate` calls the model inside an adapter.
+        with nullcontext() if adapted else self.accelerator.autocast():
+            reason, copies = why_per_row(model.get_base_model() if adapted else model), copyable(model)
         prompts = "prompts attended to once per group" if reason is None else f"prompts attended to per row ({reason})"
-        return [f"decoding: {prompts}; {copyable(model).describe()}"]
+        return [f"decoding: {prompts}; {copies.describe()}"]
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
