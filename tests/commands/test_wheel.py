@@ -130,11 +130,18 @@ def test_every_other_command_in_turn(installed, place):
         assert expected in said.partition(f"<<{line}>>")[2].partition("<<")[0], line
 
 
-def test_grpo_trains(installed, place):
+def test_grpo_trains_with_data_and_rewards_of_ones_own(installed, place):
+    data = "def load(split):\n    return [{'problem': f'{a}+1=', 'answer': a + 1} for a in range(40) if (a < 20) == (split == 'test')]\n"
+    (place / "my_data.py").write_text(data)
+    reward = "def short(completions, **columns):\n    return [-float(len(one[0]['content'])) for one in completions]\n"
+    (place / "my_rewards.py").write_text(reward)
     quick = "--max_steps 2 --eval_problems 4 --accuracy_steps 0 --logging_steps 1 --per_device_train_batch_size 8"
-    words = f"grpo --config small-base/grpo/quickstart --model_name_or_path base --output_dir out {quick}"
+    own = "--dataset my_data.py:load --rewards my_rewards.py:short exact_answer"
+    words = f"grpo --config small-base/grpo/quickstart --model_name_or_path base --output_dir out {quick} {own}"
     said = call(*words.split(), installed=installed, cwd=place)
-    assert "accelerate config: cpu, 1 process" in said and "step 2/2  reward" in said
+    assert "accelerate config: cpu, 1 process" in said and "step 2/2  reward -" in said
+    assert "20 training and 4 held-out problems from my_data.py:load" in said
+    assert "short -" in said  # beside each completion that is shown
     assert (place / "out" / "adapter_model.safetensors").is_file()
     assert len(json.loads((place / "out" / "metrics.json").read_text())["history"]) >= 2
     card = (place / "out" / "README.md").read_text()

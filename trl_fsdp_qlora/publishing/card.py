@@ -152,8 +152,15 @@ def changed_arguments(args: Any) -> dict[str, Any]:
         if not plain or not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
             continue
         if not same or item.name in _ALWAYS:
-            changed[item.name] = portable(value) if isinstance(value, str) else value
+            changed[item.name] = _portable(value)
     return clean(changed)
+
+
+def _portable(value: Any) -> Any:
+    """Paths, alone or in a list, without what is of one machine."""
+    if isinstance(value, list):
+        return [_portable(item) for item in value]
+    return portable(value) if isinstance(value, str) else value
 
 
 def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class ScriptArguments:
 
     dataset: str = field(
         metadata={
-            "help": "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, 'addition' or 'multiplication'."
+            "help": "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, 'addition' or 'multiplication', or a "
+            "function of your own that returns rows: my_data.py:load."
         }
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
@@ -56,7 +57,9 @@ class ScriptArguments:
     chat: bool = option(True, "Let the tokenizer's chat template frame the prompt.")
     rewards: list[str] = field(
         default_factory=lambda: ["exact_answer"],
-        metadata={"help": "Names of rewards, see trl_fsdp_qlora.recipe.rewards.REWARDS."},
+        metadata={
+            "help": "Names of rewards, see trl_fsdp_qlora.recipe.rewards.REWARDS, or your own: my_rewards.py:has_unit."
+        },
     )
     answer_format: str = option(
         "auto", "Where a completion's final answer stands: auto, hash, tags, boxed or last_number."

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from datasets import Dataset
 
+from ..run.own_code import is_import_path
 from .arguments import ScriptArguments
-from .datasets import DatasetError, hold_out, read_problems, to_prompts, without_overlap
+from .datasets import DatasetError, hold_out, read_problems, takes_split, to_prompts, without_overlap
 from .files import has_splits
 from .script import say
 
@@ -121,4 +122,6 @@ def _same_problems(args: ScriptArguments) -> str | None:
 
 
 def _without_splits(source: str) -> bool:
+    if is_import_path(source):
+        return not takes_split(source)
     return Path(source).exists() and not has_splits(source)

@@ -1,5 +1,6 @@
 """Problems with one exact answer, from a local file or the Hub, as TRL wants them."""
 
+import inspect
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 
+from ..run.own_code import OwnCodeError, is_import_path, load_function
 from .answers import UnparsableGoldAnswer, parse_gold
 from .arguments import did_you_mean
 from .files import SUFFIXES, DatasetError, Row, read_rows
@@ -67,7 +69,31 @@ def _check_row(row: Row, family: _Family) -> None:
             raise DatasetError(f"{row.where}: the field {name!r} must be a number or text, not {value!r}")
 
 
+def takes_split(source: str) -> bool:
+    """Whether a function of the user's own, by import path, has a parameter `split`.
+
+    Raises:
+        DatasetError: there is no such function.
+    """
+    try:
+        return "split" in inspect.signature(load_function(source)).parameters
+    except OwnCodeError as error:
+        raise DatasetError(f"dataset {error}") from error.__cause__
+
+
+def _own_rows(source: str, split: str) -> list[Row]:
+    """What the user's function `source` returns: rows with the columns that a file would have."""
+    given = {"split": split} if takes_split(source) else {}
+    try:
+        rows = [dict(row) for row in load_function(source)(**given)]
+    except Exception as error:  # of the user's own lines, which a traceback would bury
+        raise DatasetError(f"dataset {source!r} raised {type(error).__name__}: {error}") from error
+    return [Row(values, f"{source}, row {index}") for index, values in enumerate(rows)]
+
+
 def _source_rows(source: str, split: str, config: str | None) -> list[Row]:
+    if is_import_path(source):
+        return _own_rows(source, split)
     path = Path(source)
     if path.exists():
         return read_rows(path, split)
@@ -102,7 +128,8 @@ def read_problems(
     """Questions and gold answers of a dataset, each checked to be parsable.
 
     Args:
-        source: a local file or folder (see [`~trl_fsdp_qlora.recipe.files.read_rows`]), a Hub id, or `"addition"` or
+        source: a local file or folder (see [`~trl_fsdp_qlora.recipe.files.read_rows`]), a Hub id, a function of one's own
+            that returns rows (`my_data.py:load`; a parameter `split` gets the split), or `"addition"` or
             `"multiplication"` for the two-digit problems of the small base model. Its columns decide the family: SVAMP (`Body`, `Question`,
             `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
         split: split to read; a single file holds only one.

@@ -4,10 +4,12 @@ Every reward takes what TRL passes (`completions`, plus the dataset's columns as
 completion. A gold answer that cannot be parsed is an error that names its row, never a reward.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from ..run.own_code import is_import_path, load_function
 from .answers import NUMBER, Completion, answers_match, completion_text, extract_answer, parse_gold
 
 _TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -76,11 +78,18 @@ REWARDS = {"exact_answer": exact_answer_reward, "tag_format": tag_format_reward,
 
 
 def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[float]]:
-    """A reward of [`REWARDS`] by name.
+    """A reward of [`REWARDS`] by name, or a function of the user's own by import path (`my_rewards.py:has_unit`).
 
     Raises:
         ValueError: unknown name; lists the known ones.
+        trl_fsdp_qlora.run.own_code.OwnCodeError: an import path that leads to no function.
     """
+    if is_import_path(name):
+        return load_function(name)
     if name not in REWARDS:
-        raise ValueError(f"unknown reward {name!r}; known: {', '.join(REWARDS)}")
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"unknown reward {name!r}{hint}; known: {', '.join(REWARDS)}, or one of your own as my_rewards.py:function"
+        )
     return exact_answer_reward(answer_format) if name == "exact_answer" else REWARDS[name]

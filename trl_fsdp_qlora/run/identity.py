@@ -8,7 +8,7 @@ What a user changes freely (lengths of the run, logging, saving, evaluation, rep
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 from transformers.utils import try_to_load_from_cache
 
 from ..upstream.transformers import model_name
+from .own_code import digest_of
 
 # Of `TrainingArguments`, what changes the numbers; of the method's own config, everything but what is listed below.
 _TRAINING = [
@@ -116,6 +117,12 @@ def describe_run(
     return json.loads(
         json.dumps({"identity": identity, "layout": layout(args), "software": software}, default=str, sort_keys=True)
     )
+
+
+def _rewards(names: Sequence[str], functions: Sequence[Any]) -> list[str]:
+    """The names of the rewards, and of which file those are that came by an import path."""
+    digests = map(digest_of, functions)
+    return [name if digest is None else f"{name} of {digest}" for name, digest in zip(names, digests, strict=True)]
 
 
 def layout(args: TrainingArguments) -> dict[str, int]:

@@ -1,0 +1,98 @@
+import sys
+
+import pytest
+
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.data import load_data
+from trl_fsdp_qlora.recipe.datasets import DatasetError
+from trl_fsdp_qlora.recipe.rewards import get_reward
+from trl_fsdp_qlora.run.identity import _rewards
+from trl_fsdp_qlora.run.input_checks import guard_reward
+from trl_fsdp_qlora.run.own_code import OwnCodeError, digest_of, is_import_path, load_function
+
+REWARDS = """
+from own_helper import UNIT
+
+def has_unit(completions, **columns):
+    return [float(UNIT in completion) for completion in completions]
+"""
+DATA = """
+def both(split):
+    start = 0 if split == "train" else 50
+    return ({"problem": f"{a}+1=", "answer": a + 1} for a in range(start, start + 20))
+
+def one():
+    return [{"problem": f"{a}+1=", "answer": a + 1} for a in range(20)]
+
+def broken():
+    return [{"problem": "1"}[name] for name in ("problem", "answer")]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "own_helper.py").write_text("UNIT = 'm'\n")
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
+    (tmp_path / "own_data.py").write_text(DATA)
+    yield tmp_path
+    for name in ("own_helper", "own_rewards", "own_data", "own_broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("text", ["own_rewards.py:has_unit", "own_rewards:has_unit", "./own_rewards.py:has_unit"])
+def test_a_reward_of_ones_own(folder, text):
+    reward = get_reward(text)
+    assert reward(completions=["5 m", "5"]) == [1.0, 0.0]
+    assert get_reward(text) is reward  # imported once
+
+
+def test_what_is_no_import_path():
+    for text in ("exact_answer", "openai/gsm8k", "data.jsonl", "C:/data.jsonl", "my file.py"):
+        assert not is_import_path(text)
+    with pytest.raises(ValueError, match="unknown reward 'exact_anser'; did you mean 'exact_answer'"):
+        get_reward("exact_anser")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "own_rewards.py:has_unitt",
+            "own_rewards.py has no function 'has_unitt'; did you mean own_rewards.py:has_unit?",
+        ),
+        ("own_reward.py:has_unit", "own_reward.py: no such file here; did you mean 'own_rewards.py'?"),
+        ("own_broken.py:f", "own_broken.py cannot be imported: ZeroDivisionError: division by zero"),
+        ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
+        ("json.py:loads", "a module 'json' is imported already; give the file another name"),
+    ],
+)
+def test_what_is_not_there_is_named(folder, text, said):
+    (folder / "own_broken.py").write_text("1 / 0\n")
+    (folder / "json.py").write_text("")
+    with pytest.raises(OwnCodeError) as refused:
+        load_function(text)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_file_is_part_of_what_a_run_is(folder):
+    reward = get_reward("own_rewards.py:has_unit")
+    first = _rewards(["has_unit", "exact_answer"], [guard_reward(reward), get_reward("exact_answer")])
+    assert first == [f"has_unit of {digest_of(reward)}", "exact_answer"]
+    del sys.modules["own_rewards"]
+    (folder / "own_rewards.py").write_text(REWARDS.replace("float(", "2 * float("))
+    assert _rewards(["has_unit"], [guard_reward(get_reward("own_rewards.py:has_unit"))]) != first[:1]
+
+
+def test_data_of_ones_own(folder):
+    train, test = load_data(ScriptArguments("own_data.py:both"))
+    assert len(train) == len(test) == 20 and not set(train["answer"]) & set(test["answer"])
+    train, test = load_data(ScriptArguments("own_data.py:one", held_out=5))
+    assert (len(train), len(test)) == (15, 5)
+    with pytest.raises(DatasetError, match=r"'own_data\.py:one', which has no splits; set held_out"):
+        load_data(ScriptArguments("own_data.py:one"))
+    with pytest.raises(DatasetError, match=r"own_data.py:broken' raised KeyError: 'answer'"):
+        load_data(ScriptArguments("own_data.py:broken", held_out=1))
+    with pytest.raises(DatasetError, match=r"did you mean own_data.py:one\?"):
+        load_data(ScriptArguments("own_data.py:on", held_out=1))
