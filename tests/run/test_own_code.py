@@ -51,7 +51,7 @@ def test_a_reward_of_ones_own(folder, text):
 def test_what_is_no_import_path():
     for text in ("exact_answer", "openai/gsm8k", "data.jsonl", "C:/data.jsonl", "my file.py"):
         assert not is_import_path(text)
-    with pytest.raises(ValueError, match="unknown reward 'exact_anser'; did you mean 'exact_answer'"):
+    with pytest.raises(ValueError, match=r"unknown reward 'exact_anser'; known: .*; did you mean 'exact_answer'"):
         get_reward("exact_anser")
 
 

@@ -90,6 +90,6 @@ def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[flo
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"unknown reward {name!r}{hint}; known: {', '.join(REWARDS)}, or one of your own as my_rewards.py:function"
+            f"unknown reward {name!r}; known: {', '.join(REWARDS)}{hint}; one of your own is my_rewards.py:function"
         )
     return exact_answer_reward(answer_format) if name == "exact_answer" else REWARDS[name]
