@@ -36,7 +36,8 @@ class RoomyLayer(DynamicLayer):
             if rows is None:
                 room[:, :, :length] = states
             else:
-                torch.index_select(states, 0, rows, out=room[:, :, :length])
+                # A model split over several devices keeps each layer's keys where the layer is.
+                torch.index_select(states, 0, rows.to(states.device), out=room[:, :, :length])
             rooms.append(room)
         self._rooms = rooms
         self._see(length)
@@ -78,4 +79,4 @@ def repeat_rows(cache: DynamicCache, rows_R: torch.Tensor, max_length: int) -> N
         if type(layer) is DynamicLayer and layer.get_seq_length():
             cache.layers[i] = RoomyLayer(layer, rows_R, max_length)
         else:
-            layer.batch_select_indices(rows_R)
+            layer.batch_select_indices(rows_R if not layer.get_seq_length() else rows_R.to(layer.keys.device))
