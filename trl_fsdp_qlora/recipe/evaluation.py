@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -122,13 +123,7 @@ def evaluate(
     started = time.perf_counter()
     rows = dataset.select_columns(["prompt", "answer"]).to_list()
     golds = [parse_gold(row["answer"], index) for index, row in enumerate(rows)]
-    eos = model.generation_config.eos_token_id
-    eos = {eos} if isinstance(eos, int) else set(eos or ())
-    eos.add(tokenizer.eos_token_id)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos), **NEUTRAL}
-    greedy = GenerationConfig(do_sample=False, **common)
-    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
+    greedy, sampled = _generation_configs(model, tokenizer, max_new_tokens, temperature, top_p)
 
     def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
         ids = _encode([rows[i]["prompt"] for i in batch], tokenizer)
@@ -141,26 +136,18 @@ def evaluate(
     def text_of(tokens: list[int]) -> str:
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def score(batch: range, completions: tuple[list[list[int]], list[list[int]]]) -> list[tuple]:
-        scores = []
-        for j, (i, tokens) in enumerate(zip(batch, completions[0], strict=True)):
-            text = text_of(tokens)
-            best = extract_answer(text, answer_format)
-            drawn = completions[1][j * samples : (j + 1) * samples]
-            drawn = [extract_answer(text_of(sample), answer_format) for sample in drawn]
-            hits = sum(answers_match(one, golds[i]) for one in drawn)
-            scores.append(
-                (
-                    answers_match(best, golds[i]),
-                    best is not None,
-                    pass_at_k(samples, hits, samples) if samples else 0.0,
-                    bool(samples) and answers_match(majority(drawn), golds[i]),
-                    len(tokens),
-                    answers_match(required_answer(text, answer_format), golds[i]),
-                    answers_match(extract_answer(text, "last_number"), golds[i]),
-                )
+    def score(batch: range, completions: tuple[list[list[int]], list[list[int]]]) -> list[_Scored]:
+        best, drawn = completions
+        return [
+            _score(
+                text_of(tokens),
+                [text_of(sample) for sample in drawn[j * samples : (j + 1) * samples]],
+                golds[i],
+                answer_format,
+                len(tokens),
             )
-        return scores
+            for j, (i, tokens) in enumerate(zip(batch, best, strict=True))
+        ]
 
     results = over_ranks(
         len(rows),
@@ -170,19 +157,62 @@ def evaluate(
         lockstep=lockstep,
         description=description if progress else None,
     )
-    n = len(rows)
-    correct = sum(result[0] for result in results)
+    return _summary(results, samples, time.perf_counter() - started)
+
+
+class _Scored(NamedTuple):
+    """What one problem counts for."""
+
+    correct: bool
+    answered: bool
+    pass_at_k: float
+    majority: bool
+    tokens: int
+    strict: bool
+    lenient: bool
+
+
+def _score(text: str, drawn: list[str], gold: Any, answer_format: str, tokens: int) -> _Scored:
+    best, samples = extract_answer(text, answer_format), len(drawn)
+    answers = [extract_answer(sample, answer_format) for sample in drawn]
+    hits = sum(answers_match(one, gold) for one in answers)
+    return _Scored(
+        correct=answers_match(best, gold),
+        answered=best is not None,
+        pass_at_k=pass_at_k(samples, hits, samples) if samples else 0.0,
+        majority=bool(samples) and answers_match(majority(answers), gold),
+        tokens=tokens,
+        strict=answers_match(required_answer(text, answer_format), gold),
+        lenient=answers_match(extract_answer(text, "last_number"), gold),
+    )
+
+
+def _summary(results: list[_Scored], samples: int, seconds: float) -> Evaluation:
+    n, total = len(results), _Scored(*(sum(values) for values in zip(*results, strict=True)))
     return Evaluation(
         n=n,
-        correct=correct,
-        pass_at_1=correct / n,
-        interval=wilson_interval(correct, n),
+        correct=total.correct,
+        pass_at_1=total.correct / n,
+        interval=wilson_interval(total.correct, n),
         samples=samples,
-        pass_at_k=sum(result[2] for result in results) / n if samples else None,
-        majority_at_k=sum(result[3] for result in results) / n if samples else None,
-        answered=sum(result[1] for result in results) / n,
-        seconds=time.perf_counter() - started,
-        tokens_per_completion=sum(result[4] for result in results) / n,
-        strict=sum(result[5] for result in results),
-        lenient=sum(result[6] for result in results),
+        pass_at_k=total.pass_at_k / n if samples else None,
+        majority_at_k=total.majority / n if samples else None,
+        answered=total.answered / n,
+        seconds=seconds,
+        tokens_per_completion=total.tokens / n,
+        strict=total.strict,
+        lenient=total.lenient,
     )
+
+
+def _generation_configs(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
+) -> tuple[GenerationConfig, GenerationConfig]:
+    """Greedy, and sampled."""
+    eos = model.generation_config.eos_token_id
+    eos = {eos} if isinstance(eos, int) else set(eos or ())
+    eos.add(tokenizer.eos_token_id)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos), **NEUTRAL}
+    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
+    return GenerationConfig(do_sample=False, **common), sampled
