@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.recipe import refusals, runner
+from trl_fsdp_qlora.recipe import building, refusals, runner
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.run.input_checks import check_dataset
 
@@ -60,7 +60,7 @@ def test_a_check_is_one(name):
 
 @pytest.mark.parametrize(("fails", "expected"), [(unpack_too_much, ValueError), (our_own_check, ConfigError)])
 def test_building_a_trainer_makes_one_line_of_a_refusal_only(fails, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: fails())
+    monkeypatch.setattr(building.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: fails())
     config = EfficientGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(ValueError) as caught:
         runner.build_trainer(object, ScriptArguments(dataset="d"), config, ModelConfig("m"), None)

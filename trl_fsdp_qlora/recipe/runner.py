@@ -8,19 +8,17 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoTokenizer
-from trl import ModelConfig, get_quantization_config
+from trl import ModelConfig
 
 from ..publishing.card import hardware, software
 from ..run import launch_line, redaction
 from ..run.checkpoints import step_of
 from ..run.disk import disk_errors
 from ..upstream.transformers import model_name
-from .arguments import DEBUG_ERRORS, ConfigError, ScriptArguments
-from .checks import lora_config
+from .arguments import ScriptArguments
+from .building import model_arguments, refusals_in_a_line
 from .evaluation import Evaluation, evaluate
 from .record import AccuracyCallback, RunRecord, format_result
-from .refusals import is_refusal
 from .rewards import get_reward
 from .script import resumable, say
 from .time_limit import TimeLimit
@@ -38,27 +36,9 @@ def build_trainer(
     Raises:
         ConfigError: TRL, PEFT or the trainer refuses an argument, see [`trl_fsdp_qlora.recipe.refusals.is_refusal`].
     """
-    config.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(config.model_init_kwargs or {}),
-    }
-    try:
-        trainer = trainer_class(
-            model.model_name_or_path,
-            reward_functions(script),
-            config,
-            train,
-            processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
-            quantization_config=get_quantization_config(model),
-            peft_config=lora_config(model),
-            **more,
-        )
-    except Exception as error:
-        if not is_refusal(error):
-            raise
-        raise ConfigError(f"{error} ({DEBUG_ERRORS} shows where)") from error
+    with refusals_in_a_line():
+        given = model_arguments(config, model)
+        trainer = trainer_class(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
     trainer.card_info.settings = (script, model)
     return trainer
 

@@ -6,21 +6,20 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from trl import ModelConfig, SFTConfig, SFTTrainer, get_quantization_config
+from trl import ModelConfig, SFTConfig, SFTTrainer
 
 from ..publishing.card import hardware, software
 from ..run import redaction
 from ..run.checkpoints import resolve_resume
 from ..run.disk import disk_errors
-from .arguments import DEBUG_ERRORS, ConfigError, ScriptArguments
-from .checks import lora_config
+from .arguments import ScriptArguments
+from .building import model_arguments, refusals_in_a_line
 from .data import load_problems, measured_prompts, prompts_of
 from .datasets import DatasetError
 from .evaluation import Evaluation, evaluate
 from .record import RunRecord, format_result
-from .refusals import is_refusal
 from .script import say
 
 
@@ -88,25 +87,9 @@ def build_sft_trainer(config: SFTConfig, model: ModelConfig, train: Dataset) -> 
     Raises:
         ConfigError: TRL or PEFT refuses an argument, see [`trl_fsdp_qlora.recipe.refusals.is_refusal`].
     """
-    config.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(config.model_init_kwargs or {}),
-    }
-    try:
-        return SFTTrainer(
-            model.model_name_or_path,
-            config,
-            train_dataset=train,
-            processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
-            quantization_config=get_quantization_config(model),
-            peft_config=lora_config(model),
-        )
-    except Exception as error:
-        if not is_refusal(error):
-            raise
-        raise ConfigError(f"{error} ({DEBUG_ERRORS} shows where)") from error
+    with refusals_in_a_line():
+        given = model_arguments(config, model)
+        return SFTTrainer(model.model_name_or_path, config, train_dataset=train, **given)
 
 
 def run_sft(
