@@ -232,6 +232,17 @@ def test_equal_prompts_are_drawn_apart_and_again_the_same(shared_engine, base, t
     assert generate(model, prompts, config, seed=4) != drawn
 
 
+def test_a_short_prompt_is_prefilled_once(shared_engine, base, tmp_path):
+    from vllm import SamplingParams
+
+    tokenizer = tiny.character_tokenizer()
+    engine = engine_of(base, tmp_path, random_adapter(base, 0.05), tokenizer)
+    engine.sync_weights()
+    prompt = {"prompt_token_ids": tokenizer("1+2=" * 10)["input_ids"][:40]}
+    outputs = engine.llm.generate([prompt] * 4, sampling_params=SamplingParams(max_tokens=1), use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 32]
+
+
 @pytest.mark.slow
 def test_smollm2_greedy_is_pefts(shared_engine, smollm2, tmp_path):
     from transformers import AutoTokenizer

@@ -116,7 +116,11 @@ class AdapterEngine(VLLMGeneration):
     def _make_engine(self, on_cpu: bool):
         from vllm import LLM
 
+        # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts; 32 is the
+        # smallest that vLLM's CPU kernels are made for.
+        blocks = {"block_size": 32} if on_cpu else {}
         return LLM(
+            **blocks,
             model=self.base,
             # The policy's own dtype where there is no GPU: bfloat16 without AMX is hundreds of times slower.
             dtype=str(self.model.dtype).removeprefix("torch.") if on_cpu else "auto",
