@@ -22,6 +22,9 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--accelerate_config", help="file, or one of this package's names")
     words.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's")
     words.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
+    words.add_argument(
+        "--solve", action="store_true", help="also the largest micro-batch and longest completion that fit"
+    )
     words.add_argument("--prompt_tokens", type=int, help="tokens of the longest prompt")
     return words
 
@@ -37,6 +40,7 @@ def run_plan(arguments: Sequence[str], types: Sequence[type] = ()) -> int:
         The exit status: 0 it fits, 1 it does not, 2 the input cannot be planned (one line on standard error says why).
     """
     own, rest = parser().parse_known_args(list(arguments))
+    from . import solve
     from .plan import make_plan
     from .table import show
 
@@ -54,6 +58,14 @@ def run_plan(arguments: Sequence[str], types: Sequence[type] = ()) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
     print(show(plan))
+    if not plan.fits and plan.enough_cards:
+        print("\n".join(f"makes it fit: {line}" for line in solve.ways(plan)) or "no single line makes it fit")
+    if own.solve:
+        group = plan.settings.num_generations
+        print(
+            f"largest that fits: per_device_train_batch_size: {solve.largest(plan, 'per_device_train_batch_size', group)}"
+        )
+        print(f"longest that fits: max_completion_length: {solve.largest(plan, 'max_completion_length', 16)}")
     return 0 if plan.fits else _DOES_NOT_FIT
 
 
