@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from trl import ModelConfig
 
+from tests.distributed.launch import run_script
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora import AStarPOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
@@ -62,9 +60,7 @@ def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
     arguments = text.split()
 
     def run(*more):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, str(ROOT / "recipes" / "a_star_po.py"), *arguments, *more]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        return run_script("recipes/a_star_po.py", *arguments, *more, cwd=tmp_path)
 
     first = run("--stage", "estimate")
     assert first.returncode == 0, first.stderr

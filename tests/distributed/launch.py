@@ -48,10 +48,20 @@ def fork_server():
 
 
 class _Rank:
-    """A script in a child of the fork server, with `Popen`'s names."""
+    """A script in a child of the fork server, with `Popen`'s names; its errors go to the log as well or to a file."""
 
-    def __init__(self, script: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path):
-        self.process = fork_server().Process(target=_run_script, args=(script, arguments, dict(environment), str(log)))
+    def __init__(
+        self,
+        script: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        errors: Path | None = None,
+        cwd: Path = REPOSITORY,
+    ):
+        streams = (str(log), None if errors is None else str(errors))
+        given = (script, arguments, dict(environment), streams, str(cwd))
+        self.process = fork_server().Process(target=_run_script, args=given)
         self.process.start()
         self.pid = self.process.pid
 
@@ -66,14 +76,16 @@ class _Rank:
         return self.process.exitcode
 
 
-def _run_script(script: str, arguments: Sequence[str], environment: dict[str, str], log: str) -> None:
+def _run_script(
+    script: str, arguments: Sequence[str], environment: dict[str, str], streams: tuple[str, str | None], cwd: str
+) -> None:
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+    output, errors = (name and os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in streams)
+    for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, errors or output)):
         os.dup2(source, stream)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(REPOSITORY)
+    os.chdir(cwd)
     sys.argv = [script, *arguments]
     sys.path[:0] = [str(Path(script).parent), str(REPOSITORY)]
     runpy.run_path(script, run_name="__main__")
@@ -139,19 +151,50 @@ def run_group(
         `(exit code, output)` of each rank; a rank that was killed here has a negative code.
     """
 
-    def start(arguments, environment, log):
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                arguments,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                cwd=REPOSITORY,
-                start_new_session=True,
-            )
+    return _run([partial(_start, *command) for command in commands], timeout, check)
 
-    return _run([partial(start, *command) for command in commands], timeout, check)
+
+def _start(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    errors: Path | None = None,
+    cwd: Path = REPOSITORY,
+) -> subprocess.Popen:
+    with log.open("wb") as output, (log if errors is None else errors).open("ab") as complaints:
+        return subprocess.Popen(
+            arguments,
+            stdout=output,
+            stderr=subprocess.STDOUT if errors is None else complaints,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+
+def _completed(start: Callable[..., object], words: Sequence[str], cwd: Path, timeout: float):
+    with tempfile.TemporaryDirectory() as folder:
+        errors = Path(folder) / "errors.txt"
+        [(code, output)] = _run([partial(start, errors=errors, cwd=cwd)], timeout, check=False)
+        return subprocess.CompletedProcess(words, code, output, errors.read_text(errors="replace"))
+
+
+def run_script(script: str, *arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess:
+    """`python SCRIPT ARGUMENTS` in one process, which need not import torch and TRL first; output and errors apart."""
+    words = [str(REPOSITORY / script), *map(str, arguments)]
+    return _completed(partial(_Rank, words[0], words[1:], rank_environment(None)), words, cwd, timeout)
+
+
+def accelerate_launch(
+    config: str, script: str, *arguments: str, cwd: Path, timeout: float = 300
+) -> subprocess.CompletedProcess:
+    """`accelerate launch` with one of our configs, as a user types it; what it has started ends with it."""
+    words = [sys.executable, "-m", "accelerate.commands.launch"]
+    words += ["--config_file", str(REPOSITORY / "accelerate_configs" / f"{config}.yaml")]
+    words += ["--main_process_port", "0"] if config.startswith("ddp") else []
+    words += [str(REPOSITORY / script), *map(str, arguments)]
+    return _completed(partial(_start, words, rank_environment(None)), words, cwd, timeout)
 
 
 def launch(

@@ -4,6 +4,7 @@ import contextlib
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a fork of a process that has looked for a GPU cannot use one
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 import accelerate  # noqa: F401
 import datasets  # noqa: F401

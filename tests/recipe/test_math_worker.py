@@ -11,7 +11,8 @@ import time
 import psutil
 import pytest
 
-from tests.recipes.test_recipe_runs import SETTINGS, launch
+from tests.distributed.launch import REPOSITORY, rank_environment
+from tests.recipes.test_recipe_runs import SETTINGS
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.recipe import math_worker
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
@@ -142,7 +143,13 @@ def test_every_rank_has_its_own_and_takes_it_along(tmp_path, monkeypatch):
     arguments = (
         "--model_name_or_path base --per_device_train_batch_size 8 --output_dir out --max_steps 2 --save_strategy no"
     )
-    run = launch("ddp_cpu.yaml", "grpo.py", *" ".join(SETTINGS).split(), *arguments.split(), cwd=tmp_path)
+    # Not by the tests' launcher, which ends what is left.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+    command += [str(REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"), str(REPOSITORY / "recipes" / "grpo.py")]
+    command += [*" ".join(SETTINGS).split(), *arguments.split()]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=rank_environment(None), capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["processes"] == 2
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.recipes.test_recipe_runs import SETTINGS, folder, launch  # noqa: F401
+from tests.distributed.launch import run_script
+from tests.recipes.test_recipe_runs import SETTINGS, folder  # noqa: F401
 
 METHODS = {
     "grpo.py": "--num_generations 8 --loss_type grpo",
@@ -29,15 +30,15 @@ def contents(run) -> dict[str, bytes]:
 @pytest.mark.parametrize("script", METHODS)
 def test_a_finished_run_says_so_and_changes_nothing(folder, script):  # noqa: F811
     output = script.removesuffix(".py")
-    first = launch("cpu.yaml", script, *command(script, output, "--max_steps", "2"), cwd=folder)
+    first = run_script(f"recipes/{script}", *command(script, output, "--max_steps", "2"), cwd=folder)
     assert first.returncode == 0, first.stdout + first.stderr
     left = contents(folder / output)
-    again = launch("cpu.yaml", script, *command(script, output, "--max_steps", "2"), cwd=folder)
+    again = run_script(f"recipes/{script}", *command(script, output, "--max_steps", "2"), cwd=folder)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"the run in {output} is finished (max_steps=2)" in again.stdout
     assert "larger --max_steps" in again.stdout and "trl-fsdp-qlora evaluate --model base --adapter" in again.stdout
     assert contents(folder / output) == left
-    further = launch("cpu.yaml", script, *command(script, output, "--max_steps", "3"), cwd=folder)
+    further = run_script(f"recipes/{script}", *command(script, output, "--max_steps", "3"), cwd=folder)
     assert further.returncode == 0, further.stdout + further.stderr
     record = json.loads((folder / output / "metrics.json").read_text())
     assert record["finished_step"] == 3
@@ -45,12 +46,12 @@ def test_a_finished_run_says_so_and_changes_nothing(folder, script):  # noqa: F8
 
 @pytest.mark.slow
 def test_killed_after_the_last_step_is_not_finished_and_without_before_is_said(folder):  # noqa: F811
-    run = launch("cpu.yaml", "grpo.py", *command("grpo.py", "lost", "--max_steps", "2"), cwd=folder)
+    run = run_script("recipes/grpo.py", *command("grpo.py", "lost", "--max_steps", "2"), cwd=folder)
     assert run.returncode == 0, run.stdout + run.stderr
     adapter = (folder / "lost" / "adapter_model.safetensors").read_bytes()
     (folder / "lost" / "adapter_model.safetensors").unlink()
     (folder / "lost" / "metrics.json").write_text("{ damaged")
-    again = launch("cpu.yaml", "grpo.py", *command("grpo.py", "lost", "--max_steps", "2"), cwd=folder)
+    again = run_script("recipes/grpo.py", *command("grpo.py", "lost", "--max_steps", "2"), cwd=folder)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "its metrics.json is no JSON" in again.stdout and "does not hold the accuracy from before" in again.stdout
     assert (folder / "lost" / "adapter_model.safetensors").read_bytes() == adapter  # no further step

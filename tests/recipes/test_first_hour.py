@@ -13,11 +13,12 @@ import yaml
 from huggingface_hub import ModelCard
 from trl import ModelConfig
 
+from tests.distributed.launch import accelerate_launch
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
-from .test_recipe_runs import ROOT, SETTINGS, launch
+from .test_recipe_runs import ROOT, SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,8 @@ def folder(tmp_path_factory):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_card_reproduces_the_run(folder, tmp_path, monkeypatch):
-    run = launch(
-        "cpu.yaml", "grpo.py", "--config", "recipe.yaml", "--max_steps", "2", "--output_dir", "out", cwd=folder
-    )
+    words = ["--config", "recipe.yaml", "--max_steps", "2", "--output_dir", "out"]
+    run = accelerate_launch("cpu", "recipes/grpo.py", *words, cwd=folder)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "\r" not in run.stdout + run.stderr  # no bar in a file
     text = ModelCard.load(folder / "out" / "README.md").text

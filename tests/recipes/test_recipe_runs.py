@@ -1,9 +1,7 @@
 """The recipes' scripts as commands, in one process and in two."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from tests.distributed.launch import accelerate_launch, run_script
 from tests.tiny import save_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -22,27 +21,6 @@ SETTINGS = [
     "--max_steps 5 --learning_rate 1e-2 --accuracy_steps 2 --save_steps 2 --logging_steps 1 --report_to none",
     "--disable_tqdm true --optim sgd --loss_type grpo",
 ]
-
-
-def launch(config: str, script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        ROOT / "accelerate_configs" / config,
-    ]
-    if config == "ddp_cpu.yaml":
-        command += ["--main_process_port", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*map(str, command), str(ROOT / "recipes" / script), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +36,7 @@ def folder(tmp_path_factory) -> Path:
 def train(folder: Path, config: str, output: str, per_device: int) -> dict:
     arguments = " ".join(SETTINGS).split()
     sizes = ["--per_device_train_batch_size", str(per_device), "--output_dir", output]
-    run = launch(config, "grpo.py", "--model_name_or_path", "base", *arguments, *sizes, cwd=folder)
+    run = accelerate_launch(config, "recipes/grpo.py", "--model_name_or_path", "base", *arguments, *sizes, cwd=folder)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("trl-fsdp-qlora\n") == 1  # one rank prints
     assert "->" in run.stdout
@@ -67,28 +45,20 @@ def train(folder: Path, config: str, output: str, per_device: int) -> dict:
 
 @pytest.mark.slow
 def test_one_process_leaves_everything_and_is_not_overwritten(folder):
-    record = train(folder, "cpu.yaml", "one", per_device=32)
+    record = train(folder, "cpu", "one", per_device=32)
     assert record["before"]["n"] == record["after"]["n"] == 6
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
     left = {path.name for path in (folder / "one").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "metrics.json", "training.png"} <= left
-    again = launch(
-        "cpu.yaml",
-        "grpo.py",
-        "--model_name_or_path",
-        "base",
-        *" ".join(SETTINGS).split(),
-        "--output_dir",
-        "one",
-        cwd=folder,
-    )
-    assert again.returncode != 0  # accelerate turns the 2 of its process into 1
+    settings = " ".join(SETTINGS).split()
+    again = run_script("recipes/grpo.py", "--model_name_or_path", "base", *settings, "--output_dir", "one", cwd=folder)
+    assert again.returncode == 2
     assert "error: output_dir=one holds another run (checkpoint-5)" in again.stderr
 
 
 @pytest.mark.slow
 def test_two_processes_train_and_evaluate(folder):
-    record = train(folder, "ddp_cpu.yaml", "two", per_device=16)
+    record = train(folder, "ddp_cpu", "two", per_device=16)
     assert record["processes"] == 2
     assert record["before"]["n"] == 6
     steps = [entry for entry in record["history"] if "loss" in entry]
@@ -101,10 +71,10 @@ def test_two_processes_train_and_evaluate(folder):
         with model.disable_adapter():
             assert not torch.allclose(adapted, model(input_ids=ids).logits)
     results = []
-    for config in ("cpu.yaml", "ddp_cpu.yaml"):
+    for ranks, start in ((1, run_script), (2, partial(accelerate_launch, "ddp_cpu"))):
         arguments = "--model base --adapter two --dataset data.jsonl --held_out 20 --eval_problems 7 --max_new_tokens 5 --samples 3"
-        output = f"eval-{config}.json"
-        run = launch(config, "evaluate.py", *arguments.split(), "--batch_size", "6", "--output", output, cwd=folder)
+        output = f"eval-{ranks}.json"
+        run = start("recipes/evaluate.py", *arguments.split(), "--batch_size", "6", "--output", output, cwd=folder)
         assert run.returncode == 0, run.stderr
         result = json.loads((folder / output).read_text())
         results.append({key: value for key, value in result.items() if key != "seconds"})
@@ -115,7 +85,7 @@ def test_two_processes_train_and_evaluate(folder):
 def test_multiplication_runs_as_its_recipe_says(folder):
     config = ROOT / "recipes" / "small-base" / "t_spmo" / "config_multiplication.yaml"
     arguments = "--model_name_or_path base --output_dir multiplied --max_steps 2 --accuracy_steps 0 --eval_problems 20"
-    run = launch("cpu.yaml", "t_spmo.py", "--config", str(config), *arguments.split(), cwd=folder)
+    run = run_script("recipes/t_spmo.py", "--config", str(config), *arguments.split(), cwd=folder)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "7100 training and 20 held-out problems from multiplication" in run.stdout
     record = json.loads((folder / "multiplied" / "metrics.json").read_text())
@@ -127,6 +97,6 @@ def test_multiplication_runs_as_its_recipe_says(folder):
 
 @pytest.mark.slow
 def test_an_unknown_option_is_one_line(folder):
-    run = launch("cpu.yaml", "grpo.py", "--learning_rat", "1", cwd=folder)
+    run = run_script("recipes/grpo.py", "--learning_rat", "1", cwd=folder)
     assert "error: command line: unknown key '--learning_rat'; did you mean '--learning_rate'?" in run.stderr
     assert "parse_recipe" not in run.stderr  # no traceback of ours

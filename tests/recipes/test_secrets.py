@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.launch import accelerate_launch
 from tests.tiny import save_tiny_model
 
-from .test_recipe_runs import SETTINGS, launch
+from .test_recipe_runs import SETTINGS
 
 TOKEN = "hf_PLANTEDonTheCommandLine0123456789"
 TOKEN_AGAIN = "plantedInTheYamlWithoutAnyPrefix"
@@ -52,11 +53,11 @@ def test_nothing_that_a_run_leaves_or_prints_holds_a_secret(tmp_path, monkeypatc
     arguments += ["--vllm_server_base_url", f"http://bob:{URL}@judge:8000/v1", "--per_device_train_batch_size", "8"]
     arguments += ["--run_name", f"it's a run with {ENVIRONMENT['WANDB_API_KEY']}"]
 
-    first = launch("cpu.yaml", "grpo.py", *arguments, "--hub_token", TOKEN, cwd=tmp_path)
+    first = accelerate_launch("cpu", "recipes/grpo.py", *arguments, "--hub_token", TOKEN, cwd=tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
     card = (out / "README.md").read_text()
     again = ["--config", "again.yaml", "--max_steps", "3", "--resume_from_checkpoint", "auto"]
-    second = launch("cpu.yaml", "grpo.py", *arguments, *again, cwd=tmp_path)
+    second = accelerate_launch("cpu", "recipes/grpo.py", *arguments, *again, cwd=tmp_path)
     assert second.returncode == 0, second.stdout + second.stderr
 
     files = dict(contents(out))

@@ -8,7 +8,8 @@ import sys
 import pytest
 from huggingface_hub import ModelCard
 
-from tests.recipes.test_recipe_runs import ROOT, launch
+from tests.distributed.launch import accelerate_launch
+from tests.recipes.test_recipe_runs import ROOT
 from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems
 
 
@@ -23,9 +24,9 @@ def test_svamp_is_read_whole(svamp):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_steps_and_the_adapter_answers_in_a_fresh_process(smollm2, svamp, tmp_path):
-    run = launch(
-        "cpu.yaml",
-        "grpo.py",
+    run = accelerate_launch(
+        "cpu",
+        "recipes/grpo.py",
         "--config",
         str(ROOT / "recipes/SmolLM2-135M-Instruct/grpo/config_svamp.yaml"),
         *f"--model_name_or_path {smollm2} --dataset {svamp} --output_dir out --disable_tqdm true".split(),
