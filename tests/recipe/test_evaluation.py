@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -5,7 +7,7 @@ from datasets import Dataset
 from tests.tiny import prompts, tiny_model
 from trl_fsdp_qlora.recipe import evaluation
 from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
-from trl_fsdp_qlora.recipe.evaluation import evaluate, majority
+from trl_fsdp_qlora.recipe.evaluation import Evaluation, evaluate, majority
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 
@@ -85,6 +87,12 @@ def test_format_and_arithmetic_are_told_apart():
         result = evaluate(oracle, oracle.tokenizer, dataset, answer_format=answer_format, progress=False)
         assert (result.correct, result.strict, result.lenient) == (correct, strict, 3)
         assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
+
+
+def test_problems_that_ask_for_no_format_have_one_accuracy():
+    plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, None, 1.0, 1.0, 3.0, strict=0, lenient=6)
+    assert "strict" not in str(plain)
+    assert "strict 0.0%, lenient 80.0%" in str(replace(plain, lenient=8))
 
 
 def test_majority_by_value():

@@ -21,6 +21,7 @@ PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 # Of other libraries, or of Python: who changes one of these reads its documentation again.
 ELSEWHERE = {
     "_DropoutNd": "torch.nn: the base of its dropout modules",
+    "_asdict": "collections.namedtuple: its fields by name",
     "_actions": "argparse: all options of a parser",
     "_buffers": "torch.nn.Module: its own buffers, without those of its children",
     "_cdata": "torch: identity of a storage",

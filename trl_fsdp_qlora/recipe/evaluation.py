@@ -45,7 +45,8 @@ class Evaluation:
 
     def __str__(self) -> str:
         text = f"greedy pass@1 {format_accuracy(self.correct, self.n)}"
-        if self.strict is not None and self.lenient is not None:
+        # Where no answer stands in a marked place, the problems ask for none, and the first figure says it all.
+        if self.strict is not None and (self.strict or self.lenient != self.correct):
             text += f", strict {100 * self.strict / self.n:.1f}%, lenient {100 * self.lenient / self.n:.1f}%"
         if self.samples:
             text += f", pass@{self.samples} {100 * self.pass_at_k:.1f}%, majority@{self.samples} "
