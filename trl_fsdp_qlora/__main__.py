@@ -31,6 +31,7 @@ COMMANDS = {
     "dequantize": _Command("commands.scripts", "dequantize", "write a 4-bit base for a vLLM server to hold"),
     "small-base": _Command("commands.scripts", "small_base", "build the quickstart's small model"),
     "plan": _Command("commands.plan", "plan", "bytes of each phase of a run, and whether it fits"),
+    "compare": _Command("commands.compare", "compare", "a few steps beside stock TRL, on the same completions"),
     "doctor": _Command("commands.doctor", "doctor", "say what would fail or go wrong, before it does"),
     "recipes": _Command("commands.recipes", "recipes", "list the recipes; print one, or copy it here"),
     "launch": _Command("run.launch", "launch", "accelerate launch for a script of your own"),
