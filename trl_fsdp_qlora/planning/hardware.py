@@ -1,4 +1,4 @@
-"""Cards by name: memory, bandwidth and speed, as their makers state them."""
+"""What a run is planned for: cards by name or by their memory, or this machine."""
 
 import difflib
 import re
@@ -10,25 +10,24 @@ import torch
 from ..recipe.arguments import ConfigError
 
 GIB = 2**30
-# GiB of memory, GB/s of its bandwidth, TFLOP/s in dense bfloat16 (float16 where there is none); data sheets.
+# GiB of memory by the name of a card, as its maker states it.
 CARDS = {
-    "b200": (180, 8000, 2250),
-    "h200": (141, 4800, 989),
-    "h100": (80, 3350, 989),
-    "a100-80": (80, 2039, 312),
-    "a100-40": (40, 1555, 312),
-    "l40s": (48, 864, 362),
-    "a6000": (48, 768, 155),
-    "a10": (24, 600, 125),
-    "l4": (24, 300, 121),
-    "t4": (16, 320, 65),
-    "v100": (32, 900, 125),
-    "rtx5090": (32, 1792, 209),
-    "rtx4090": (24, 1008, 165),
-    "rtx3090": (24, 936, 71),
-    "rtx3070": (8, 448, 41),
+    "b200": 180,
+    "h200": 141,
+    "h100": 80,
+    "a100-80": 80,
+    "a100-40": 40,
+    "l40s": 48,
+    "a6000": 48,
+    "a10": 24,
+    "l4": 24,
+    "t4": 16,
+    "v100": 32,
+    "rtx5090": 32,
+    "rtx4090": 24,
+    "rtx3090": 24,
+    "rtx3070": 8,
 }
-_UNNAMED = (900, 120)  # of a card that is only known by its memory: about an RTX 4090
 CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs by card and driver
 SLACK = 0.05  # share of what comes and goes that the caching allocator holds beside it; assumed
 
@@ -41,8 +40,6 @@ class Hardware:
         name: as it is said.
         memory: bytes of one card; on a CPU, of the host that all ranks share.
         cards: how many there are.
-        bandwidth: bytes per second.
-        flops: per second, dense, in the training's precision.
         gpu: a card, with its own memory.
         host_memory: bytes of the host; `None` where it is not known.
     """
@@ -50,8 +47,6 @@ class Hardware:
     name: str
     memory: int
     cards: int
-    bandwidth: float
-    flops: float
     gpu: bool = True
     host_memory: int | None = None
 
@@ -81,7 +76,7 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
     if name == "cpu":
         return replace(_host(), cards=cards)
     if gigabytes := re.fullmatch(r"(\d+(?:\.\d+)?)gi?b?", name):
-        return _card(f"{gigabytes[1]} GB", float(gigabytes[1]), *_UNNAMED, cards)
+        return _card(f"{gigabytes[1]} GB", float(gigabytes[1]), cards)
     name = name.removeprefix("nvidia").replace("geforce", "")
     short = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "a10g": "a10", "h100-80gb": "h100"}
     plain = short.get(name, name.replace("-", "") if name.startswith("rtx") else name)
@@ -93,11 +88,11 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
         raise ConfigError(
             f"--hardware {text!r} is not known; {hint}there are {', '.join(CARDS)}, cpu, or its memory: '24GB x2'"
         )
-    return _card(plain, *CARDS[plain], cards)
+    return _card(plain, CARDS[plain], cards)
 
 
-def _card(name: str, gigabytes: float, bandwidth: float, teraflops: float, cards: int) -> Hardware:
-    return Hardware(name, int(gigabytes * GIB), cards, bandwidth * 1e9, teraflops * 1e12)
+def _card(name: str, gigabytes: float, cards: int) -> Hardware:
+    return Hardware(name, int(gigabytes * GIB), cards)
 
 
 def what_is_there(processes: int = 1, use_cpu: bool = False) -> Hardware:
@@ -105,16 +100,10 @@ def what_is_there(processes: int = 1, use_cpu: bool = False) -> Hardware:
     if use_cpu or not torch.cuda.is_available():
         return replace(_host(), cards=processes)
     properties = torch.cuda.get_device_properties(0)
-    name = properties.name.lower().replace(" ", "")
-    known = next((card for card in CARDS if card.split("-")[0] in name), None)
-    bandwidth, teraflops = CARDS[known][1:] if known else _UNNAMED
-    card = _card(properties.name, 0, bandwidth, teraflops, torch.cuda.device_count())
-    return replace(card, memory=properties.total_memory, host_memory=psutil.virtual_memory().total)
+    host = psutil.virtual_memory().total
+    return Hardware(properties.name, properties.total_memory, torch.cuda.device_count(), host_memory=host)
 
 
 def _host() -> Hardware:
-    memory = psutil.virtual_memory()
-    # Per core: some ten operations a cycle that a GEMM reaches, and a share of the memory's bandwidth.
-    cores = psutil.cpu_count(logical=False) or 1
-    available = memory.available + psutil.Process().memory_info().rss
-    return Hardware("this machine's CPU", available, 1, 20e9, cores * 40e9, gpu=False, host_memory=available)
+    available = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    return Hardware("this machine's CPU", available, 1, gpu=False, host_memory=available)
