@@ -60,6 +60,8 @@ def test_the_terminal_shown_is_what_is_printed_now():
         r"the first training prompt, \d+ tokens:",
         r"    <\|user\|>.*",
         r"before: greedy pass@1 .*",
+        r"memory of the first step on rank 0, planned and measured:",
+        r"  [a-z_]+ +\d+ MiB +\d+ MiB",
         r"step +\d+/300  reward \d\.\d{3}(  accuracy \d+\.\d%)?  \d+\.\d\d s/step  \d+:\d\d left",
         r'    reward \d\.\d{3}  ".*" → ".*"',
         r"…",
