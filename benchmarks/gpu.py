@@ -2,73 +2,124 @@
 
     python benchmarks/gpu.py --output DIR [--model FOLDER --data SVAMP.json] [--only tests lm_head ...] [--minutes 9]
 
-Runs one part after the other and goes on when one fails; leaves each part's log, the results of the benchmarks and a
+Runs one part after the other, by worth, and goes on when one fails; leaves each part's log, the results of the benchmarks and a
 summary in `--output` (no folders in it, so that it can be copied whole). Parts, in this order:
 
     tests            the tests marked `gpu`
+    prefix_sharing   packed against padded rows, flash attention, bf16, the shape of Qwen3-0.6B
+    prefix_sharing_2 the same in the shape of Qwen3-1.7B
     lm_head          bf16 log-probabilities under a frozen head against TRL's kernel: wanted >= 1.25x
-    prefix_sharing   packed against padded rows, flash attention, bf16
     token_selection  what subsets and skipping save
     grpo             SmolLM2-135M-Instruct on SVAMP, LoRA, bf16           (needs --model and --data)
     qlora            the same from a 4-bit base                           (needs --model and --data)
 
-No GPU was at hand when it was written: it has only been rehearsed (`--rehearse`, which shows the commands).
+A part has a process group of its own, which is ended with everything in it when its time is over: nothing keeps the GPU. A
+result is copied only if the part itself wrote it, also the rows that it wrote before it ran out of time; out of memory is a result,
+not an end. No GPU was at hand when it was written: `--rehearse` shows the commands, `--tiny` runs all of them in sizes for an
+emulated device.
 """
 
 import argparse
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
+# Seconds between asking a part to end and making it.
+GRACE = 10.0
 
 
+class Part(NamedTuple):
+    """A command, the file that it leaves in the repository, and the share of the time left that it may take."""
+
+    command: list[str]
+    leaves: Path | None
+    share: float
+
+
+SPEEDUP = "benchmarks/prefix_sharing_speedup.py --device cuda"
 BENCHMARKS = {
-    "lm_head": "benchmarks/lm_head.py --device cuda --dtype bfloat16 --rounds 20 --tokens 1024 8192 "
-    "--output benchmarks/results/lm_head_cuda.json",
-    "prefix_sharing": "benchmarks/prefix_sharing_speedup.py --device cuda --runs 5 --vocabulary 49152 --backends auto flex "
-    "--output prefix_sharing_cuda",
-    "token_selection": "benchmarks/token_selection_savings.py --device cuda --output token_selection_cuda",
+    "prefix_sharing": (SPEEDUP, "--runs 5 --vocabulary 49152 --backends auto flex", 0.4),
+    "prefix_sharing_2": (SPEEDUP, "--runs 5 --vocabulary 49152 --backends auto --shape 1.7B", 0.4),
+    "lm_head": (
+        "benchmarks/lm_head.py --device cuda --dtype bfloat16",
+        "--rounds 20 --tokens 1024 8192",
+        0.4,
+    ),
+    "token_selection": ("benchmarks/token_selection_savings.py --device cuda", "", 0.4),
+}
+TINY = {
+    "prefix_sharing": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --points 512/512 --backends auto",
+    "prefix_sharing_2": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --points ragged --backends auto",
+    "lm_head": "--rounds 1 --tokens 32 --hidden 64 --vocabularies 128",
+    "token_selection": "--runs 1 --vocabulary 64 --shape tiny",
 }
 RECIPE = (
     "-m accelerate.commands.launch --config_file accelerate_configs/single_gpu.yaml recipes/grpo.py "
-    "--config recipes/SmolLM2-135M-Instruct/grpo/config_svamp.yaml --use_cpu false --bf16 true --max_steps 30 "
-    "--max_completion_length 160 --eval_problems 300 --accuracy_batch_size 150"
+    "--config recipes/SmolLM2-135M-Instruct/grpo/config_svamp.yaml --use_cpu false --bf16 true "
 )
+FULL_RUN = "--max_steps 30 --max_completion_length 160 --eval_problems 300 --accuracy_batch_size 150"
+TINY_RUN = "--max_steps 1 --max_completion_length 4 --eval_problems 2 --accuracy_batch_size 2 --accuracy_samples 1"
 RUNS = {"grpo": "", "qlora": "--load_in_4bit true --dtype bfloat16"}
 
 
-def parts(model: str | None, data: str | None) -> dict[str, tuple[list[str], Path | None]]:
-    """Command of each part, and the file of results it leaves in the repository."""
-    found = {"tests": (["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"], None)}
-    for name, command in BENCHMARKS.items():
-        found[name] = command.split(), RESULTS / f"{name}_cuda.json"
+def parts(model: str | None, data: str | None, output: Path, tiny: bool = False) -> dict[str, Part]:
+    """Command of each part, and the file of results it leaves."""
+    found = {"tests": Part(["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"], None, 0.5)}
+    for name, (command, size, share) in BENCHMARKS.items():
+        stem = f"{name}_cuda"
+        target = str(RESULTS / f"{stem}.json") if name == "lm_head" else stem
+        given = [*command.split(), *(TINY[name] if tiny else size).split(), "--output", target]
+        found[name] = Part(given, RESULTS / f"{stem}.json", share)
     if model and data:
         for name, more in RUNS.items():
-            folder = REPOSITORY / "runs" / f"gpu-{name}"
+            folder = output / f"run-{name}"
             given = ["--model_name_or_path", model, "--dataset", data, "--output_dir", str(folder)]
-            found[name] = [*RECIPE.split(), *more.split(), *given], folder / "metrics.json"
-    return {name: ([sys.executable, *command], leaves) for name, (command, leaves) in found.items()}
+            size = (TINY_RUN if tiny else FULL_RUN).split()
+            found[name] = Part([*RECIPE.split(), *size, *more.split(), *given], folder / "metrics.json", 0.5)
+    return {name: Part([sys.executable, *part.command], part.leaves, part.share) for name, part in found.items()}
 
 
-def run_part(name: str, command: list[str], leaves: Path | None, output: Path, seconds: float) -> str:
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and everything that it started, so that none of it keeps the GPU."""
+    for asked in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, asked)
+        except ProcessLookupError:
+            break
+        deadline = time.monotonic() + GRACE
+        while asked is signal.SIGTERM and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+    process.wait()
+
+
+def run_part(name: str, part: Part, output: Path, seconds: float) -> str:
     """Run one part with its log in `output`; what became of it, in a line."""
-    started = time.monotonic()
+    started, stamp = time.monotonic(), time.time()
     log = output / f"{name}.log"
     with log.open("w") as stream:
+        process = subprocess.Popen(
+            part.command, cwd=REPOSITORY, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            code = subprocess.run(
-                command, cwd=REPOSITORY, stdout=stream, stderr=subprocess.STDOUT, timeout=seconds
-            ).returncode
+            code = process.wait(timeout=seconds)
             ended = "ok" if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             ended = "out of time"
-    if leaves is not None and leaves.is_file():
+        finally:
+            end_group(process)  # also where it ended by itself: what it left behind
+    leaves = part.leaves
+    # Files are stamped by a coarser clock than the one that is read here.
+    if leaves is not None and leaves.is_file() and leaves.stat().st_mtime >= stamp - 0.1:
         shutil.copy(leaves, output / f"{name}_{leaves.name}")
+        ended += ", results"
     last = next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
     return f"{name}: {ended} after {time.monotonic() - started:.0f} s | {last[:160]}"
 
@@ -81,16 +132,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--rehearse", action="store_true", help="print the commands and run none")
+    parser.add_argument("--tiny", action="store_true", help="run everything in sizes for an emulated device")
     args = parser.parse_args()
-    chosen = parts(args.model, args.data)
+    args.output = args.output.resolve()
+    chosen = parts(args.model, args.data, args.output, args.tiny)
     unknown = set(args.only or ()) - chosen.keys()
     if unknown:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(chosen)}")
     if args.only:
         chosen = {name: part for name, part in chosen.items() if name in args.only}
     if args.rehearse:
-        for name, (command, _) in chosen.items():
-            print(f"{name}: {shlex.join(command)}")
+        for name, part in chosen.items():
+            print(f"{name}: {shlex.join(part.command)}")
         return
     import torch
 
@@ -99,9 +152,11 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
     summary = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
-    for name, (command, leaves) in chosen.items():
+    for place, (name, part) in enumerate(chosen.items()):
         left = deadline - time.monotonic()
-        summary.append(run_part(name, command, leaves, args.output, left) if left > 5 else f"{name}: no time left")
+        last = place == len(chosen) - 1
+        seconds = left if last else left * part.share
+        summary.append(run_part(name, part, args.output, seconds) if left > 5 else f"{name}: no time left")
         print(summary[-1], flush=True)
         (args.output / "summary.txt").write_text("\n".join(summary) + "\n")
 

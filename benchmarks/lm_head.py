@@ -100,8 +100,9 @@ def main() -> None:
                 f"{row['max_delta_log_prob']:.1e}  {row['max_delta_grad_relative']:.1e}",
                 flush=True,
             )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=2) + "\n")
+            # After every point: there may be no time for the next.
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

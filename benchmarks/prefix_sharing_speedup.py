@@ -4,7 +4,8 @@
     python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and completions
 
 Everything runs through the real trainers on the same batch and in one process; runs of the contestants alternate and
-medians are compared. Stock TRL on CPU projects every position through the LM head, prompts included, where on CUDA it
+medians are compared. A point that does not fit into the GPU's memory says so, and what was measured is written after every point.
+Stock TRL on CPU projects every position through the LM head, prompts included, where on CUDA it
 projects completions only: that flatters this package on CPU, so the vocabulary is small by default (`--vocabulary`).
 Saved bytes are those of the distinct storages that autograd keeps for backward (parameters excluded).
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 import transformers
 import trl
-from synthetic import RESULTS, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
+from synthetic import RESULTS, SHAPES, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
@@ -91,12 +92,27 @@ def measure(point, args, contestants) -> dict:
     }
 
 
+def measure_or_say(point, args, contestants) -> dict:
+    """[`measure`]; where the GPU's memory is not enough for all of them side by side, a row that says that."""
+    try:
+        return measure(point, args, contestants)
+    except torch.OutOfMemoryError as error:
+        print(f"{point[0]}: out of memory: {str(error).splitlines()[0][:120]}", flush=True)
+        return {"point": point[0], "out_of_memory": True}
+
+
 def table(rows: list[dict]) -> str:
     """Markdown: speed-up and saved-bytes ratio against stock TRL, the token ratio beside them."""
-    names = [key for key in rows[0]["seconds"] if key != "stock"]
+    measured = [row for row in rows if "seconds" in row]
+    if not measured:
+        return "\n".join(f"{row['point']}: out of memory" for row in rows)
+    names = [key for key in measured[0]["seconds"] if key != "stock"]
     lines = ["| P/C/G | token ratio | stock | " + " | ".join(f"{n} | bytes" for n in names) + " | target |"]
     lines.append("|---" * (len(names) * 2 + 4) + "|")
     for row in rows:
+        if row not in measured:
+            lines.append(f"| {row['point']} | out of memory |" + " |" * (len(names) * 2 + 2))
+            continue
         cells = [row["point"], f"{row['token_ratio']:.2f}", f"{row['seconds']['stock'] * 1e3:.0f} ms"]
         for key in names:
             cells += [f"{row['speedup'][key]:.2f}×", f"{row['bytes_ratio'][key]:.2f}×"]
@@ -109,6 +125,9 @@ def plot(rows: list[dict], path: Path) -> None:
     """Speed-up of each contestant beside the token ratio."""
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if "seconds" in row]
+    if not rows:
+        return
     names = [key for key in rows[0]["seconds"] if key != "stock"]
     width = 0.8 / (len(names) + 1)
     figure, axes = plt.subplots(figsize=(9, 4))
@@ -124,9 +143,20 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def write(rows: list[dict], args) -> None:
+    """The rows so far, as JSON and as a table."""
+    RESULTS.mkdir(exist_ok=True)
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
+    content = {"setting": {"machine": machine, **versions, **vars(args)}, "rows": rows}
+    (RESULTS / f"{args.output}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / f"{args.output}.md").write_text(table(rows) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shape", choices=SHAPES, help="of Qwen3; else a small one, on CUDA 0.6B")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=9, help="timed runs of each contestant a batch")
     parser.add_argument("--draws", type=int, default=4, help="batches of a point with random lengths")
@@ -155,16 +185,14 @@ def main() -> None:
     for point in points:
         if args.points and not any(wanted in point[0] for wanted in args.points):
             continue
-        rows.append(measure(point, args, contestants))
+        rows.append(measure_or_say(point, args, contestants))
         gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        if args.output:
+            write(rows, args)
     print(table(rows))
     if args.output:
-        RESULTS.mkdir(exist_ok=True)
-        machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-        setting = {"machine": machine, **versions, **vars(args)}
-        (RESULTS / f"{args.output}.json").write_text(json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
-        (RESULTS / f"{args.output}.md").write_text(table(rows) + "\n")
         plot(rows, RESULTS / f"{args.output}.png")
 
 

@@ -15,15 +15,26 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl_fsdp_qlora import EfficientGRPOConfig
 
 RESULTS = Path(__file__).parent / "results"
+# Qwen3's hidden size, MLP, layers, heads, key-value heads and head size; "tiny" is for rehearsals on CUDA.
+SHAPES = {
+    "cpu": (256, 768, 4, 4, 2, 64),
+    "tiny": (64, 128, 2, 4, 2, 16),
+    "0.6B": (1024, 3072, 28, 16, 8, 128),
+    "1.7B": (2048, 6144, 28, 16, 8, 128),
+}
 
 
 def make_model(args) -> Qwen3ForCausalLM:
-    """Random weights in the shape of Qwen3: hidden 256 x 4 layers, or of the 0.6B model on CUDA."""
-    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "head_dim": 64}
-    if args.device == "cuda":
-        shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-        shape |= {"num_key_value_heads": 8, "head_dim": 128}
+    """Random weights in a shape of Qwen3: `args.shape`, else hidden 256 x 4 layers, or that of the 0.6B model on CUDA."""
+    default = "0.6B" if args.device == "cuda" else "cpu"
+    hidden, mlp, layers, heads, kv_heads, head = SHAPES[getattr(args, "shape", None) or default]
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    shape |= {"num_key_value_heads": kv_heads, "head_dim": head}
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=args.vocabulary, max_position_embeddings=8192, tie_word_embeddings=True, **shape)
     config.pad_token_id, config.eos_token_id = 0, 1

@@ -17,7 +17,7 @@ import time
 import peft
 import torch
 import trl
-from synthetic import RESULTS, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
+from synthetic import RESULTS, SHAPES, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.token_budget import TokenBudget
@@ -123,6 +123,7 @@ def table(measured: dict[str, dict[str, list[float]]]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shape", choices=SHAPES, help="of Qwen3; else a small one, on CUDA 0.6B")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--vocabulary", type=int, default=32768)
