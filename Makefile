@@ -17,8 +17,9 @@ quickstart: $(VENV)/.quickstart
 		--config recipes/small-base/grpo/config_quickstart.yaml --model_name_or_path $(BASE) \
 		--seed $(SEED) --output_dir $(RUN) --resume_from_checkpoint auto
 
+# Files in the order of tests/conftest.py: those that take minutes first.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
 
 # Minutes without a process of its own: for the inner loop.
 test-fast: $(VENV)/.dev

@@ -2,6 +2,7 @@ import multiprocessing.process
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 def _is_python(command) -> bool:
     words = [command] if isinstance(command, (str, bytes, os.PathLike)) else list(command)
     return bool(words) and Path(os.fsdecode(words[0])).name.startswith(("python", "accelerate", "trl-fsdp-qlora"))
+
+
+def pytest_collection_modifyitems(items):
+    """Files with most slow tests first, so that the last minutes are short files, which pytest's workers share evenly."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # one process keeps the order that it was given
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

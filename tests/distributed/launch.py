@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+AGENT = str(REPOSITORY / "tests/distributed/agent.py")
 
 
 class LaunchFailed(AssertionError):
@@ -80,6 +81,7 @@ def _run_script(
     script: str, arguments: Sequence[str], environment: dict[str, str], streams: tuple[str, str | None], cwd: str
 ) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
     output, errors = (name and os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in streams)
     for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, errors or output)):
         os.dup2(source, stream)
@@ -106,7 +108,13 @@ def _end_all(processes: Sequence) -> None:
         process.wait()
 
 
-def _run(starts: Sequence[Callable[[Path], object]], timeout: float, check: bool) -> list[tuple[int, str]]:
+def _run(
+    starts: Sequence[Callable[[Path], object]],
+    timeout: float,
+    check: bool,
+    grace: float = 10,
+    meanwhile: Callable[[Sequence], None] | None = None,
+) -> list[tuple[int, str]]:
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.txt" for rank in range(len(starts))]
         processes, timed_out = [], False
@@ -114,10 +122,12 @@ def _run(starts: Sequence[Callable[[Path], object]], timeout: float, check: bool
             for start, log in zip(starts, logs, strict=True):
                 log.touch()
                 processes.append(start(log))
+            if meanwhile is not None:
+                meanwhile(processes)
             deadline = time.monotonic() + timeout
             while any(process.poll() is None for process in processes):
                 if any(process.poll() not in (None, 0) for process in processes):
-                    deadline = min(deadline, time.monotonic() + 10)
+                    deadline = min(deadline, time.monotonic() + grace)
                 if time.monotonic() > deadline:
                     timed_out = True
                     break
@@ -180,21 +190,38 @@ def _completed(start: Callable[..., object], words: Sequence[str], cwd: Path, ti
         return subprocess.CompletedProcess(words, code, output, errors.read_text(errors="replace"))
 
 
-def run_script(script: str, *arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess:
+def run_script(script: str | Path, *arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess:
     """`python SCRIPT ARGUMENTS` in one process, which need not import torch and TRL first; output and errors apart."""
     words = [str(REPOSITORY / script), *map(str, arguments)]
     return _completed(partial(_Rank, words[0], words[1:], rank_environment(None)), words, cwd, timeout)
 
 
-def accelerate_launch(
-    config: str, script: str, *arguments: str, cwd: Path, timeout: float = 300
+def run_launcher(
+    *words: str,
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    from_shell: bool = False,
 ) -> subprocess.CompletedProcess:
-    """`accelerate launch` with one of our configs, as a user types it; what it has started ends with it."""
-    words = [sys.executable, "-m", "accelerate.commands.launch"]
-    words += ["--config_file", str(REPOSITORY / "accelerate_configs" / f"{config}.yaml")]
+    """`accelerate ...` (without `launch`), `torchrun ...` or `trl-fsdp-qlora ...`; what it has started ends with it.
+
+    Launcher and ranks have imported everything already, see agent.py. With `from_shell`, which is for accelerate alone, they
+    are started as a user's shell does: where the command line that the system knows of is asked for.
+    """
+    words, variables = list(map(str, words)), rank_environment(environment)
+    if from_shell:
+        typed = [sys.executable, "-m", "accelerate.commands.launch", *words[1:]]
+        return _completed(partial(_start, typed, variables), typed, cwd, timeout)
+    return _completed(partial(_Rank, AGENT, ["--fork", *words], variables), words, cwd, timeout)
+
+
+def accelerate_launch(
+    config: str, script: str, *arguments: str, cwd: Path, timeout: float = 300, from_shell: bool = False
+) -> subprocess.CompletedProcess:
+    """`accelerate launch` with one of our configs, see [`run_launcher`]."""
+    words = ["accelerate", "--config_file", REPOSITORY / "accelerate_configs" / f"{config}.yaml"]
     words += ["--main_process_port", "0"] if config.startswith("ddp") else []
-    words += [str(REPOSITORY / script), *map(str, arguments)]
-    return _completed(partial(_start, words, rank_environment(None)), words, cwd, timeout)
+    return run_launcher(*words, REPOSITORY / script, *arguments, cwd=cwd, timeout=timeout, from_shell=from_shell)
 
 
 def launch(
@@ -204,8 +231,15 @@ def launch(
     timeout: float = 120,
     environment: Mapping[str, str] | None = None,
     check: bool = True,
+    grace: float = 10,
+    meanwhile: Callable[[Sequence], None] | None = None,
 ) -> list[tuple[int, str]]:
-    """Run a Python script on `processes` gloo ranks with torchrun's environment variables. See [`run_group`]."""
+    """Run a Python script on `processes` gloo ranks with torchrun's environment variables. See [`run_group`].
+
+    Args:
+        grace: seconds that the others have to end by themselves when one has failed.
+        meanwhile: is called with the processes that were started.
+    """
     port, starts = free_port(), []
     for rank in range(processes):
         variables = {
@@ -219,4 +253,4 @@ def launch(
         given = rank_environment({**(variables if processes > 1 else {}), **(environment or {})})
         path = str(REPOSITORY / script)  # as it is where it is absolute
         starts.append(partial(_Rank, path, [str(argument) for argument in arguments], given))
-    return _run(starts, timeout, check)
+    return _run(starts, timeout, check, grace, meanwhile)

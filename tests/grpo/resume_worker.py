@@ -1,14 +1,12 @@
-"""One training process of the resume tests, killed where it is told to be.
-
-Run in a child of a fork server that has imported everything, so that eight runs cost one start-up.
-"""
+"""One training process of the resume tests, killed where it is told to be: resume_worker.py OUTPUT_DIR KILL RESUME."""
 
 import os
 import signal
+import sys
 
 from transformers import TrainerCallback
 
-from tests.tiny import lora, trainer
+from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo import resumable
 from trl_fsdp_qlora.run import checkpoints
@@ -46,9 +44,6 @@ class DieInStep(TrainerCallback):
 
 def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> EfficientGRPOTrainer:
     """Train in `output_dir`; `kill` is None, "step", "saving" (files half written) or "generating"."""
-    from tests.tiny import prompts
-
-    os.environ["OMP_NUM_THREADS"] = "1"
     data = prompts(4)
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, output_dir, model, lora(), dataset=data, **SETTINGS)
     if kill == "step":
@@ -74,3 +69,8 @@ def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> Ef
     made.train(resume_from_checkpoint=resume)
     made.save_model(f"{output_dir}/final")
     return made
+
+
+if __name__ == "__main__":
+    output_dir, kill, resume = sys.argv[1:]
+    run(output_dir, kill or None, resume or None)

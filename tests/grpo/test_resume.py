@@ -1,7 +1,6 @@
 """`kill -9` in the middle of a run, then resume: the later steps equal those of the uninterrupted run."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -11,31 +10,20 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.distributed.launch import launch
 from trl_fsdp_qlora.run import checkpoints, manifest
 
 KEYS = ("loss", "reward", "kl", "grad_norm", "learning_rate", "completions/mean_length")
 
 
-@pytest.fixture(scope="module")
-def launch():
-    """Runs `resume_worker.run` in a process of its own; returns its exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.grpo.resume_worker"])
+WORKER = "tests/grpo/resume_worker.py"
 
-    def start(output_dir, kill=None, resume=None, killer=None) -> int:
-        from tests.grpo.resume_worker import run
 
-        process = context.Process(target=run, args=(str(output_dir), kill, resume))
-        process.start()
-        if killer is not None:
-            killer(process)
-        process.join(timeout=240)
-        if process.exitcode is None:
-            process.kill()
-            pytest.fail("the training process hangs")
-        return process.exitcode
-
-    return start
+def train(output_dir: Path, kill: str = "", resume: str = "", killer=None) -> int:
+    """Exit code of `resume_worker.run` in a process of its own."""
+    [(code, text)] = launch(WORKER, output_dir, kill, resume, processes=1, timeout=240, check=False, meanwhile=killer)
+    print(text)  # shown where the test fails
+    return code
 
 
 def history(run: Path) -> dict[int, dict]:
@@ -44,20 +32,20 @@ def history(run: Path) -> dict[int, dict]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(launch, tmp_path_factory) -> Path:
+def uninterrupted(tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "whole"
-    assert launch(run) == 0
+    assert train(run) == 0
     return run
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("kill", "resumes_at"), [("step", 6), ("saving", 4), ("generating", 4)])
-def test_killed_and_resumed_equals_uninterrupted(launch, uninterrupted, tmp_path, kill, resumes_at):
+def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, kill, resumes_at):
     run = tmp_path / "run"
-    assert launch(run, kill) == -signal.SIGKILL
+    assert train(run, kill) == -signal.SIGKILL
     assert checkpoints.last_complete_checkpoint(run).name == f"checkpoint-{resumes_at}"
-    assert launch(run, resume="auto") == 0
+    assert train(run, resume="auto") == 0
     assert_equal_runs(run, uninterrupted)
 
 
@@ -77,24 +65,27 @@ def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
 KILLS = int(os.environ.get("TRL_FSDP_QLORA_KILLS", "4"))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(KILLS))
-def test_killed_at_a_random_moment(launch, uninterrupted, tmp_path, case):
+def test_killed_at_a_random_moment(uninterrupted, tmp_path, case):
     """Odd cases while a checkpoint is being written, the others anywhere behind a random checkpoint."""
     rng = random.Random(f"{os.environ.get('TRL_FSDP_QLORA_FUZZ_SEED', '0')}-{case}")
     run, step, delay = tmp_path / "run", rng.randrange(1, 9), rng.random()
 
-    def killer(process):
+    def killer(processes):
+        (process,) = processes
         deadline = time.monotonic() + 120
         awaited = run / f"checkpoint-{step}" / (manifest.MARKER if case % 2 else manifest.MANIFEST)
-        while not awaited.exists() and process.exitcode is None and time.monotonic() < deadline:
+        while not awaited.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.0005)
         time.sleep(delay * (0.03 if case % 2 else 0.3))
-        process.kill()
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
 
     # A busy machine may let the run end before the signal; it is then resumed at its end.
-    assert launch(run, killer=killer) in (-signal.SIGKILL, 0)
+    assert train(run, killer=killer) in (-signal.SIGKILL, 0)
     found = checkpoints.last_complete_checkpoint(run)
     assert found is None or checkpoints.step_of(found) >= step - 1
-    assert launch(run, resume="auto") == 0
+    assert train(run, resume="auto") == 0
     assert_equal_runs(run, uninterrupted)

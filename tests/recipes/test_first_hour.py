@@ -5,15 +5,15 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 from trl import ModelConfig
 
-from tests.distributed.launch import accelerate_launch
+from tests.distributed.launch import _end_all, _Rank, accelerate_launch, rank_environment, run_script
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 def test_the_card_reproduces_the_run(folder, tmp_path, monkeypatch):
     words = ["--config", "recipe.yaml", "--max_steps", "2", "--output_dir", "out"]
-    run = accelerate_launch("cpu", "recipes/grpo.py", *words, cwd=folder)
+    run = accelerate_launch("cpu", "recipes/grpo.py", *words, cwd=folder, from_shell=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "\r" not in run.stdout + run.stderr  # no bar in a file
     text = ModelCard.load(folder / "out" / "README.md").text
@@ -63,33 +63,32 @@ def test_the_card_reproduces_the_run(folder, tmp_path, monkeypatch):
     assert differ == set()
 
 
+def interrupted_at_step_4(folder: Path, words: list[str], logs: Path) -> tuple[int, str]:
+    """Exit status of recipes/grpo.py and what it said as errors, where Ctrl-C is pressed after its fourth step."""
+    said, errors = logs / "stdout", logs / "stderr"
+    said.touch()
+    run = _Rank(str(ROOT / "recipes" / "grpo.py"), words, rank_environment(None), said, errors, folder)
+    try:
+        deadline = time.monotonic() + 240
+        while not re.search(r"(?m)^step +4/1000", said.read_text()):
+            assert run.poll() is None and time.monotonic() < deadline, said.read_text() + errors.read_text()
+            time.sleep(0.05)
+        os.kill(run.pid, signal.SIGINT)
+        run.process.join(60)
+    finally:
+        _end_all([run])
+    return run.returncode, errors.read_text()
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, checkpoint, tmp_path):
     saving = "2" if checkpoint else "1000"
-    command = [str(ROOT / "recipes" / "grpo.py"), "--config", "recipe.yaml", "--output_dir", str(tmp_path / "out")]
-    command += ["--max_steps", "1000", "--save_steps", saving, "--accuracy_steps", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with (
-        (tmp_path / "stderr").open("w") as stderr,
-        subprocess.Popen(  # Python ignores SIGINT where its parent does, as a shell does in the background
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            args=[sys.executable, *command],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        ) as run,
-    ):
-        for line in run.stdout:
-            if re.match(r"step +4/1000", line):
-                break
-        run.send_signal(signal.SIGINT)
-        run.stdout.read()
-    said = (tmp_path / "stderr").read_text()
-    assert run.returncode == 130, said
+    words = ["--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--max_steps", "1000"]
+    words += ["--save_steps", saving, "--accuracy_steps", "0"]
+    status, said = interrupted_at_step_4(folder, words, tmp_path)
+    assert status == 130, said
     assert "Traceback" not in said
     line = said.splitlines()[-1]
     then = r"go on from checkpoint-\d+" if checkpoint else "no checkpoint was saved yet, start again"
@@ -97,10 +96,8 @@ def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, checkpoint, tm
         rf"stopped at step \d+ of 1000; {then}: python .*grpo.py .* --resume_from_checkpoint auto", line
     )
     if checkpoint:
-        words = [sys.executable, *shlex.split(line.split(": python ")[1])]
+        script, *words = shlex.split(line.split(": python ")[1])
         reached = int(re.search("checkpoint-([0-9]+)", line)[1])
-        again = subprocess.run(
-            [*words, "--max_steps", str(reached + 1)], cwd=folder, env=environment, capture_output=True, text=True
-        )
+        again = run_script(script, *words, "--max_steps", str(reached + 1), cwd=folder)
         assert again.returncode == 0, again.stderr
         assert f"step {reached + 1}/{reached + 1}" in again.stdout

@@ -1,13 +1,12 @@
 """A user's error in real processes: told once, without a traceback of the script, and without the launcher's."""
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 
 import pytest
 
+from tests.distributed.launch import run_launcher
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.recipe import script as recipe_script
 
@@ -30,17 +29,14 @@ def folder(tmp_path_factory):
 
 def launched(folder, launcher, config, *arguments):
     port = ["--main_process_port", "0"] if config == "ddp_cpu" else []
-    command = [sys.executable, "-m", *launcher, *port, str(ROOT / "recipes" / "grpo.py"), *GOOD["grpo"].split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
+    words = [*launcher, *port, ROOT / "recipes" / "grpo.py", *GOOD["grpo"].split()]
+    return run_launcher(*words, *arguments, cwd=folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["cpu", "ddp_cpu"])
 def test_our_launcher_adds_nothing_and_keeps_the_exit_status(config, folder):
-    launcher = ["trl_fsdp_qlora", "launch", "--config_file", config]
+    launcher = ["trl-fsdp-qlora", "launch", "--config_file", config]
     run = launched(folder, launcher, config, "--lora_target_modules", "q_prj")
     assert run.returncode == 2, run.stderr
     assert "Traceback" not in run.stdout + run.stderr
@@ -50,7 +46,7 @@ def test_our_launcher_adds_nothing_and_keeps_the_exit_status(config, folder):
 
 @pytest.mark.slow
 def test_accelerate_launch_with_two_ranks_says_it_once(folder):
-    launcher = ["accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs" / "ddp_cpu.yaml")]
+    launcher = ["accelerate", "--config_file", ROOT / "accelerate_configs" / "ddp_cpu.yaml"]
     run = launched(folder, launcher, "ddp_cpu", "--lora_target_modules", "q_prj")
     assert run.returncode == 1
     assert run.stderr.count(LINE) == 1

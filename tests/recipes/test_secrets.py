@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,13 @@ def test_nothing_that_a_run_leaves_or_prints_holds_a_secret(tmp_path, monkeypatc
     arguments += ["--vllm_server_base_url", f"http://bob:{URL}@judge:8000/v1", "--per_device_train_batch_size", "8"]
     arguments += ["--run_name", f"it's a run with {ENVIRONMENT['WANDB_API_KEY']}"]
 
-    first = accelerate_launch("cpu", "recipes/grpo.py", *arguments, "--hub_token", TOKEN, cwd=tmp_path)
+    # From a shell, whose line is on the card.
+    start = partial(accelerate_launch, "cpu", "recipes/grpo.py", *arguments, cwd=tmp_path, from_shell=True)
+    first = start("--hub_token", TOKEN)
     assert first.returncode == 0, first.stdout + first.stderr
     card = (out / "README.md").read_text()
     again = ["--config", "again.yaml", "--max_steps", "3", "--resume_from_checkpoint", "auto"]
-    second = accelerate_launch("cpu", "recipes/grpo.py", *arguments, *again, cwd=tmp_path)
+    second = start(*again)
     assert second.returncode == 0, second.stdout + second.stderr
 
     files = dict(contents(out))
