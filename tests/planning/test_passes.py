@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.planning.models import LAYERS, config, folder, settings
+from tests.prefix_sharing.helpers import packed_forward
 from trl_fsdp_qlora.planning import components, passes
-from trl_fsdp_qlora.prefix_sharing.attention import install, no_mask
-from trl_fsdp_qlora.prefix_sharing.layout import SealedLayout, pack
+from trl_fsdp_qlora.prefix_sharing.attention import install
+from trl_fsdp_qlora.prefix_sharing.layout import pack
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
 from trl_fsdp_qlora.upstream.memory import PeakTracker
@@ -68,25 +69,16 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     labels = ids.clone()
     labels[:, : run.prompt_tokens] = -100
     layout = pack(ids, mask, run.max_completion_length)
-    layout.backend, layout.problems = "auto", []
     tracker = PeakTracker()
     tracker.track(model)
     with tracker, torch.set_grad_enabled(grad):
         before = tracker.now()
         if packed:
-            out = model(
-                input_ids=layout.input_ids,
-                attention_mask=no_mask(layout.input_ids.device),
-                position_ids=layout.position_ids,
-                prefix_layout=SealedLayout(layout),
-                score_index_N=layout.score_index_N,
-                score_targets_N=layout.score_targets_N,
-            )
+            out = packed_forward(model, layout)
         else:
             out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         if grad:
             out.log_probs.sum().backward()
-    assert not layout.problems
     return tracker.peak() - before
 
 

@@ -116,10 +116,10 @@ def stock_log_probs(model, ids, mask, completion=COMPLETION):
     return outputs.log_probs[:, -completion:], outputs.entropy[:, -completion:]
 
 
-def packed_log_probs(model, layout, backend="auto"):
-    """One packed forward of a model that was prepared for it."""
+def packed_forward(model, layout, backend="auto"):
+    """What a model that was prepared for it gives for a packed row."""
     layout.backend = backend
-    outputs = model(
+    return model(
         input_ids=layout.input_ids,
         attention_mask=no_mask(layout.input_ids.device),
         position_ids=layout.position_ids,
@@ -127,6 +127,11 @@ def packed_log_probs(model, layout, backend="auto"):
         score_index_N=layout.score_index_N,
         score_targets_N=layout.score_targets_N,
     )
+
+
+def packed_log_probs(model, layout, backend="auto"):
+    """Log-probabilities and entropies of one packed forward."""
+    outputs = packed_forward(model, layout, backend)
     return layout.scatter(outputs.log_probs), layout.scatter(outputs.entropy)
 
 
