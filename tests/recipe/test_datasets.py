@@ -132,3 +132,16 @@ def test_a_file_of_ones_own_trains_unmeasured_and_is_measured_whole(tmp_path, ca
     assert "--held_out as in its recipe" in capsys.readouterr().out
     _, test = load_data(ScriptArguments(dataset=path, held_out=1))
     assert load_held_out(ScriptArguments(dataset=path, held_out=1)).to_list() == test.to_list()
+
+
+def test_two_splits_as_one_hold_out_the_problems_that_one_file_does(tmp_path):
+    """As SVAMP lies on the Hub (700 and 300) and as the file of 1,000."""
+    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10)]
+    file = write(tmp_path / "all.jsonl", rows)
+    (tmp_path / "hub").mkdir()
+    write(tmp_path / "hub" / "train.jsonl", rows[:70])
+    write(tmp_path / "hub" / "test.jsonl", rows[70:])
+    whole = load_data(ScriptArguments(dataset=file, dataset_split="train+test", held_out=30))
+    both = load_data(ScriptArguments(dataset=str(tmp_path / "hub"), dataset_split="train+test", held_out=30))
+    assert [len(part) for part in both] == [70, 30]
+    assert [part.to_list() for part in both] == [part.to_list() for part in whole]

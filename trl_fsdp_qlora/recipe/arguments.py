@@ -37,10 +37,12 @@ class ScriptArguments:
         }
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
-    dataset_split: str = option("train", "Split to train on.")
+    dataset_split: str = option(
+        "train", "Split to train on, or several as one: `train+test`, of which `held_out` takes its part."
+    )
     eval_dataset: str | None = option(None, "Where the held-out problems come from; `dataset` where it is not set.")
     eval_split: str = option("test", "Split of the held-out problems.")
-    held_out: int = option(0, "Take this many problems out of `dataset` instead of reading another split.")
+    held_out: int = option(0, "Take this many problems out of `dataset_split` instead of reading `eval_split`.")
     validation: int = option(
         0, "Take this many of the training problems out, to choose settings by: nothing trains on them."
     )

@@ -28,11 +28,13 @@ def read_rows(path: Path, split: str) -> list[Row]:
     Args:
         path: a file of one of [`SUFFIXES`]; a folder of `<split>.<suffix>` or of parquet shards `<split>-*`; or a folder
             that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote.
-        split: which part of a folder.
+        split: which part of a folder, or several: `train+test`.
 
     Raises:
         DatasetError: unknown kind of file, no such split, or a row that cannot be read.
     """
+    if "+" in split and has_splits(str(path)):
+        return [row for part in split.split("+") for row in read_rows(path, part)]
     if path.is_dir():
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved_rows(path, split)

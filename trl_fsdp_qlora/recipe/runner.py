@@ -175,7 +175,9 @@ def _finished(trainer: Any, script: ScriptArguments) -> str:
     args = trainer.args
     goal = f"max_steps={args.max_steps}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
     longer = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
-    problems = f"--held_out {script.held_out}" if script.held_out else f"--eval_split {script.eval_split}"
+    problems = f"--eval_split {script.eval_split}"
+    if script.held_out:
+        problems = f"--dataset_split {script.dataset_split} --held_out {script.held_out}"
     evaluate_it = (
         f"trl-fsdp-qlora evaluate --model {redaction.portable(model_name(trainer.model))} "
         f"--adapter {args.output_dir} --dataset {script.eval_dataset or script.dataset} {problems}"
