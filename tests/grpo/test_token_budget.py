@@ -45,6 +45,7 @@ def loss_and_gradients(ours, batch, stock=False):
     compute = GRPOTrainer._compute_loss if stock else EfficientGRPOTrainer._compute_loss
     loss = compute(ours, ours.model, dict(batch))
     loss.backward()
+    ours.telemetry.settle()  # as before metrics are logged
     return loss.item(), {n: p.grad.clone() for n, p in ours.model.named_parameters() if p.grad is not None}
 
 

@@ -241,10 +241,11 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.estimate_values()
         output = super()._generate_and_score_completions(inputs)
         output.pop("old_per_token_logps", None)
-        prompts = zip(output["prompt_ids"], output["prompt_mask"], strict=True)
-        values_B = self.values.of(inputs, [ids[mask.bool()].tolist() for ids, mask in prompts])
+        # One transfer each, not one a row.
+        prompts = zip(output["prompt_ids"].cpu(), output["prompt_mask"].bool().cpu(), strict=True)
+        values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
         rewards = combine(self._rewards_of_batch, self.reward_weights)
-        check_reward_range(rewards, self.args.sample_plan)
+        check_reward_range(rewards.cpu(), self.args.sample_plan)
         first = self.accelerator.process_index * len(inputs)
         mine = slice(first, first + len(inputs))
         target = self.accelerator.gather(rewards[mine] - values_B.to(self.accelerator.device))
@@ -257,6 +258,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         """In the place of what TRL logged about groups."""
         # A group of one has no standard deviation.
         self._metrics["train" if self.model.training else "eval"].pop(GROUP_SPREAD, None)
+        rewards, target, advantage = torch.stack([rewards, target, advantage]).cpu()
         self._add_metrics({"v_star": (rewards - target).nanmean().item(), "advantage": target.nanmean().item()})
         logged = self._logs["advantages"]
         for _ in range(min(len(target), len(logged))):
@@ -289,17 +291,15 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         if self.args.objective == "advantage_weighted":
             return advantage_weighted_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.beta)
         loss, implicit_B = regression_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.args.beta2)
-        self._record("implicit_reward", implicit_B.sum(), implicit_B.numel())
+        self._record("implicit_reward", implicit_B.sum(), torch.ones_like(implicit_B).sum())
         delta_BC = (ref_logps_BC - logps_BC).detach()
         return loss, (delta_BC.exp() - delta_BC - 1) * mask_BC
 
     def _record(self, name: str, total, count) -> None:
-        """Mean over all ranks of a metric."""
-        pair = torch.stack(
-            [torch.as_tensor(x, dtype=torch.float32, device=self.accelerator.device) for x in (total, count)]
-        )
-        total, count = self.accelerator.reduce(pair, reduction="sum").tolist()
-        self._add_metrics({name: total / max(count, 1)})
+        """Mean over all ranks of a metric; `total` and `count` lie on the device."""
+        pair = self.accelerator.reduce(torch.stack([total.detach().float(), count.float()]), reduction="sum")
+        means = self._metrics["train" if self.model.training else "eval"][name]
+        self.telemetry.later(pair, lambda sums: means.append(sums[0] / max(sums[1], 1)))
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from ..fsdp2_qlora.generation import check_mode
 from ..run import redaction
 from ..run.config_fields import documented
 from ..run.input_checks import batch_size_advice
+from ..run.telemetry import check_clock
 from ..upstream.trl import is_split_group
 from .token_budget import check_config
 
@@ -121,6 +122,14 @@ class EfficientGRPOConfig(GRPOConfig):
             "for each forward and backward. Every rank then holds the whole 4-bit base while it trains."
         },
     )
+    phase_metrics: str = field(
+        default="on",
+        metadata={
+            "help": "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "
+            "the allocator's peak after each phase, so that every phase of every step has its own "
+            "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'."
+        },
+    )
     show_completions: int = field(
         default=2,
         metadata={
@@ -152,6 +161,7 @@ class EfficientGRPOConfig(GRPOConfig):
             raise ValueError(f"{error} {advice}") from None
         check_config(self)
         check_mode(self.fsdp_gather)
+        check_clock(self.phase_metrics)
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
                 f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more, or "

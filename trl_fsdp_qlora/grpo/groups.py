@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..scoring.transfer import to_device
 from ..upstream.trl import (
     RepeatSampler,
     split_pixel_values_by_grid,
@@ -46,10 +47,16 @@ def shuffle_groups(
     rows = len(batch["prompt_ids"])
     order = group_permutation(rows, group_size, rank_offset)
 
+    on_device = {order.device: order}  # sent once, not with every value
+
     def permute(value):
         if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
             return value
-        return value[order.to(value.device)] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+        if not isinstance(value, torch.Tensor):
+            return [value[i] for i in order]
+        if value.device not in on_device:
+            on_device[value.device] = to_device(order, value.device)
+        return value[on_device[value.device]]
 
     return {key: permute(value) for key, value in batch.items()}
 

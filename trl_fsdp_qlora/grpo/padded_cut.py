@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..scoring.request import LogProbs, PassRequest
+from ..scoring.transfer import to_device
 
 
 def padded_pass(stock: Callable[..., LogProbs], request: PassRequest, whole_rows: bool = False) -> LogProbs:
@@ -49,13 +50,14 @@ def padded_cut(
         As `stock`, zeros in what was cut.
     """
     options["compute_aux_loss"] = compute_aux_loss
-    rows_B, columns_C = scored_BC.any(1).tolist(), scored_BC.any(0).tolist()
+    found = torch.cat([scored_BC.any(1), scored_BC.any(0)]).tolist()  # one transfer
+    rows_B, columns_C = found[: len(scored_BC)], found[len(scored_BC) :]
     kept = [row for row, scored in enumerate(rows_B) if scored] or [0]
     width = max((column + 1 for column, scored in enumerate(columns_C) if scored), default=1)
     width = logits_to_keep if whole_rows else width
     if compute_aux_loss or (len(kept) == len(rows_B) and width == logits_to_keep):
         return stock(input_ids, attention_mask, logits_to_keep, **options)
-    index = torch.tensor(kept, device=input_ids.device)
+    index = to_device(torch.tensor(kept), input_ids.device)
     end = input_ids.shape[1] - logits_to_keep + width
     logps, entropies, aux_loss = stock(input_ids[index, :end], attention_mask[index, :end], width, **options)
 

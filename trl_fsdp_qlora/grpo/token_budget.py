@@ -12,6 +12,8 @@ exact:
 """
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,13 +66,13 @@ class Choice(NamedTuple):
     """The tokens that one micro-batch spends anything on.
 
     Attributes:
-        scored_BC, weight_BC: for the [`PassRequest`]; `None` where every token counts, with weight one.
+        scored_BC, weight_BC: for the [`PassRequest`]; no weights where each is one.
         inputs: of the loss, with zeros in what the log-probabilities are compared with where nothing is scored.
         counts: float32 `(6,)`: tokens of the loss, those of completions that were not skipped, those of the latter that
             a selection kept, those scored; completions, and those of them with a scored token.
     """
 
-    scored_BC: torch.Tensor | None
+    scored_BC: torch.Tensor
     weight_BC: torch.Tensor | None
     inputs: dict[str, Any]
     counts: torch.Tensor
@@ -142,11 +144,9 @@ class TokenBudget:
         scored_BC = learning_BC if selection is None else selection.keep
         selected = scored_BC.sum()
         scored_BC = torch.where(learning_BC.any(), scored_BC, _first_completion(mask_BC))
-        rows = torch.tensor(len(mask_BC), device=mask_BC.device)
+        rows = selected.new_full((), len(mask_BC))  # filled in on the device: one from the host would be waited for
         sums = [mask_BC.sum(), learning_BC.sum(), selected, scored_BC.sum(), rows, scored_BC.any(1).sum()]
         counts = torch.stack(sums).float()
-        if selection is None and bool((counts[0] == counts[3]).item()):
-            return Choice(None, None, inputs, counts)
         compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if _per_token(inputs, key)}
         ratio = inputs.get(IMPORTANCE_RATIO)
         if isinstance(ratio, torch.Tensor):  # one per token, or one per completion
@@ -168,16 +168,26 @@ class TokenBudget:
             generator=step_generator(args.seed, step, micro_step, self.rank),
         )
 
-    def report(self, counts: torch.Tensor, metrics: dict[str, list]) -> None:
-        """Add the share of scored tokens to `metrics`, and correct the means that TRL took over all tokens.
+    def report(self, metrics: dict[str, list]) -> Callable[[list[float]], None]:
+        """What adds the share of scored tokens to `metrics`, and corrects the means that TRL took over all tokens.
 
         Args:
-            counts: of a [`Choice`], summed over ranks.
-            metrics: the trainer's, after the loss.
+            metrics: the trainer's, right after the loss.
+
+        Returns:
+            A function of the counts of that loss's [`Choice`], summed over ranks: it can be called when they are read.
         """
-        valid, learning, selected, scored, completions, scored_completions = counts.tolist()
-        metrics["tokens/scored_share"].append(scored / max(valid, 1.0))
-        metrics["tokens/nothing_to_learn"].append(float(learning == 0))
+        keys = (*SCORED_MEANS, *LEARNING_MEANS, PHI_MEAN)
+        last = {key: (metrics[key], len(metrics[key]) - 1) for key in keys if metrics.get(key)}
+        shares = metrics["tokens/scored_share"], metrics["tokens/nothing_to_learn"]
+        return partial(self._report, shares, last)
+
+    def _report(
+        self, shares: tuple[list, list], last: dict[str, tuple[list[float], int]], counts: list[float]
+    ) -> None:
+        valid, learning, selected, scored, completions, scored_completions = counts
+        for values, value in zip(shares, (scored / max(valid, 1.0), float(learning == 0)), strict=True):
+            values.append(value)
         if learning == 0:
             self.empty_batches += 1
             if self.empty_batches == 1:
@@ -189,11 +199,12 @@ class TokenBudget:
         # tokens that a selection left out of a completion are made up for. Phi is one where nothing is scored.
         for keys, over, of in ((SCORED_MEANS, valid, scored), (LEARNING_MEANS, learning, selected)):
             for key in keys:
-                if of and metrics.get(key):
-                    metrics[key][-1] *= over / of
-        if scored_completions and metrics.get(PHI_MEAN):
-            total = metrics[PHI_MEAN][-1] * completions - (completions - scored_completions)
-            metrics[PHI_MEAN][-1] = total / scored_completions
+                if of and key in last:
+                    values, i = last[key]
+                    values[i] *= over / of
+        if scored_completions and PHI_MEAN in last:
+            values, i = last[PHI_MEAN]
+            values[i] = (values[i] * completions - (completions - scored_completions)) / scored_completions
 
 
 def _first_completion(mask_BC: torch.Tensor) -> torch.Tensor:

@@ -94,8 +94,9 @@ class EfficientGRPOTrainer(GRPOTrainer):
             logger.warning(warning)  # accelerate's logger: on the main rank
 
     def _start_clock(self) -> None:
-        self.clock = PhaseClock(self.accelerator.device)
-        self.add_callback(TelemetryCallback(self.clock, lambda: self._metrics["train"]))
+        self.clock = PhaseClock(self.accelerator.device, self.args.phase_metrics)
+        self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
+        self.add_callback(self.telemetry)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
 
@@ -112,8 +113,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         if self.ref_model is not None:
             self.prefix_sharing.prepare("reference", self.accelerator.unwrap_model(self.ref_model))
         self._keeps_columns = position_limit(policy) != float("inf")
-        rank = self.accelerator.process_index
-        self.budget = TokenBudget(self.args, rank, self._entropy_bonus_enabled, self.aux_loss_enabled)
+        terms = self._entropy_bonus_enabled, self.aux_loss_enabled
+        self.budget = TokenBudget(self.args, self.accelerator.process_index, *terms)
 
     def _start_telling(self, brought) -> None:
         plain = not self._is_vlm and self.environment_factories is None
@@ -129,8 +130,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         return EpochRepeatSampler.like(super()._get_train_sampler(dataset))
 
     def _prepare_inputs(self, generation_batch):
-        # TRL's own method with one change: whole groups are shuffled, so the completions of a prompt stay together
-        # when the generation batch is sliced into micro-batches.
+        # TRL's own method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         every = self.args.steps_per_generation * self.num_iterations
@@ -168,9 +168,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         turn = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
         held = self._last_loaded_step if self.use_vllm else None
-        drawn = self.rollout.training_turn(
-            super()._generate_single_turn, turn, self.model_wrapped, self._generate_settings()
-        )
+        settings = self._generate_settings()
+        drawn = self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
         if self.use_vllm and self._last_loaded_step != held:
             self.watch.synced(self.model)
         return drawn
@@ -236,8 +235,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(*self._weighed(loss_pass(model, self.model.training), inputs))
         request = loss_pass(model, self.model.training, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
         loss = super()._compute_loss(*self._weighed(request, choice.inputs))
-        # Every rank takes part, also one that computed everything.
-        self.budget.report(self.accelerator.reduce(choice.counts, reduction="sum"), self._metrics["train"])
+        counts = self.accelerator.reduce(choice.counts, reduction="sum")  # on every rank, whatever it skipped
+        self.telemetry.later(counts, self.budget.report(self._metrics["train"]))
         return loss
 
     @property
@@ -367,6 +366,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     # --- what is said about a run ------------------------------------------------------------------------------------
 
     def log(self, logs, *args, **kwargs):
+        self.telemetry.settle()
         if "loss" in logs:
             logs.update(self.sharding.traffic(self.model, self.state.global_step))
         return super().log(logs, *args, **kwargs)

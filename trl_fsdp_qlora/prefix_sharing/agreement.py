@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..scoring.transfer import to_device
+
 
 def largest_over_ranks(values: list[int], device: torch.device) -> list[int]:
     """Element-wise maximum over ranks; the values themselves in a single process. Every rank has to call it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return values
-    tensor = torch.tensor(values, device=device)
+    tensor = to_device(torch.tensor(values), device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
     return tensor.tolist()
 

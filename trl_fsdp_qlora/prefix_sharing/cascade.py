@@ -19,6 +19,7 @@ unequal length are padded to their longest inside the kernel's batch only.
 import numpy as np
 import torch
 
+from ..scoring.transfer import to_device
 from .layout import PackedLayout
 from .merging import merge
 
@@ -248,7 +249,7 @@ class _varlen:
             def cumulative(x):
                 total = torch.zeros(len(x) + 1, dtype=torch.int32)
                 total[1:] = x.cumsum(0)
-                return total.to(device, non_blocking=True), int(x.max()) if len(x) else 0
+                return to_device(total, device), int(x.max()) if len(x) else 0
 
             layout.cache[key] = cumulative(lengths), cumulative(per_family), cumulative(prompts)
         return layout.cache[key]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from ..scoring.transfer import to_device
 from .layout import PackedLayout
 
 BLOCK = 128
@@ -68,15 +69,14 @@ def mask_function(layout: PackedLayout, window: int | None, device: torch.device
     families = torch.arange(layout.num_singles, layout.num_roots)
     prompt_S[layout.num_roots :] = torch.repeat_interleave(families, torch.from_numpy(layout.children_per_family))
     prompt_T = prompt_S[segment_T]
-    position_T = layout.position_ids[0].cpu()
     # Within a segment of a nested row a token is seen up to the end of its subtree, elsewhere by all that follow.
     end_T = torch.full((layout.tokens,), layout.tokens) if layout.end_T is None else torch.from_numpy(layout.end_T)
     # Each filled-up token is a segment of its own, so that its softmax is defined.
     extra = len(layout.lengths) + torch.arange(fill)
-    segment_T = torch.cat([segment_T, extra]).to(device)
-    prompt_T = torch.cat([prompt_T, extra]).to(device)
-    position_T = torch.cat([position_T, extra * 0]).to(device)
-    end_T = torch.cat([end_T, torch.full((fill,), layout.tokens + fill)]).to(device)
+    end_T = torch.cat([end_T, torch.full((fill,), layout.tokens + fill)])
+    sent = torch.stack([torch.cat([segment_T, extra]), torch.cat([prompt_T, extra]), end_T])  # one transfer
+    segment_T, prompt_T, end_T = to_device(sent, device)
+    position_T = F.pad(layout.position_ids[0].to(device), (0, fill))
 
     def allowed(batch, head, query, key):
         related = (segment_T[query] == segment_T[key]) | (prompt_T[query] == segment_T[key])

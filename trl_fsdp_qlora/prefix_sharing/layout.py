@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..scoring.transfer import to_device
 from .nested import NestedRow, nested_row
 
 
@@ -114,6 +115,7 @@ class BatchFacts:
     completion_lengths_B: np.ndarray
     scored_BC: np.ndarray
     new_prompt_B: np.ndarray  # row b has another prompt than row b - 1
+    completion_ids_BC: np.ndarray | None = None  # where they were asked for
 
     def rows(self, part: slice, scored: bool = True) -> "BatchFacts":
         """The facts of a stretch of rows; with `scored=False` as if nothing in them were to be scored."""
@@ -123,13 +125,22 @@ class BatchFacts:
             self.completion_lengths_B[part],
             scored_BC if scored else np.zeros_like(scored_BC),
             self.new_prompt_B[part],
+            None if self.completion_ids_BC is None else self.completion_ids_BC[part],
         )
 
 
 def read_batch(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, score_mask_BC: torch.Tensor | None
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    score_mask_BC: torch.Tensor | None,
+    with_ids: bool = False,
 ) -> BatchFacts:
     """Lengths, scored positions and equal neighbouring prompts of a padded batch `(B, P + C)`; one host sync.
+
+    Args:
+        input_ids, attention_mask, logits_to_keep, score_mask_BC: as in [`pack`].
+        with_ids: completions' tokens as well, which nested rows are made from.
 
     Raises:
         UnpackableBatch: a mask has holes, or a row has no prompt token.
@@ -144,7 +155,12 @@ def read_batch(
     parts = [mask, new_prompt]
     if score_mask_BC is not None:
         parts.append(score_mask_BC.bool())
+    if with_ids:
+        parts.append(input_ids[:, prompt_width:])  # what is true or false becomes a number beside them
     host = torch.cat(parts, dim=1).cpu().numpy()
+    read = width + 1 + (0 if score_mask_BC is None else logits_to_keep)
+    completion_ids_BC = host[:, read:] if with_ids else None
+    host = host[:, :read].astype(bool)
     host_mask, new_prompt_B = host[:, :width], host[:, width]
     prompt_mask, completion_mask = host_mask[:, :prompt_width], host_mask[:, prompt_width:]
     if (prompt_mask[:, 1:] < prompt_mask[:, :-1]).any() or (completion_mask[:, 1:] > completion_mask[:, :-1]).any():
@@ -153,7 +169,7 @@ def read_batch(
     if (prompt_lengths_B == 0).any():
         raise UnpackableBatch("a row has no prompt token to predict its first completion token from")
     scored_BC = completion_mask if score_mask_BC is None else completion_mask & host[:, width + 1 :]
-    return BatchFacts(prompt_lengths_B, completion_mask.sum(1), scored_BC, new_prompt_B)
+    return BatchFacts(prompt_lengths_B, completion_mask.sum(1), scored_BC, new_prompt_B, completion_ids_BC)
 
 
 def cut_rows(facts: BatchFacts, budget: int, completion_width: int, rows_at_once: int | None) -> list[tuple[int, int]]:
@@ -212,7 +228,8 @@ def pack(
     rows, width = input_ids.shape
     prompt_width = width - logits_to_keep
     if facts is None:
-        facts = read_batch(input_ids, attention_mask, logits_to_keep, score_mask_BC)
+        with_ids = pairs_per_token is not None
+        facts = read_batch(input_ids, attention_mask, logits_to_keep, score_mask_BC, with_ids)
     scored_BC = facts.scored_BC
     if whole_rows:
         forward_B = facts.completion_lengths_B + 1
@@ -220,7 +237,7 @@ def pack(
         # Index of the last scored token plus one: the number of positions that predict the tokens up to it.
         forward_B = np.where(scored_BC.any(1), logits_to_keep - scored_BC[:, ::-1].argmax(1), 0)
 
-    row = _choose_row(facts, input_ids, forward_B, prompt_width, pairs_per_token)
+    row = _choose_row(facts, forward_B, prompt_width, pairs_per_token)
     is_nested = isinstance(row, NestedRow)
     source_T = row.row_T * width + row.column_T
     tokens = len(source_T)
@@ -229,14 +246,10 @@ def pack(
     target_N = scored_row_N * width + prompt_width + scored_token_N
     scatter_N = scored_row_N * logits_to_keep + scored_token_N
 
-    # One transfer for all indices.
-    host = torch.from_numpy(
-        np.concatenate([source_T, row.column_T, score_index_N, target_N, scatter_N]).astype(np.int64)
-    )
-    scored = len(score_index_N)
-    source, column, score_index, target, scatter_index = host.to(input_ids.device, non_blocking=True).split(
-        [tokens, tokens, scored, scored, scored]
-    )
+    # One transfer for all of them.
+    parts = [source_T, row.column_T, row.weight_T, score_index_N, target_N, scatter_N]
+    sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
+    source, column, weight, score_index, target, scatter_index = sent.split([len(part) for part in parts])
     flat_ids = input_ids.reshape(-1)
     return PackedLayout(
         input_ids=flat_ids[source].unsqueeze(0),
@@ -244,7 +257,7 @@ def pack(
         score_index_N=score_index,
         score_targets_N=flat_ids[target],
         scatter_index_N=scatter_index,
-        multiplicity_1T=torch.from_numpy(row.weight_T).to(input_ids.device, torch.float32).unsqueeze(0),
+        multiplicity_1T=weight.float().unsqueeze(0),
         starts=row.starts,
         lengths=row.lengths,
         num_singles=len(row.lengths) if is_nested else row.num_singles,
@@ -258,18 +271,13 @@ def pack(
 
 
 def _choose_row(
-    facts: BatchFacts,
-    input_ids: torch.Tensor,
-    forward_B: np.ndarray,
-    prompt_width: int,
-    pairs_per_token: float | None,
+    facts: BatchFacts, forward_B: np.ndarray, prompt_width: int, pairs_per_token: float | None
 ) -> "_FlatRow | NestedRow":
     """The row that shares prompts only, or the nested one where it is worth its mask; arguments as in [`pack`]."""
     row = _flat_row(facts, forward_B, prompt_width)
     if pairs_per_token is None or len(row.lengths) <= 1:
         return row
-    ids_BC = input_ids[:, prompt_width:].cpu().numpy()
-    nested = nested_row(ids_BC, forward_B, facts.prompt_lengths_B, facts.new_prompt_B, prompt_width)
+    nested = nested_row(facts.completion_ids_BC, forward_B, facts.prompt_lengths_B, facts.new_prompt_B, prompt_width)
     saved = len(row.row_T) - len(nested.row_T)
     return nested if saved * pairs_per_token > nested.pairs - row.pairs else row
 

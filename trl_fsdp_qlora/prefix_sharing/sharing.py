@@ -293,9 +293,9 @@ class PrefixSharing:
         if width > limit:
             return None, f"rows of {width} positions switch the rotary tables at {limit}"
         try:
-            return read_batch(
-                request.input_ids, request.attention_mask, request.logits_to_keep, request.scored_BC
-            ), None
+            with_ids = request.nested and self._states[request.role].pairs_per_token is not None
+            batch = request.input_ids, request.attention_mask, request.logits_to_keep, request.scored_BC
+            return read_batch(*batch, with_ids), None
         except UnpackableBatch as error:
             return None, str(error)
 

@@ -6,6 +6,8 @@ Who sees whom in a trie cannot be cut into a few rectangles, so there is a mask 
 
 import torch
 
+from ..scoring.transfer import to_device
+
 BASES = ("sdpa", "eager")
 
 
@@ -33,7 +35,7 @@ def _mask(call, start: int, length: int) -> torch.Tensor:
 def visible(layout, start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
     """Whether token q of a stretch of a nested row sees token k, `(length, length)`."""
     place = torch.arange(start, start + length, device=device)
-    end = torch.from_numpy(layout.end_T[start : start + length]).to(device)
+    end = to_device(torch.from_numpy(layout.end_T[start : start + length]), device)
     seen = (place <= place.unsqueeze(1)) & (place.unsqueeze(1) < end)
     if window is not None:
         position = layout.position_ids[0, start : start + length].to(device)

@@ -11,6 +11,7 @@ both apply `cascade` was never slower on CPU and keeps fewer bytes (docs/prefix_
 
 import torch
 
+from ..scoring.transfer import to_device
 from ..upstream.flash import is_flash
 from .layout import PackedLayout
 
@@ -127,7 +128,7 @@ def _family_blocks(layout: PackedLayout, device: torch.device) -> list[tuple]:
             within = torch.arange(longest)
             index = (starts.unsqueeze(1) + within).clamp_(max=layout.tokens - 1).flatten()
             real = (within < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
-            pad = (index.to(device), real.to(device))
+            pad = (to_device(index, device), to_device(real, device))
         prompt = singles + first
         blocks.append(
             (int(layout.starts[prompt]), int(layout.lengths[prompt]), count, group, int(starts[0]), longest, pad)

@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 TAGS = ["trl", "grpo", "lora", "trl-fsdp-qlora"]
 # What a run sets that says nothing about the result.
 _NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank", "debug"}
-_NOT_RECIPE |= {"resume_from_checkpoint", "show_completions"}
+_NOT_RECIPE |= {"resume_from_checkpoint", "show_completions", "phase_metrics"}
 # What a reader looks for first, said also where it is the default.
 _ALWAYS = {"dataset", "prompt_template", "system_prompt", "rewards", "answer_format", "held_out"}
 _NOTHING = (None, "", [], {}, "none", ["none"])

@@ -57,6 +57,7 @@ _FREE = [
     "model_init_kwargs",
     "num_completions_to_print",
     "num_generations_eval",
+    "phase_metrics",
     "prefix_sharing",
     "remove_unused_columns",
     "resume_anyway",

@@ -2,7 +2,8 @@
 
 Names, all averaged over the logging window:
 
-- `time/<phase>_s`: seconds of a phase in one optimizer step. Phases nested in another are not counted twice.
+- `time/<phase>_s`: seconds of a phase in one optimizer step. Phases nested in another are not counted twice. On CUDA it is
+  the device's time between two events, which are read when metrics are logged: no phase waits for the device.
 - `memory/<phase>_peak_mib`: most memory in use during the phase: of the CUDA allocator, or, without CUDA on Linux, the
   process's resident set. Of this rank.
 - `waste/padding_share`: padding tokens in the padded batch that stock TRL runs, as a share of it.
@@ -20,9 +21,16 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
+from .deferred import DeferredSums
+
+# On the host's clock, or an event in the queue of a CUDA device.
+Moment = float | torch.cuda.Event
+Span = tuple[str, Moment, Moment]  # name of the phase, start, end
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
+MODES = ("on", "peaks", "off")
 
 
 class PeakMemory:
@@ -59,42 +67,76 @@ class PeakMemory:
         return int(line.split()[1]) * 1024
 
 
+def check_clock(mode: str) -> None:
+    """Refuse a `phase_metrics` that is none.
+
+    Raises:
+        ValueError: names the choices.
+    """
+    if mode not in MODES:
+        raise ValueError(f"phase_metrics={mode!r} is unknown; use one of {', '.join(map(repr, MODES))}")
+
+
 class PhaseClock:
-    """Seconds and peak bytes of named, possibly nested phases, summed until `drain`.
+    """Seconds and peak bytes of named, possibly nested phases of each step.
 
     A phase's seconds leave out the phases nested in it; its peak bytes include them.
 
     Args:
-        device: whose queue is waited for at a phase's ends, and whose memory is read.
+        device: whose time is taken, and whose memory is read.
+        mode: `"on"`, `"peaks"` or `"off"`. `"on"` leaves CUDA's peak statistics to the user: the peak of a phase is then
+            known once it raised that of the process, and is the highest so far. `"peaks"` resets them at every end of a
+            phase. Without CUDA the two are the same, and reset.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, mode: str = "on"):
         self.memory = PeakMemory(device)
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.peak: dict[str, int] = defaultdict(int)
+        self.is_on = mode != "off"
+        self.resets = mode == "peaks" or not self.memory.cuda
+        self.peak: dict[str, int] = defaultdict(int)  # since the last drain
         self.tokens = 0.0  # completion tokens of all ranks in this step
+        self._known: dict[str, int] = {}  # of the phases that raised the process's peak, where nothing is reset
+        self._highest = 0  # the process's peak, as last read
+        self._spans: list[Span] = []
         self._open: list[str] = []
-        self._since = 0.0
+        self._since: Moment = 0.0
+
+    def now(self) -> Moment:
+        """A moment of the device's own time, to give to [`seconds`]; the host does not wait for it."""
+        if not self.memory.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.memory.device))
+        return event
 
     def _mark(self) -> None:
         # Credit the time since the last mark, and the memory seen in it, to the innermost open phase.
-        if self.memory.cuda:
-            torch.cuda.synchronize(self.memory.device)
-        now = time.perf_counter()
+        now = self.now()
         if self._open:
-            self.seconds[self._open[-1]] += now - self._since
-            peak = self.memory.read()
-            for name in self._open:
-                self.peak[name] = max(self.peak[name], peak)
-        self.memory.reset()
+            self._spans.append((self._open[-1], self._since, now))
+        self._see_peak()
         self._since = now
 
+    def _see_peak(self) -> None:
+        peak = self.memory.read()
+        if self.resets:
+            self.memory.reset()
+        else:
+            raised, self._highest = peak != self._highest, peak  # lower: someone has reset it since the last mark
+            if not raised:
+                return
+        for name in self._open:
+            self.peak[name] = max(self.peak[name], peak)
+
     def start(self, name: str) -> None:
-        self._mark()
-        self._open.append(name)
+        if self.is_on:
+            self._mark()
+            self._open.append(name)
 
     def stop(self, name: str) -> None:
         """Close phase `name`, and phases inside it that an exception left open."""
+        if not self.is_on:
+            return
         self._mark()
         if name in self._open:
             del self._open[self._open.index(name) :]
@@ -118,17 +160,47 @@ class PhaseClock:
 
     def waste(self, counts: torch.Tensor) -> dict[str, float]:
         """The `waste/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
-        self.tokens += counts[-1].item()
-        return waste_metrics(counts)
+        values = counts.tolist()
+        self.tokens += values[-1]
+        return waste_metrics(values)
 
     def drain(self) -> dict[str, float]:
-        """The metrics since the last drain; forgets them."""
-        metrics = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
-        if self.memory.available:
-            metrics |= {f"memory/{name}_peak_mib": peak / MIB for name, peak in self.peak.items()}
-        self.seconds.clear()
+        """The metrics since the last drain; forgets them. Waits for the device."""
+        metrics = {f"time/{name}_s": seconds for name, seconds in summed(self.drain_spans()).items()}
+        return metrics | self.drain_peaks()
+
+    def drain_spans(self) -> list[Span]:
+        """What the phases took since the last drain, to be read by [`summed`]; forgets it."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def drain_peaks(self) -> dict[str, float]:
+        """The `memory/` metrics since the last drain; forgets them. Nothing to wait for: the host keeps the allocator's books."""
+        peaks = dict(self.peak)
         self.peak.clear()
-        return metrics
+        if not self.resets:
+            self._known |= {name: max(peak, self._known.get(name, 0)) for name, peak in peaks.items()}
+            peaks = self._known
+        if not self.memory.available:
+            return {}
+        return {f"memory/{name}_peak_mib": peak / MIB for name, peak in peaks.items()}
+
+
+def seconds(start: Moment, end: Moment) -> float:
+    """Seconds between two moments of a clock; waits until the later one is there."""
+    if isinstance(start, float):
+        return end - start
+    if not _is_past(end):
+        end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def summed(spans: list[Span]) -> dict[str, float]:
+    """Seconds of each phase."""
+    total: dict[str, float] = defaultdict(float)
+    for name, start, end in spans:
+        total[name] += seconds(start, end)
+    return total
 
 
 def token_counts(batch: dict, group_size: int) -> torch.Tensor:
@@ -151,13 +223,14 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
     dead = (advantages == 0) if advantages.ndim == 1 else (advantages == 0).all(1)
     completion_tokens = completion_B.sum()
     valid = prompt_B.sum() + completion_tokens
-    values = [padded, valid, once, rows, dead.sum(), completion_tokens]
-    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=prompt_B.device) for v in values])
+    # Filled in on the device: what comes from the host would be waited for.
+    padded, rows = (prompt_B.new_full((), x) for x in (padded, rows))
+    return torch.stack([padded, valid, once, rows, dead.sum(), completion_tokens]).double()
 
 
-def waste_metrics(counts: torch.Tensor) -> dict[str, float]:
+def waste_metrics(counts: list[float]) -> dict[str, float]:
     """The `waste/` metrics from summed [`token_counts`]."""
-    padded, valid, once, rows, dead, _ = counts.tolist()
+    padded, valid, once, rows, dead, _ = counts
     return {
         "waste/padding_share": 1 - valid / max(padded, 1),
         "waste/prompt_redundancy": valid / max(once, 1),
@@ -166,16 +239,44 @@ def waste_metrics(counts: torch.Tensor) -> dict[str, float]:
 
 
 class TelemetryCallback(TrainerCallback):
-    """Closes the optimizer's phase and hands a step's figures to the trainer's metrics before they are logged."""
+    """Closes the optimizer's phase and hands a step's figures to the trainer's metrics before they are logged.
+
+    What lies on the device is read in [`settle`], which the trainer calls when it logs.
+
+    Args:
+        clock: of the trainer.
+        metrics: gives the trainer's metrics of training.
+    """
 
     def __init__(self, clock: PhaseClock, metrics: Callable[[], dict[str, list]]):
         self.clock = clock
         self.metrics = metrics
-        self._step_started = None
+        self.deferred = DeferredSums()
+        self._step_started: Moment | None = None
+        self._steps: list[tuple[list[Span], Moment, Moment, float]] = []  # spans, begin, end, tokens
         self._seen: set[str] = set()
 
+    def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
+        """Call `finish` with the numbers in `sums_N` when metrics are logged."""
+        self.deferred.add(sums_N, finish)
+
+    def settle(self, wait: bool = True) -> None:
+        """Put what is outstanding among the metrics; without `wait`, only steps that the device has done."""
+        if wait:
+            self.deferred.settle()
+        while self._steps and (wait or _is_past(self._steps[0][2])):
+            spans, begin, end, tokens = self._steps.pop(0)
+            # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases
+            # add up.
+            figures = dict.fromkeys(self._seen, 0.0) | summed(spans)
+            self._seen |= figures.keys()
+            for name, value in figures.items():
+                self.metrics()[f"time/{name}_s"].append(value)
+            if tokens:
+                self.metrics()["throughput/tokens_per_s"].append(tokens / seconds(begin, end))
+
     def on_step_begin(self, args, state, control, **kwargs):
-        self._step_started = time.perf_counter()
+        self._step_started = self.clock.now() if self.clock.is_on else None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.clock.start("optimizer")
@@ -184,11 +285,13 @@ class TelemetryCallback(TrainerCallback):
         self.clock.stop("optimizer")
 
     def on_step_end(self, args, state, control, **kwargs):
-        # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases add up.
-        figures = dict.fromkeys(self._seen, 0.0) | self.clock.drain()
-        self._seen |= {name for name in figures if name.startswith("time/")}
-        if self.clock.tokens and self._step_started is not None:
-            figures["throughput/tokens_per_s"] = self.clock.tokens / (time.perf_counter() - self._step_started)
-        self.clock.tokens = 0.0
-        for name, value in figures.items():
+        tokens, self.clock.tokens = self.clock.tokens, 0.0
+        for name, value in self.clock.drain_peaks().items():
             self.metrics()[name].append(value)
+        if self._step_started is not None:
+            self._steps.append((self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
+            self.settle(wait=False)
+
+
+def _is_past(moment: Moment) -> bool:
+    return isinstance(moment, float) or moment.query()

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .transfer import to_device
+
 STRATEGIES = ("all", "s_grpo", "uniform", "prefix_cut")
 WEIGHTINGS = ("auto", "self_normalized", "horvitz_thompson")
 
@@ -144,7 +146,7 @@ def select_tokens(
 
 def _draw(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
     # On the CPU, so that every device draws the same numbers.
-    return torch.rand(shape, generator=generator, dtype=torch.float64).to(device)
+    return to_device(torch.rand(shape, generator=generator, dtype=torch.float64), device)
 
 
 def _prefix_cut(number_BC, length_B1, rate, always_first, generator):
@@ -165,20 +167,24 @@ def _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, g
         room = max_tokens - always_first
         order_BC = draw_BC.masked_fill(~drawn_BC, torch.inf).argsort(-1).argsort(-1)
         drawn_BC &= order_BC < room
-        probability_B1 = capped_probability(length_B1 - always_first, rate, room)
+        probability_B1 = capped_probability(length_B1 - always_first, rate, room, most=number_BC.shape[-1])
     return first_BC | drawn_BC, torch.where(first_BC, 1.0, probability_B1)
 
 
-def capped_probability(n: torch.Tensor, rate: float, room: int) -> torch.Tensor:
+def capped_probability(n: torch.Tensor, rate: float, room: int, most: int | None = None) -> torch.Tensor:
     """Chance of one of `n` tokens to stay when each is drawn with `rate` and at most `room` of the drawn are kept.
 
     All n are alike, so it is their expected number over n: E[min(Bin(n, rate), room)] / n, in float64.
+
+    Args:
+        n: `(…, 1)`.
+        most: no n is larger; what it is need not be asked of the device then.
     """
     n = n.clamp(min=1).double()
     if rate == 1.0:
         return (room / n).clamp(max=1.0)
     # E[min(X, room)] = Σ_{j=1..room} P(X ≥ j); the binomial's terms by logarithms, as n may be in the thousands.
-    j = torch.arange(int(n.max()) + 1, dtype=torch.float64, device=n.device)
+    j = torch.arange((int(n.max()) if most is None else most) + 1, dtype=torch.float64, device=n.device)
     remaining = (n - j).clamp(min=0)
     log_term = torch.lgamma(n + 1) - torch.lgamma(j + 1) - torch.lgamma(remaining + 1)
     log_term += j * np.log(rate) + remaining * np.log1p(-rate)

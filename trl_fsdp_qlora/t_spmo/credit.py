@@ -36,6 +36,8 @@ def group_credit(
         rewards: `(B,)`; NaN where a completion was not judged.
         group_size: G; B is a multiple of it.
     """
+    device = completion_ids.device
+    completion_ids, completion_mask, rewards = (x.cpu() for x in (completion_ids, completion_mask, rewards))
     rewards = rewards.double().masked_fill(completion_mask.sum(1) == 0, torch.nan)
     parts, transitions, credited, forward, distinct = [], 0, 0, 0, 0
     for start in range(0, len(rewards), group_size):
@@ -52,4 +54,4 @@ def group_credit(
             distinct += prefix_transitions(completion_ids[rows, :-1], needed, torch.zeros(len(needed))).count
     groups = max(len(parts), 1)
     credit_BC = torch.cat(parts).float() if parts else torch.zeros(completion_ids.shape)
-    return Credit(credit_BC.to(completion_ids.device), transitions / groups, credited / groups, forward, distinct)
+    return Credit(credit_BC.to(device), transitions / groups, credited / groups, forward, distinct)

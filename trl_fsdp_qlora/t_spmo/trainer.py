@@ -92,12 +92,21 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
         counts = torch.stack([inputs["completion_mask"].sum(), request.scored_BC.sum(), entropies_BC.sum()]).float()
-        valid, scored, entropy = self.accelerator.reduce(counts.detach(), reduction="sum").tolist()
-        self._add_metrics(
-            {
-                "tokens/scored_share": scored / max(valid, 1.0),
-                "tokens/nothing_to_learn": float(scored == 0),
-                "entropy": entropy / scored if scored else float("nan"),
-            }
-        )
+        counts = self.accelerator.reduce(counts.detach(), reduction="sum")
+        self.telemetry.later(counts, self._token_metrics(self._metrics["train" if self.model.training else "eval"]))
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
+
+    @staticmethod
+    def _token_metrics(metrics):
+        """What puts summed counts among `metrics` once they are read."""
+        share, nothing, mean = (
+            metrics[name] for name in ("tokens/scored_share", "tokens/nothing_to_learn", "entropy")
+        )
+
+        def finish(counts: list[float]) -> None:
+            valid, scored, entropy = counts
+            share.append(scored / max(valid, 1.0))
+            nothing.append(float(scored == 0))
+            mean.append(entropy / scored if scored else float("nan"))
+
+        return finish
