@@ -38,11 +38,11 @@ class AStarPOScriptArguments(ScriptArguments):
 
 def main() -> None:
     script, config, model = parse_recipe((AStarPOScriptArguments, AStarPOConfig, ModelConfig))
-    check_recipe(script, config, model)
+    tokenizer = check_recipe(script, config, model)
     if script.stage == "train":
         check_output_dir(config.output_dir, config.resume_from_checkpoint)
     train, test = load_data(script)
-    plan = plan_first(script, config, model, train)
+    plan = plan_first(script, config, model, train, tokenizer)
     trainer = build_trainer(AStarPOTrainer, script, config, model, train, eval_dataset=test)
     if script.stage == "estimate":
         report = trainer.estimate_values()

@@ -24,10 +24,10 @@ from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 def main() -> None:
     script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig))
-    check_recipe(script, config, model)
+    tokenizer = check_recipe(script, config, model)
     check_output_dir(config.output_dir, config.resume_from_checkpoint)
     train, test = load_data(script)
-    plan = plan_first(script, config, model, train)
+    plan = plan_first(script, config, model, train, tokenizer)
     trainer = build_trainer(EfficientGRPOTrainer, script, config, model, train)
     watch(trainer, plan)
     run_recipe(trainer, script, test, config.resume_from_checkpoint)

@@ -98,6 +98,7 @@ def test_configs_and_recipes(installed, place):
     assert (place / "config_quick.yaml").is_file()
 
 
+QUICK = "--config small-base/grpo/quickstart --model_name_or_path base"
 # In one process, since each imports the same. The training of `grpo`, with its launcher, is a test of its own.
 IN_TURN = {
     "small-base base": "base is there already",
@@ -107,7 +108,10 @@ IN_TURN = {
     "merge --help": "--adapter",
     "dequantize --help": "--dense_dtype",
     "launch --help": "--config_file",
-    "doctor --config small-base/grpo/quickstart --model_name_or_path base": "7100 training and 1000 held-out problems",
+    "sft --help": "--sft_problems",
+    f"doctor {QUICK}": "7100 training and 1000 held-out problems",
+    f"plan {QUICK} --hardware 24GB": "it fits",
+    f"compare {QUICK} --steps 1 --per_device_train_batch_size 16": "equal: losses",
 }
 
 

@@ -1,5 +1,6 @@
 """A recipe's run plans first: the warning, the error, the line after the first step, and what never stops a run."""
 
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -8,10 +9,12 @@ from pathlib import Path
 import pytest
 from trl import ModelConfig
 
+from tests.distributed.launch import launch
 from tests.tiny import config, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning import beside
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
+from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 GRPO = Path(__file__).parents[2] / "recipes" / "grpo.py"
 
@@ -24,7 +27,8 @@ def base(tmp_path_factory):
 def first(base, tmp_path, require_fit=False, **changes):
     script = ScriptArguments(dataset="addition", require_fit=require_fit)
     model = ModelConfig(model_name_or_path=base, use_peft=True, lora_target_modules=["all-linear"])
-    return beside.plan_first(script, config(EfficientGRPOConfig, tmp_path, **changes), model, prompts())
+    args = config(EfficientGRPOConfig, tmp_path, **changes)
+    return beside.plan_first(script, args, model, prompts(), character_tokenizer())
 
 
 def shrunk(monkeypatch):
@@ -41,6 +45,15 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeyp
     assert said.startswith("warning: by its plan") and said.count("\n") == 1
     with pytest.raises(ConfigError, match=r"require_fit: true, and by its plan .* there are 1\.0 MiB"):
         first(base, tmp_path, require_fit=True)
+
+
+@pytest.mark.processes
+def test_every_rank_hears_that_a_run_does_not_fit(base, tmp_path):
+    """One rank plans, and all of them end: none is left waiting for the others."""
+    said = [output for _, output in launch("tests/planning/require_fit_worker.py", base, tmp_path)]
+    lines = [re.findall("^refused: (.*)$", output, re.MULTILINE) for output in said]
+    assert lines[0] == lines[1] and len(lines[0]) == 1, said
+    assert lines[0][0].startswith("require_fit: true, and by its plan this run needs ")
 
 
 def test_a_mistake_of_the_plan_is_one_line_and_no_error(base, tmp_path, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """`trl-fsdp-qlora doctor`: what would fail, or silently do the wrong thing, before it does."""
 
+import contextlib
 import json
+import sys
 import warnings
 from pathlib import Path
 
@@ -27,9 +29,10 @@ def doctor(words: list[str]) -> int:
     try:
         launcher, rest = take([word for word in words if word != "--json"], LAUNCHER)
         rest = with_recipe(rest)
-        found = list(environment_findings())
-        if rest:
-            found += _of_run(launcher, rest)
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries log when they are imported is no finding
+            found = list(environment_findings())
+            if rest:
+                found += _of_run(launcher, rest)
     except ValueError as error:
         return refuse(str(error))
     except ImportError as error:  # a stack that the package refuses: what was found of it says why

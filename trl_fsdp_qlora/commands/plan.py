@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+from .scripts import with_recipe
+from .words import refuse
+
 
 def plan(words: Sequence[str]) -> int:
     """Print a recipe's plan; exit status 0 where it fits, 1 where it does not, 2 for bad input."""
@@ -12,4 +15,8 @@ def plan(words: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         parser().print_help()
         return 0
+    try:
+        words = with_recipe(list(words))
+    except ValueError as error:
+        return refuse(str(error))
     return run_plan(words, (TSPMOConfig, AStarPOConfig))

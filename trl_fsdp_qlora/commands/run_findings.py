@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from accelerate.utils import patch_environment
-from transformers import AutoTokenizer
+from huggingface_hub import constants
 from trl import ModelConfig, get_quantization_config
 
 from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
@@ -23,12 +23,16 @@ from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_l
 from ..recipe import checks
 from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe, read_yaml
 from ..recipe.data import load_data
+from ..recipe.files import SUFFIXES
 from ..recipe.runner import reward_functions
 from ..recipe.script import USER_ERRORS
+from ..recipe.small_tasks import TASKS
 from ..rollout.adapter_sync import RolloutError
 from ..rollout.sync_choice import LOW_ADAPTER_RATE, choose_sync, warnings_for
 from ..run.checkpoints import check_output_dir
+from ..run.hub import asked_once
 from ..run.input_checks import check_dataset
+from ..run.own_code import is_import_path
 from .environment import Finding, port_taken
 
 REFUSALS = (*USER_ERRORS, RolloutError, ValueError, OSError)
@@ -93,8 +97,23 @@ def run_findings(words: Sequence[str], config_path: Path | None, launch: Launch)
     yield from _refused("output_dir", lambda: check_output_dir(config.output_dir, config.resume_from_checkpoint))
     yield from _adapter_findings(config, model)
     yield from _storage_findings(config)
-    yield from _model_findings(script, model)
-    yield from _data_findings(script, config)
+    with asked_once(_asked_of_the_hub(script, model)) as reason:
+        if reason is not None:
+            yield Finding(
+                "warning",
+                "network",
+                f"{constants.ENDPOINT} does not answer ({reason}), so models and data are looked for on this machine alone: "
+                "give folders and files, or fill the cache where there is a network",
+            )
+        yield from _model_findings(script, model)
+        yield from _data_findings(script, config)
+
+
+def _asked_of_the_hub(script: ScriptArguments, model: ModelConfig) -> list[str | None]:
+    """What a run with these arguments might ask the Hub for."""
+    data = [name for name in (script.dataset, script.eval_dataset) if name and not is_import_path(name)]
+    data = [name for name in data if name not in TASKS and Path(name).suffix not in SUFFIXES]
+    return [model.model_name_or_path, *data]
 
 
 def _refused(check: str, ask: Callable[[], Any]) -> Iterator[Finding]:
@@ -211,8 +230,7 @@ def _storage_findings(config: Any) -> Iterator[Finding]:
 def _model_findings(script: ScriptArguments, model: ModelConfig) -> Iterator[Finding]:
     name = model.model_name_or_path
     try:
-        checks.load_tokenizer(name, model.model_revision, script.chat)
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=model.model_revision)
+        tokenizer = checks.load_tokenizer(name, model.model_revision, script.chat)
         checks.check_skeleton(model)
     except REFUSALS as error:
         yield Finding("error", "model", str(error))

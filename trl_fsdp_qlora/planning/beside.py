@@ -5,7 +5,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig
 
 from ..recipe.arguments import ConfigError, ScriptArguments
@@ -24,7 +24,9 @@ MEASURED = {
 }
 
 
-def plan_first(script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset) -> Plan | None:
+def plan_first(
+    script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, tokenizer: PreTrainedTokenizerBase
+) -> Plan | None:
     """The plan of a recipe's run, on the main rank; says where it does not fit. Elsewhere, and where none can be made, `None`.
 
     A mistake of the plan's own never ends a run: it is one line. With `require_fit` all ranks hear the verdict.
@@ -32,6 +34,7 @@ def plan_first(script: ScriptArguments, config: Any, model: ModelConfig, train: 
     Args:
         script, config, model: the recipe's parsed arguments.
         train: its training prompts.
+        tokenizer: the model's.
 
     Raises:
         ConfigError: on every rank, where `require_fit` is set and the plan does not fit.
@@ -42,7 +45,7 @@ def plan_first(script: ScriptArguments, config: Any, model: ModelConfig, train: 
         line = "memory is not planned under ZeRO-3"
     elif PartialState().is_main_process:
         try:
-            plan = _plan(config, model, train)
+            plan = _plan(config, model, train, tokenizer)
         except Exception as error:
             line = f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if line is not None:
@@ -57,15 +60,14 @@ def plan_first(script: ScriptArguments, config: Any, model: ModelConfig, train: 
     return plan
 
 
-def _plan(config: Any, model: ModelConfig, train: Dataset) -> Plan:
-    longest = _longest_prompt(model, train)
+def _plan(config: Any, model: ModelConfig, train: Dataset, tokenizer: PreTrainedTokenizerBase) -> Plan:
+    longest = _longest_prompt(tokenizer, train)
     source = f"the longest of the first {min(_PROMPTS, len(train))} training prompts"
     return make_plan((config, model), prompt_tokens=longest, prompt_source=source)
 
 
-def _longest_prompt(model: ModelConfig, train: Dataset) -> int:
+def _longest_prompt(tokenizer: PreTrainedTokenizerBase, train: Dataset) -> int:
     """Tokens of the longest of the first prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     lengths = []
     for prompt in train[:_PROMPTS]["prompt"]:
         if isinstance(prompt, str):
@@ -114,11 +116,12 @@ class BesideCallback(TrainerCallback):
 
     def __init__(self, trainer: Any, plan: Plan):
         self.trainer, self.plan = trainer, plan
+        self._planned_mib = max(comparable(plan, phase) for phase in plan.phases) / _MIB
         self._said = False
 
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.trainer._metrics["train"]
-        metrics["memory/planned_mib"].append(max(comparable(self.plan, phase) for phase in self.plan.phases) / _MIB)
+        metrics["memory/planned_mib"].append(self._planned_mib)
         if self._said:
             return
         self._said = True

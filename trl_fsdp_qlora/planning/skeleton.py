@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..recipe.arguments import ConfigError
 from ..recipe.checks import lora_config
+from ..run.hub import asked_once
 from ..run.input_checks import explained_lora_targets
 from . import stand_ins
 from .settings import Settings
@@ -37,7 +38,8 @@ def read_config(name: str | None, revision: str | None = None) -> PretrainedConf
             f"model_name_or_path={name!r} is a folder without config.json, so there is nothing to plan from"
         )
     try:
-        return AutoConfig.from_pretrained(name, revision=revision)
+        with asked_once([name]):
+            return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ConfigError(

@@ -164,7 +164,9 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def load_tokenizer(name: str | None, revision: str | None, chat: bool, field: str = "model_name_or_path"):
+def load_tokenizer(
+    name: str | None, revision: str | None, chat: bool, field: str = "model_name_or_path"
+) -> PreTrainedTokenizerBase:
     """The tokenizer of the model `name`, which is looked at without its weights.
 
     Raises:
@@ -260,8 +262,11 @@ def check_skeleton(model: ModelConfig) -> None:
             raise ConfigError(f"lora_target_modules: {error}") from None
 
 
-def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> None:
+def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> PreTrainedTokenizerBase:
     """All of the above for a recipe that trains.
+
+    Returns:
+        The model's tokenizer, which was looked at.
 
     Raises:
         ConfigError: names the field, the value and what to write.
@@ -271,5 +276,6 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> No
     check_training(config, model)
     if config.resume_from_checkpoint:
         resolve_resume(config.output_dir, config.resume_from_checkpoint)
-    load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     check_skeleton(model)
+    return tokenizer
