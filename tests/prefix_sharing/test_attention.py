@@ -43,6 +43,8 @@ def dense_mask(layout, window=None) -> torch.Tensor:
 class Call:
     """The part of an AttentionCall that `cascade.attend` reads."""
 
+    window = softcap = sinks = None
+
     def __init__(self, query, key, value, layout, scaling=0.4):
         self.query, self.key, self.value, self.layout, self.scaling = query, key, value, layout, scaling
 
@@ -103,7 +105,6 @@ def test_cuda_backends_equal_dense_mask(name, backend):
     weight = torch.randn_like(expected)
     reference = torch.autograd.grad((expected * weight).sum(), exact)
     call = Call(*leaves, layout)
-    call.window = call.softcap = None
     out = backend.attend(call)
     # bfloat16 has 8 bits of mantissa.
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)

@@ -11,15 +11,18 @@ prompt add up over its own rows and its completions.
 
 It wins wherever it applies (full attention, no softcap, no sinks, one head size): keys and values are never copied or
 repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and there is no mask. On CUDA each
-part is one variable-length call for all groups (written without a CUDA device at hand; its test is marked `gpu`). On
-CPU equal lengths are batched as views of the row; completions of
-unequal length are padded to their longest inside the kernel's batch only.
+part is one variable-length call for all groups (written without a CUDA device at hand; its test is marked `gpu`), and
+a sliding window is the call's own (`windowed.py`). torch's public `varlen_attn` cannot serve here: its backward takes
+the output and the log-sum-exp of its own forward, and drops the gradient of the log-sum-exp (docs/LOG.md). On CPU
+equal lengths are batched as views of the row; completions of unequal length are padded to their longest inside the
+kernel's batch only.
 """
 
 import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
+from . import windowed
 from .layout import PackedLayout
 from .merging import merge
 
@@ -29,8 +32,8 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 def refuses(call) -> str | None:
     """Why this backend cannot serve `call`, or `None`."""
-    if call.window is not None:
-        return f"sliding window of {call.window} tokens"
+    if call.window is not None and (reason := windowed.refuses(call)):
+        return reason
     if call.softcap is not None:
         return f"softcap of {call.softcap}"
     if call.sinks is not None:
@@ -56,6 +59,8 @@ def attend(call) -> torch.Tensor:
     # A custom function is invisible to autocast, so the cast that `scaled_dot_product_attention` gets happens here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
+    if call.window is not None:
+        return windowed.attend(q, k, v, call.layout, call.scaling, call.window)
     return _Cascade.apply(q, k, v, call.layout, call.scaling)
 
 
