@@ -1,11 +1,13 @@
-"""LM head, forward and backward: the frozen-head kernel against TRL's chunked kernel on the same scored positions.
+"""LM head, forward and backward, on the same scored positions: the frozen-head kernels against TRL's chunked kernel.
 
     python benchmarks/lm_head.py [--threads 2] [--device cpu] [--dtype float32] [--tokens 1024] [--hidden 896]
                                  [--vocabularies 49152 151936] [--rounds 3] [--output benchmarks/results/lm_head.json]
 
-Both kernels get the same hidden states and targets, so nothing is won here by projecting fewer positions (on a CPU
-stock TRL projects every position of the padded batch, prompts included). Rounds alternate and the figure is the ratio
-of the medians. Peak bytes are those allocated above what was there before the forward, as the allocator reports them.
+`ours` is `lm_head_kernel="frozen"`; `fused` is the same with one Triton kernel between the two GEMMs, and takes part on a GPU.
+All get the same hidden states and targets, so nothing is won here by projecting fewer positions (on a CPU stock TRL projects
+every position of the padded batch, prompts included). Rounds alternate and the figure is the ratio of the medians. Peak bytes
+are those allocated above what was there before the forward, as the allocator reports them. On a GPU the last line says which
+kernel `AUTO_ON_GPU` in trl_fsdp_qlora/scoring/head_choice.py should name: the one that is fastest at every point.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import trl
 from synthetic import peak_bytes
 
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
+from trl_fsdp_qlora.scoring.head_choice import AUTO_ON_GPU, choose_head_kernel
 from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
 TRL_VOCABULARY_TILE = 8192
@@ -29,11 +32,23 @@ def ours(hidden_NH, weight_VH, targets_N):
     return FrozenHeadLogProbFunction.apply(hidden_NH, weight_VH, None, targets_N)[0]
 
 
+def fused(hidden_NH, weight_VH, targets_N):
+    return FrozenHeadLogProbFunction.apply(hidden_NH, weight_VH, None, targets_N, 1.0, None, 1.0, True, True)[0]
+
+
 def stock(hidden_NH, weight_VH, targets_N):
     outputs = ("log_probs", "entropy")
     return ChunkedLogProbFunction.apply(
         hidden_NH, weight_VH, None, targets_N, 1.0, TRL_VOCABULARY_TILE, None, 1.0, outputs
     )[0]
+
+
+def contestants(device: str, dtype: torch.dtype) -> dict:
+    """Name -> function; TRL's is what the others are compared with."""
+    found = {"ours": ours, "trl": stock}
+    if choose_head_kernel("fused", device, dtype).kernel == "fused":
+        found["fused"] = fused
+    return found
 
 
 def forward_backward(score, hidden_NH, weight_VH, targets_N, upstream_N):
@@ -52,26 +67,53 @@ def compare(tokens: int, hidden: int, vocabulary: int, rounds: int, device: str,
     targets_N = torch.randint(0, vocabulary, (tokens,), device=device)
     upstream_N = torch.randn(tokens, device=device)
     arguments = (hidden_NH, weight_VH, targets_N, upstream_N)
-    seconds = {"ours": [], "trl": []}
-    results, peaks = {}, {}
-    for name, score in (("ours", ours), ("trl", stock)):
-        results[name] = forward_backward(score, *arguments)
+    scores = contestants(device, dtype)
+    seconds = {name: [] for name in scores}
+    row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "dtype": str(dtype).removeprefix("torch.")}
+    # The first call of each compiles; its values are what is compared.
+    results = {}
+    for name, score in list(scores.items()):
+        try:
+            results[name] = forward_backward(score, *arguments)
+        except Exception as error:  # Triton may refuse to compile; the other two are then still compared
+            if name != "fused":
+                raise
+            row["fused_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            del scores[name]
     for _ in range(rounds):
-        for name, score in (("ours", ours), ("trl", stock)):
+        for name, score in scores.items():
             start = time.perf_counter()
             forward_backward(score, *arguments)
             seconds[name].append(time.perf_counter() - start)
-    for name, score in (("ours", ours), ("trl", stock)):
-        peaks[name] = peak_bytes(lambda score=score: forward_backward(score, *arguments), device)
-    row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "dtype": str(dtype).removeprefix("torch.")}
-    for name in seconds:
+    for name, score in scores.items():
         row[f"seconds_{name}"] = statistics.median(seconds[name])
-        row[f"peak_bytes_{name}"] = peaks[name]
+        row[f"peak_bytes_{name}"] = peak_bytes(lambda score=score: forward_backward(score, *arguments), device)
     row["speedup"] = row["seconds_trl"] / row["seconds_ours"]
-    difference = [(a.float() - b.float()).abs().max().item() for a, b in zip(*results.values(), strict=True)]
-    row["max_delta_log_prob"] = difference[0]
-    row["max_delta_grad_relative"] = difference[1] / results["trl"][1].float().abs().max().item()
+    row |= differences(results, "ours", "")
+    if "fused" in scores:
+        row["speedup_fused"] = row["seconds_trl"] / row["seconds_fused"]
+        row |= differences(results, "fused", "_fused")
+    row["fastest"] = min(scores, key=lambda name: row[f"seconds_{name}"])
     return row
+
+
+def differences(results: dict, name: str, suffix: str) -> dict[str, float]:
+    """How far a kernel's log-probabilities and gradient are from TRL's."""
+    log_probs, grads = zip(*(results[key] for key in (name, "trl")), strict=True)
+    apart = [(a.float() - b.float()).abs().max().item() for a, b in (log_probs, grads)]
+    return {
+        f"max_delta_log_prob{suffix}": apart[0],
+        f"max_delta_grad_relative{suffix}": apart[1] / grads[1].float().abs().max().item(),
+    }
+
+
+def verdict(rows: list[dict]) -> str:
+    """Which kernel `auto` should take on a GPU."""
+    fastest = sorted({"frozen" if row["fastest"] == "ours" else row["fastest"] for row in rows})
+    if len(fastest) > 1:
+        return f"no kernel is the fastest at every point ({', '.join(fastest)}): AUTO_ON_GPU stays {AUTO_ON_GPU!r}"
+    (name,) = fastest
+    return f"{name!r} is the fastest at every point: AUTO_ON_GPU {'stays' if name == AUTO_ON_GPU else 'should be'} {name!r}"
 
 
 def main() -> None:
@@ -89,20 +131,28 @@ def main() -> None:
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU"
     report = {"torch": torch.__version__, "trl": trl.__version__, "hardware": hardware, "threads": args.threads}
     report["rows"] = []
-    print("     N      V |    ours s     TRL s  speedup | ours MB  TRL MB | max Δlogp  max Δgrad/max")
+    print(
+        "     N      V |    ours s     TRL s  speedup   fused s  speedup | ours MB  TRL MB fused MB | max Δlogp  Δgrad/max"
+    )
     for tokens in args.tokens:
         for vocabulary in args.vocabularies:
             row = compare(tokens, args.hidden, vocabulary, args.rounds, args.device, getattr(torch, args.dtype))
             report["rows"].append(row)
+            also, bytes_also = f"{row.get('fused_failed', ''):18.18}", " " * 8
+            if "seconds_fused" in row:
+                also = f"{row['seconds_fused']:9.4f} {row['speedup_fused']:7.2f}x"
+                bytes_also = f"{row['peak_bytes_fused'] / 1e6:8.1f}"
             print(
                 f"{tokens:6d} {vocabulary:6d} | {row['seconds_ours']:9.4f} {row['seconds_trl']:9.4f} "
-                f"{row['speedup']:7.2f}x | {row['peak_bytes_ours'] / 1e6:7.1f} {row['peak_bytes_trl'] / 1e6:7.1f} | "
-                f"{row['max_delta_log_prob']:.1e}  {row['max_delta_grad_relative']:.1e}",
+                f"{row['speedup']:7.2f}x {also} | {row['peak_bytes_ours'] / 1e6:7.1f} {row['peak_bytes_trl'] / 1e6:7.1f} "
+                f"{bytes_also} | {row['max_delta_log_prob']:.1e}  {row['max_delta_grad_relative']:.1e}",
                 flush=True,
             )
             # After every point: there may be no time for the next.
             args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(report, indent=2) + "\n")
+    if args.device == "cuda":
+        print(verdict(report["rows"]))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.planning.models import LAYERS, config, folder, settings
 from tests.prefix_sharing.helpers import packed_forward
 from trl_fsdp_qlora.planning import components, passes
+from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.attention import install
 from trl_fsdp_qlora.prefix_sharing.layout import pack
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
-from trl_fsdp_qlora.upstream.memory import PeakTracker
+from trl_fsdp_qlora.upstream.memory import FakeTensorMode, PeakTracker
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
 NEAR = 0.05
@@ -125,6 +126,32 @@ def test_sharing_and_checkpointing_are_cheaper(tmp_path):
     assert passes.loss_shape(run, True, False).length == 416 and shared < 0.7 * padded
     kept = replace(run, values={**run.values, "gradient_checkpointing": True})
     assert planned(kept, True).per_layer == 416 * 128 * 4  # the layer's input
+
+
+@pytest.mark.parametrize(
+    ("kernel", "launch", "expected"),
+    [
+        # TRL's one tile of logits.
+        ("auto", "single", 320 * 8192 * 4),
+        # Under FSDP2: the Jacobian, logits and weights, the sum that becomes the Jacobian, the targets' rows of the head.
+        ("auto", "fsdp2", 320 * 128 * 4 + 2 * 320 * 512 * 4 + 2 * 320 * 128 * 4),
+        ("frozen", "single", 320 * 128 * 4 + 2 * 320 * 512 * 4 + 2 * 320 * 128 * 4),
+        # The Jacobian, which is summed in place, logits, and weights in the dtype of the product.
+        ("fused", "single", 320 * 128 * 4 + 320 * 512 * 4 + 320 * 512 * 4),
+    ],
+)
+def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(tmp_path, kernel, launch, expected):
+    run = settings(folder(tmp_path), Launch(launch), lm_head_kernel=kernel)
+    shape = passes.loss_shape(run, True, True)
+    assert shape.scored == 320
+    with FakeTensorMode():
+        hidden, weight = torch.empty(320, 128, requires_grad=True), torch.empty(512, 128)
+        tracker = PeakTracker()
+        tracker.track(hidden, weight)
+        with tracker:
+            before = tracker.now()
+            passes._head(hidden, weight, shape, True, tracker, run)
+            assert tracker.peak() - before == pytest.approx(expected, rel=0.01)  # and a few numbers per token
 
 
 def test_the_cache_is_the_one_that_generation_leaves(tmp_path):

@@ -10,6 +10,7 @@ from ..run import redaction
 from ..run.config_fields import documented
 from ..run.input_checks import batch_size_advice
 from ..run.telemetry import check_clock
+from ..scoring.head_choice import check_head_kernel
 from ..upstream.trl import is_split_group
 from .token_budget import check_config
 
@@ -31,6 +32,15 @@ class EfficientGRPOConfig(GRPOConfig):
             "help": "How the forward and backward passes treat the prompt that the completions of a group share. 'auto' "
             "computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
             "'cascade', 'two_part', 'flex' insist on one attention backend; 'off' is stock TRL."
+        },
+    )
+    lm_head_kernel: str = field(
+        default="auto",
+        metadata={
+            "help": "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
+            "(keeps its Jacobian: two matrix products in the place of three), 'fused' (the same with a Triton kernel, on "
+            "CUDA), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU until another one has been measured to be "
+            "faster there. A trained head and an entropy bonus are TRL's. Values agree up to rounding."
         },
     )
     skip_zero_advantage: bool = field(
@@ -162,6 +172,7 @@ class EfficientGRPOConfig(GRPOConfig):
         check_config(self)
         check_mode(self.fsdp_gather)
         check_clock(self.phase_metrics)
+        check_head_kernel(self.lm_head_kernel)
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
                 f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more, or "

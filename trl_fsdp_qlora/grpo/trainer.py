@@ -13,8 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..fsdp2_qlora.sharding import Sharding
-from ..prefix_sharing import PrefixSharing
-from ..prefix_sharing.support import position_limit
+from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, card_of
 from ..publishing.saving import saving_adapter
 from ..rollout.correction import weighs_in_loss
@@ -108,6 +107,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
             autocast=self.accelerator.autocast,
             entropy_gradient=self._entropy_bonus_enabled,
+            head_kernel=self.args.lm_head_kernel,
         )
         self.prefix_sharing.prepare("policy", policy)
         if self.ref_model is not None:

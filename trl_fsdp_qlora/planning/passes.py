@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..scoring.head_choice import choose_head_kernel
 from ..scoring.logprobs import VOCABULARY_TILE
 from . import skeleton, stand_ins
 from .settings import Settings
@@ -24,7 +25,7 @@ class Shape:
     Attributes:
         rows, length: of the input; a packed row is one row of its tokens.
         scored: positions whose log-probability is taken; 0 for a pass without head.
-        packed: rows need no mask, and the frozen head's kernel scores.
+        packed: rows need no mask, and a kernel of `scoring/head_choice.py` scores.
     """
 
     rows: int
@@ -113,14 +114,14 @@ def _run(settings, config, layers, shape: Shape, grad, on_gpu, backward: bool = 
             with tracker:
                 before = tracker.now()
                 with torch.set_grad_enabled(grad), _autocast(settings):
-                    values, kept, tiles = _forward(model, shape, on_gpu, tracker)
+                    values, kept, tiles = _forward(model, shape, on_gpu, tracker, settings)
                 if grad and backward:
                     values.sum().backward()
             head = tiles if tracker.peak_place == "head" else 0
             return _Run(tracker.peak() - before, head, kept - before)
 
 
-def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker) -> tuple[torch.Tensor, int, int]:
+def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) -> tuple[torch.Tensor, int, int]:
     """What a backward starts from, bytes in use behind the last layer, and what the head's tiles added at most."""
     mask = torch.ones((1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length), dtype=torch.bool)
     ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
@@ -135,14 +136,23 @@ def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker) -> tuple[tor
     del out
     weight = skeleton.causal_model(model).get_output_embeddings().weight
     before = tracker.now()
-    values = _head(hidden, weight, shape, on_gpu, tracker)
+    values = _head(hidden, weight, shape, on_gpu, tracker, settings)
     return values, kept, max(0, tracker.peak() - before)
 
 
-def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker) -> torch.Tensor:
-    if shape.packed and not weight_VH.requires_grad:
+def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> torch.Tensor:
+    kernel = choose_head_kernel(
+        settings.lm_head_kernel,
+        "cuda" if on_gpu else "cpu",
+        hidden_NH.dtype,
+        trained=weight_VH.requires_grad,
+        gathered=settings.launch.kind == "fsdp2",
+        triton=True,  # torch's CUDA build brings it
+    ).kernel
+    if shape.packed and kernel != "trl":
         keep = torch.is_grad_enabled() and hidden_NH.requires_grad
-        return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, on_gpu, keep, tracker)
+        tiles = stand_ins.tiles(on_gpu, kernel == "fused")
+        return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, tiles, keep, tracker)
     from ..upstream.memory import TRL_VOCABULARY_CHUNK
     from ..upstream.trl import ChunkedLogProbFunction
 

@@ -20,6 +20,7 @@ PROMPT_TOKENS = 256  # where nothing better is known; `--prompt_tokens`
 # Fields of this package's configs and of A*-PO's that are read where they are set.
 _OWN = {
     "prefix_sharing": "auto",
+    "lm_head_kernel": "auto",
     "compact_generation": True,
     "fsdp_gather": "auto",
     "fsdp_keep_gathered": False,

@@ -4,10 +4,12 @@ A kernel's choice hangs on the device (a plan for a GPU is made without one), th
 bitsandbytes may not be installed. Each function here names what it stands for; tests/planning compares with it.
 """
 
+from typing import NamedTuple
+
 import torch
 from transformers import AttentionInterface
 
-from ..scoring.frozen_head import TOKEN_TILE, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
+from ..scoring.frozen_head import FUSED_TOKEN_TILE, TOKEN_TILE, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"
 
@@ -62,20 +64,36 @@ def install() -> None:
     AttentionInterface.register(ATTENTION, _attention)
 
 
+class Tiles(NamedTuple):
+    """Sizes of the frozen head's buffers, and which of its two kernels they are for."""
+
+    tokens: int
+    vocabulary: int
+    on_gpu: bool
+    fused: bool
+
+
+def tiles(on_gpu: bool, fused: bool) -> Tiles:
+    """Those of `scoring/frozen_head.py`, or with `fused` of `scoring/fused_tile.py`."""
+    if fused:
+        return Tiles(FUSED_TOKEN_TILE, VOCABULARY_CHUNK_GPU, on_gpu, True)
+    return Tiles(TOKEN_TILE, VOCABULARY_CHUNK_GPU if on_gpu else VOCABULARY_CHUNK, on_gpu, False)
+
+
 class FrozenHead(torch.autograd.Function):
     """`scoring.frozen_head.FrozenHeadLogProbFunction`: the Jacobian of every token is kept, tiles come and go."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, on_gpu, keep_jacobian, tracker):
+    def forward(ctx, hidden_NH, weight_VH, tiles: Tiles, keep_jacobian, tracker):
         tracker.place = "head"
         device = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
         with torch.autocast(device, enabled=False):
-            for start in range(0, len(hidden_NH), TOKEN_TILE):
-                tile_TH = hidden_NH[start : start + TOKEN_TILE].to(dtype)
-                _head_tile(tile_TH, weight_VH, dtype, on_gpu, keep_jacobian)
+            for start in range(0, len(hidden_NH), tiles.tokens):
+                tile_TH = hidden_NH[start : start + tiles.tokens].to(dtype)
+                _head_tile(tile_TH, weight_VH, dtype, tiles, keep_jacobian)
         ctx.dtype = hidden_NH.dtype
         if keep_jacobian:
             ctx.save_for_backward(jacobian_NH)
@@ -88,14 +106,19 @@ class FrozenHead(torch.autograd.Function):
         return (jacobian_NH * grad_N.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
 
 
-def _head_tile(tile_TH, weight_VH, dtype, on_gpu: bool, keep_jacobian: bool) -> None:
+def _head_tile(tile_TH, weight_VH, dtype, tiles: Tiles, keep_jacobian: bool) -> None:
     tokens, hidden = tile_TH.shape
-    chunk = min(VOCABULARY_CHUNK_GPU if on_gpu else VOCABULARY_CHUNK, len(weight_VH))
-    held = [tile_TH.new_empty(tokens, chunk, dtype=torch.float32) for _ in range(2)]
+    chunk = min(tiles.vocabulary, len(weight_VH))
+    held = [tile_TH.new_empty(tokens, chunk, dtype=torch.float32)]
+    if tiles.fused:  # weights in the GEMM's dtype; the Jacobian itself is what is summed into
+        held += [tile_TH.new_empty(tokens, chunk, dtype=dtype)] if keep_jacobian else []
+        held.append(weight_VH[:chunk].to(dtype))
+        return
+    held.append(tile_TH.new_empty(tokens, chunk, dtype=torch.float32))
     if keep_jacobian:
         held.append(tile_TH.new_empty(tokens, hidden, dtype=torch.float32))
     held.append(weight_VH[:chunk].to(dtype))
-    if dtype != torch.float32 and not on_gpu:  # a product in half precision is computed in float32 on a CPU
+    if dtype != torch.float32 and not tiles.on_gpu:  # a product in half precision is computed in float32 on a CPU
         held += [tile_TH.float(), held[-1].float()]
     del held[-1:]
     held.append(tile_TH.new_empty(tokens, hidden, dtype=weight_VH.dtype))  # the targets' rows of the head

@@ -78,6 +78,7 @@ class PrefixSharing:
         temperature, cast_lm_head_to_fp32: as the trainer's.
         autocast: context manager factory that the trainer wraps forwards in.
         entropy_gradient: the loss has a term in the policy's entropy.
+        head_kernel: what scores the positions, see `scoring/head_choice.py`.
 
     Raises:
         PrefixSharingError: `choice` is none of the known ones.
@@ -90,6 +91,7 @@ class PrefixSharing:
         cast_lm_head_to_fp32: bool = False,
         autocast: Callable = contextlib.nullcontext,
         entropy_gradient: bool = False,
+        head_kernel: str = "auto",
     ):
         if choice not in CHOICES:
             raise PrefixSharingError(f"prefix_sharing={choice!r} is not known; use one of {', '.join(CHOICES)}")
@@ -98,6 +100,7 @@ class PrefixSharing:
         self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
         self.autocast = autocast
         self.entropy_gradient = entropy_gradient
+        self.head_kernel = head_kernel
         self._states: dict[str, _ModelState] = {}
 
     def prepare(self, role: str, model: torch.nn.Module) -> None:
@@ -126,7 +129,7 @@ class PrefixSharing:
             install(base)
         except (UnsupportedAttention, ValueError, ImportError) as error:
             return self._give_up(role, str(error))
-        add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32, self.entropy_gradient)
+        add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32, self.entropy_gradient, self.head_kernel)
         state.base = base
         state.dropout = other_dropout(model)
         state.layers = attention_layers(base)

@@ -14,6 +14,7 @@ import inspect
 import numpy as np
 import torch
 
+from ..scoring.transfer import to_device
 from .layout import PackedLayout
 
 
@@ -74,7 +75,7 @@ def _keys(layout: PackedLayout, window: int, device: torch.device) -> tuple:
             )
 
         layout.cache[key] = (
-            torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True),
+            to_device(torch.from_numpy(np.concatenate(parts)), device),
             cumulative(layout.lengths),
             int(layout.lengths.max()),
             cumulative(counts),

@@ -54,6 +54,7 @@ _FREE = [
     "ds3_gather_for_generation",
     "fsdp_gather",
     "fsdp_keep_gathered",
+    "lm_head_kernel",
     "model_init_kwargs",
     "num_completions_to_print",
     "num_generations_eval",

@@ -19,6 +19,8 @@ TOKEN_TILE = 1024
 VOCABULARY_CHUNK = 1024
 # A GPU wants fewer and larger launches; two buffers of this size are still below TRL's one of 4096 × 8192.
 VOCABULARY_CHUNK_GPU = 4096
+# The fused kernel's: logits in float32 (64 MB) and weights in half precision (32 MB), where TRL's tile has 64 MB.
+FUSED_TOKEN_TILE = 4096
 # exp(z - reference) may exceed one by this many nats before the sums are moved to a new reference. Relative precision
 # does not depend on it; exp(30) times the vocabulary is far from float32's end.
 REFERENCE_SLACK = 30.0
@@ -26,6 +28,9 @@ REFERENCE_SLACK = 30.0
 
 class FrozenHeadLogProbFunction(torch.autograd.Function):
     """`(log_probs_N, entropy_N)` of `hidden_NH @ weight_VH.T` at `targets_N`; only `hidden_NH` gets a gradient.
+
+    With `fused`, one Triton kernel does what lies between the two GEMMs (`fused_tile.py`), on CUDA or in Triton's
+    interpreter, in any dtype but float64.
 
     Keeps the Jacobian vector of every token for the backward and nothing else: neither the hidden states nor, under
     FSDP2, the gathered head. The entropy is a value without a gradient; asking for one raises instead of returning
@@ -43,6 +48,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         keep_jacobian: bool = True,
+        fused: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device_type = hidden_NH.device.type
         # As TRL's kernel: under autocast the projection runs in autocast's dtype, else in that of the hidden states.
@@ -52,22 +58,24 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         # In the sums' precision: rounding it to bf16 here and the product again would put the gradient's error above
         # that of a kernel that rounds once.
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
-        entropy_N = torch.empty_like(log_probs_N)
+        transform = (temperature, softcap, logit_scale)
         with torch.autocast(device_type, enabled=False):
-            for start in range(0, len(hidden_NH), TOKEN_TILE):
-                tile = slice(start, start + TOKEN_TILE)
-                log_probs_N[tile], entropy_N[tile], jacobian_TH = _score_tile(
-                    hidden_NH[tile].to(compute_dtype),
-                    weight_VH,
-                    bias_V,
-                    targets_N[tile],
-                    temperature,
-                    softcap,
-                    logit_scale,
-                    keep_jacobian,
+            if fused:
+                from . import fused_tile  # Triton comes with torch's CUDA build, not with its CPU one
+
+                log_probs_N, entropy_N = fused_tile.score(
+                    hidden_NH, weight_VH, bias_V, targets_N, *transform, jacobian_NH, compute_dtype
                 )
-                if keep_jacobian:
-                    jacobian_NH[tile] = jacobian_TH
+            else:
+                entropy_N = torch.empty_like(log_probs_N)
+                for start in range(0, len(hidden_NH), TOKEN_TILE):
+                    tile = slice(start, start + TOKEN_TILE)
+                    hidden_TH = hidden_NH[tile].to(compute_dtype)
+                    log_probs_N[tile], entropy_N[tile], jacobian_TH = _score_tile(
+                        hidden_TH, weight_VH, bias_V, targets_N[tile], *transform, keep_jacobian
+                    )
+                    if keep_jacobian:
+                        jacobian_NH[tile] = jacobian_TH
         # Without this, an entropy that is only logged would come back as a gradient of zeros.
         ctx.set_materialize_grads(False)
         ctx.hidden_dtype = hidden_NH.dtype
@@ -86,14 +94,14 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         if grad_log_probs_N is not None:
             (jacobian_NH,) = ctx.saved_tensors
             grad_hidden_NH = (jacobian_NH * grad_log_probs_N.unsqueeze(-1)).to(ctx.hidden_dtype)
-        return grad_hidden_NH, None, None, None, None, None, None, None
+        return grad_hidden_NH, *(None,) * 8
 
 
 def _accumulator_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if compute_dtype == torch.float64 else torch.float32
 
 
-def _add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor, beta: float = 1.0) -> None:
+def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor, beta: float = 1.0) -> None:
     """`sum = beta * sum + left @ right` in the precision of `sum`: a product is never rounded to a half type."""
     if sum_MN.is_cuda and right_KN.dtype in (torch.float16, torch.bfloat16):
         left_MK = left_MK.to(right_KN.dtype)
@@ -105,7 +113,7 @@ def _add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Te
 def _project(z_TC, hidden_TH, weight_CH, bias_C, temperature, softcap, logit_scale) -> None:
     """Logits of a chunk of the vocabulary, softcapped and divided by the temperature, into `z_TC`."""
     # beta=0 reads nothing of what the buffer held.
-    _add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
+    add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
     if bias_C is not None:
         z_TC.add_(bias_C)
     if softcap is None:
@@ -159,7 +167,7 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, temperature, softcap, l
             if softcap is not None:
                 # d softcap·tanh(u) / du carries 1 − tanh²
                 e_TC.mul_(z_TC.mul_(temperature / softcap).square_().neg_().add_(1))
-            _add_product(weight_sum_TH, e_TC, weight_CH)
+            add_product(weight_sum_TH, e_TC, weight_CH)
 
     log_partition_T1 = reference_T1 + sum_T1.log()
     log_probs_T = (target_logit_T1 - log_partition_T1).squeeze(-1)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..upstream.trl import ChunkedLogProbFunction, FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from .frozen_head import FrozenHeadLogProbFunction
+from .head_choice import check_head_kernel, choose_head_kernel, say_once
 
 VOCABULARY_TILE = 8192
 
@@ -48,15 +49,29 @@ def score_positions(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     entropy_gradient: bool = False,
+    kernel: str = "auto",
+    gathered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of its distribution, both float32 `(N,)`, in nats.
 
-    A frozen head goes through [`FrozenHeadLogProbFunction`], in passes with and without gradient alike, so that old
-    and new log-probabilities are rounded the same way. TRL's chunked kernel serves where the head is trained or the
-    entropy needs a gradient.
+    One kernel serves passes with and without gradient alike, so that old and new log-probabilities are rounded the
+    same way: [`choose_head_kernel`] says which.
+
+    Args:
+        kernel: one of `HEAD_KERNELS`.
+        gathered: `weight_VH` is a shard's gathered copy.
     """
-    trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
-    if trained or entropy_gradient:
+    device = hidden_NH.device.type
+    taken = choose_head_kernel(
+        kernel,
+        device,
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype,
+        trained=weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad),
+        entropy_gradient=entropy_gradient,
+        gathered=gathered,
+    )
+    say_once(kernel, taken)
+    if taken.kernel == "trl":
         outputs = ("log_probs", "entropy")
         log_probs_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
             hidden_NH, weight_VH, bias_V, targets_N, temperature, VOCABULARY_TILE, softcap, logit_scale, outputs
@@ -64,8 +79,29 @@ def score_positions(
         return log_probs_N, entropy_N
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
     return FrozenHeadLogProbFunction.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, temperature, softcap, logit_scale, keep_jacobian
+        hidden_NH,
+        weight_VH,
+        bias_V,
+        targets_N,
+        temperature,
+        softcap,
+        logit_scale,
+        keep_jacobian,
+        taken.kernel == "fused",
     )
+
+
+def _whole_head(head: torch.nn.Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    """Weight and bias of an LM head, and whether they were gathered for this pass.
+
+    FSDP2 keeps parameters as DTensors; the backbone's output is an ordinary tensor. An offloaded shard travels to it:
+    gathered on the host, the head would be computed there.
+    """
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if not isinstance(weight, DTensor):
+        return weight, bias, False
+    bias = None if bias is None else bias.to(device).full_tensor()
+    return weight.to(device).full_tensor(), bias, True
 
 
 def add_scoring_head(
@@ -73,6 +109,7 @@ def add_scoring_head(
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     entropy_gradient: bool = False,
+    kernel: str = "auto",
 ) -> None:
     """Let `model(..., score_index_N=..., score_targets_N=...)` score N positions instead of returning logits.
 
@@ -94,7 +131,12 @@ def add_scoring_head(
         cast_lm_head_to_fp32: project in float32, outside autocast.
         entropy_gradient: the loss has a term in the entropy. Without it the entropy of a frozen head is a value only,
             and a backward through it raises.
+        kernel: one of `HEAD_KERNELS`.
+
+    Raises:
+        ValueError: `kernel` is none of them.
     """
+    check_head_kernel(kernel)
     original_forward = model.forward
     logit_scale, softcap = logit_transform(model.config)
     text_config = model.config.get_text_config()
@@ -112,13 +154,7 @@ def add_scoring_head(
         hidden_NH = outputs.last_hidden_state.flatten(0, 1)
         # A model may be split over several devices and end on another one than it begins.
         hidden_NH = hidden_NH[score_index_N.to(hidden_NH.device)]
-        head = self.get_output_embeddings()
-        weight, bias = head.weight, getattr(head, "bias", None)
-        # FSDP2 keeps parameters as DTensors; the backbone's output is an ordinary tensor. An offloaded shard travels to
-        # it: gathered on the host, the head would be computed there.
-        if isinstance(weight, DTensor):
-            weight = weight.to(hidden_NH.device).full_tensor()
-            bias = None if bias is None else bias.to(hidden_NH.device).full_tensor()
+        weight, bias, gathered = _whole_head(self.get_output_embeddings(), hidden_NH.device)
         hidden_NH = hidden_NH.to(weight.device)
         autocast = nullcontext()
         if cast_lm_head_to_fp32:
@@ -134,6 +170,8 @@ def add_scoring_head(
                 softcap,
                 logit_scale,
                 entropy_gradient,
+                kernel,
+                gathered,
             )
         aux_loss = None
         if kwargs.get("output_router_logits"):
