@@ -70,9 +70,7 @@ def _keys(layout: PackedLayout, window: int, device: torch.device) -> tuple:
             counts.append(seen + int(length))
 
         def cumulative(lengths):
-            return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(
-                device, non_blocking=True
-            )
+            return to_device(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)
 
         layout.cache[key] = (
             to_device(torch.from_numpy(np.concatenate(parts)), device),
