@@ -1,5 +1,7 @@
 """What the proof of a sync catches, on two policies whose log-probabilities are known."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -123,3 +125,31 @@ def test_snapshot_exchanges_and_comes_back():
     snapshot.exchange()
     assert torch.equal(model.weight, before["weight"] + 1.0)
     assert torch.equal(model.bias, before["bias"])
+
+
+def test_snapshot_gathers_what_zero3_partitions(monkeypatch):
+    """A parameter is empty outside DeepSpeed's `GatheredParameters`, as on a rank that holds none of it."""
+    zero = pytest.importorskip("deepspeed").zero
+    model = torch.nn.Linear(3, 2, bias=False)
+    weight = model.weight
+    weight.ds_id, whole = 0, weight.data
+
+    @contextmanager
+    def gathered(parameters, modifier_rank=None):
+        nonlocal whole
+        assert len(parameters) == 1 and parameters[0] is weight
+        weight.data = whole.clone()
+        yield
+        whole = weight.data if modifier_rank == 0 else whole  # what was changed without saying so is lost
+        weight.data = torch.empty(0)
+
+    monkeypatch.setattr(zero, "GatheredParameters", gathered)
+    before = whole.clone()
+    weight.data = torch.empty(0)
+    snapshot = AdapterSnapshot(model)
+    assert torch.equal(snapshot.weights[0][1], before)
+    whole = before + 1.0  # an optimizer step
+    snapshot.exchange()
+    assert torch.equal(whole, before)
+    snapshot.exchange()
+    assert torch.equal(whole, before + 1.0)

@@ -145,6 +145,6 @@ def _whole(parameters: list[torch.nn.Parameter], changed: bool = False):
     """Inside, what ZeRO-3 partitions is whole on every rank; with `changed` it is partitioned anew behind it."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):  # ZeRO-3's mark
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed  # `zero` is one of its attributes, no module
 
-    return GatheredParameters(parameters, modifier_rank=0 if changed else None)
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if changed else None)
