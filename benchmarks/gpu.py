@@ -100,6 +100,11 @@ def end_group(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def end_as_asked(signal_number: int, frame) -> None:
+    """Leave through every `finally`: a scheduler that ends this call would leave the part that runs on the GPU."""
+    raise SystemExit(128 + signal_number)
+
+
 def run_part(name: str, part: Part, output: Path, seconds: float) -> str:
     """Run one part with its log in `output`; what became of it, in a line."""
     started, stamp = time.monotonic(), time.time()
@@ -150,6 +155,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device; --rehearse prints the commands")
     args.output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, end_as_asked)
     deadline = time.monotonic() + 60 * args.minutes
     summary = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
     for place, (name, part) in enumerate(chosen.items()):
