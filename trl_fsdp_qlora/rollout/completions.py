@@ -31,6 +31,7 @@ def complete(
     ends: list[int] | None = None,
     synced: bool | None = None,
     compact: bool = True,
+    decoding: Decoding | None = None,
 ) -> tuple[list[list[int]], Work | None]:
     """One completion for every prompt given, from the global random state, in the mode that the model is in.
 
@@ -42,6 +43,7 @@ def complete(
         synced: a forward is collective, so a rank that has finished goes on with the others. By transformers' rule if
             `None`.
         compact: use the decoding loop of [`decoding`] where it is exact.
+        decoding: that loop, where the caller knows that it is exact.
 
     Returns:
         R lists of completion token ids, each cut behind its first end-of-sequence token, and what was run for them;
@@ -51,7 +53,8 @@ def complete(
     device = _compute_device(model)
     input_ids = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    decoding = Decoding(synced) if compact and why_stock(model, config) is None else None
+    if decoding is None and compact and why_stock(model, config) is None:
+        decoding = Decoding(synced)
     loop = {} if decoding is None else {"custom_generate": decoding}
     out = model.generate(
         input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=synced, **loop

@@ -3,7 +3,7 @@
 Transformers runs a prompt as often as it is repeated, and every row until the longest one ends. Here the distinct rows of
 the batch are prefilled, and decoding attends to each prompt once for all its rows ([`shared_prompts`]); where that is not
 exact their cache is repeated. A row that has ended is dropped, with its part of the cache. On CPUs linear layers are
-computed from copies in a faster order ([`decoding_weights`]). The library still prepares everything around the loop:
+computed in fewer or smaller products ([`decoding_weights`]). The library still prepares everything around the loop:
 processors, stopping criteria, masks, positions, the cache.
 """
 
@@ -48,7 +48,7 @@ from ..upstream.generation import (
     unfinished,
 )
 from .cache import repeat_rows
-from .decoding_weights import Copies, copied_weights
+from .decoding_weights import FasterLayers, faster_layers
 from .draws import RowUniforms, draw
 from .shared_prompts import PrefillWatch, SharedPrompts, real_tokens, unknown_arguments, watched_attention
 
@@ -108,15 +108,17 @@ class Decoding:
 
     Attributes:
         work: what was run.
-        copies: the layers that were computed from copies.
+        faster: the layers that the last call computed faster.
         per_row: why the last call attended to prompts in each row; `None` where it did so once per prompt.
+        found: whether that reason was seen in the prefill only, and nobody could have said it before.
     """
 
     def __init__(self, synced: bool | None = None):
         self.synced = synced
         self.work = Work()
-        self.copies = Copies()
+        self.faster = FasterLayers()
         self.per_row: str | None = None
+        self.found = False
 
     @torch.no_grad()
     def __call__(
@@ -131,7 +133,7 @@ class Decoding:
         """Token ids `(R, P + C)`: prompts and completions, finished rows filled up with padding, as `_sample` gives."""
         synced = synced_by_default(model) if self.synced is None else self.synced
         batch = _Batch(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
-        with copied_weights(model, len(input_ids)) as self.copies, watched_attention(model) as self.per_row:
+        with faster_layers(model) as self.faster, watched_attention(model) as self.per_row:
             outputs = self._prefill(model, batch, generation_config)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced, input_ids.device):
@@ -155,13 +157,15 @@ class Decoding:
             ids_RP if mask_RP is None else torch.cat([ids_RP, mask_RP.to(ids_RP.dtype)], 1)
         )
         once = {name: _rows(value, first_U) for name, value in kwargs.items()}
-        self.per_row = self.per_row or unknown_arguments(once)
+        known = self.per_row
+        self.per_row = known or unknown_arguments(once)
         watch = PrefillWatch(once.get("past_key_values"), real_tokens(once)) if self.per_row is None else None
         seen = {} if watch is None else {"shared_prompts": watch}
         outputs = prefill(model, ids_RP[first_U], config, {**once, **seen})
         longest = batch.stopping_criteria.max_length
         longest = sys.maxsize if longest is None else longest
         self.per_row = self.per_row or watch.why_not()
+        self.found = self.per_row != known
         if self.per_row is None:
             batch.shared = SharedPrompts(outputs.past_key_values, place_R, once, longest)
         else:

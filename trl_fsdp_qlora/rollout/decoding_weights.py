@@ -1,12 +1,9 @@
-"""Copies of a model's linear layers for decoding on CPUs: in the order that oneDNN computes with, adapters merged in.
+"""Linear layers of a model while completions are decoded on CPUs: adapters in two products, wide layers in parts.
 
-A decoding forward multiplies every weight by as many rows as there are completions. `nn.Linear` brings each weight into
-the kernel's order anew, for every token, and a LoRA layer runs five small operations beside its base. A copy that is made
-once per generation spares both. What is computed is the layer's own sum of products in another order, with `W + s·B·A` rounded
-once to float32, so outputs differ by a few units in the last place of the largest term.
-
-The copies take the bytes of the layers they stand for, at most [`MEMORY_SHARE`] of the free memory, and are gone after
-the generation.
+A LoRA layer runs five small operations beside its base, with as many results; here the adapter takes one product and one
+that is added to the base's output in place. A layer with very many outputs (an LM head) is multiplied in parts of [`PART`]
+outputs while there are few rows: in one product it takes twice as long (docs/LOG.md). What is computed is the layer's own sum
+of products, so outputs differ by a few units in the last place of the largest term. Weights are neither copied nor changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,89 +16,105 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import linear
 
-from ..fsdp2_qlora.generation import free_bytes
-from ..upstream import onednn
-
-# Of the memory that is free when completions begin, the share that copies may take.
-MEMORY_SHARE = 0.25
-_MIB = 2**20
+# Outputs that are computed in one product, and the rows up to which a product of more is slower than its parts.
+PART = 3072
+FEW_ROWS = 64
 
 
 @dataclass
-class Copies:
-    """What was copied of a model.
+class FasterLayers:
+    """What is computed faster of a model.
 
     Attributes:
-        layers, of: linear layers that are computed from a copy, and all of them.
-        bytes: of the copies.
-        reason: why none was made, or `None`.
+        adapters: LoRA layers whose adapter takes two products.
+        wide: layers that are multiplied in parts.
+        reason: why there are none, or `None`.
     """
 
-    layers: int = 0
-    of: int = 0
-    bytes: int = 0
+    adapters: int = 0
+    wide: int = 0
     reason: str | None = None
 
     def describe(self) -> str:
         """Half a sentence for the start-up block."""
         if self.reason is not None:
-            return f"weights as they are ({self.reason})"
-        return f"{self.layers} of {self.of} linear layers from copies ({self.bytes / _MIB:.0f} MiB while generating)"
+            return f"layers as they are ({self.reason})"
+        parts = [f"{self.adapters} adapters in two products"] if self.adapters else []
+        return " and ".join([*parts, *([f"{self.wide} wide layers in parts"] if self.wide else [])])
 
 
-def copyable(model: nn.Module) -> Copies:
-    """What [`copied_weights`] would copy of `model` now; copies nothing."""
+def can_be_faster(model: nn.Module) -> FasterLayers:
+    """What [`faster_layers`] would change of `model` now; changes nothing."""
     return _choose(model)[1]
 
 
 @contextmanager
-def copied_weights(model: nn.Module, rows: int) -> Iterator[Copies]:
-    """Compute the linear layers of `model` from copies inside the block, where that is exact; others as they are.
+def faster_layers(model: nn.Module) -> Iterator[FasterLayers]:
+    """Compute linear layers of `model` faster inside the block, where that is exact; others as they are.
 
     Only for forwards without gradient. The layers are themselves again afterwards, also after an exception.
 
     Args:
         model: the model that is called, its adapter injected.
-        rows: of the forwards that are to be fast.
     """
-    chosen, copies = _choose(model)
+    chosen, faster = _choose(model)
     with ExitStack() as stack:
         for layer, adapter in chosen:
-            base = _base(layer)
-            forward = _from_copy(layer.forward, onednn.reordered(_weight(layer, adapter), rows), base.bias)
             # An attribute of the object hides the class's method until it is removed.
-            layer.forward = forward
+            layer.forward = _faster(layer, adapter)
             stack.callback(delattr, layer, "forward")
-        yield copies
+        yield faster
 
 
-def _from_copy(original: Callable, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable:
+def _faster(layer: nn.Module, adapter: str | None) -> Callable:
+    original, base = layer.forward, _base(layer)
+    weight, bias = base.weight.detach(), None if base.bias is None else base.bias.detach()
+    down = up = None
+    if adapter is not None:
+        down = layer.lora_A[adapter].weight.detach().t()
+        up = (layer.lora_B[adapter].weight.detach() * layer.scaling[adapter]).t()
+    parts = _parts(weight, bias) if _is_wide(base) else None
+
     def forward(x, *args, **kwargs):
         # What says more than its input (mixed adapters in a batch), or is computed in another dtype, is the layer's own matter.
         if args or kwargs or x.dtype is not torch.float32 or torch.is_autocast_enabled("cpu"):
             return original(x, *args, **kwargs)
-        return onednn.linear(x, weight, bias)
+        if parts is not None and x.shape[:-1].numel() <= FEW_ROWS:
+            out = torch.cat([linear(x, *part) for part in parts], -1)
+        else:
+            out = linear(x, weight, bias)
+        if down is not None:
+            out.view(-1, out.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]) @ down, up)
+        return out
 
     return forward
 
 
-def _choose(model: nn.Module) -> tuple[list[tuple[nn.Module, str | None]], Copies]:
-    """Layers to copy with the adapter to merge into each, the largest first as long as there is room, and their sum."""
+def _parts(weight: torch.Tensor, bias: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Views of a layer's weight and bias, [`PART`] outputs each."""
+    weights = weight.split(PART)
+    return list(zip(weights, [None] * len(weights) if bias is None else bias.split(PART), strict=True))
+
+
+def _is_wide(base: nn.Linear) -> bool:
+    return base.weight.shape[0] > 2 * PART
+
+
+def _choose(model: nn.Module) -> tuple[list[tuple[nn.Module, str | None]], FasterLayers]:
+    """Layers that something is gained for, with the adapter to add to each, and how many they are."""
     reason = _refuses(model)
-    layers = list(dict.fromkeys(_linear_layers(model)))
     if reason is not None:
-        return [], Copies(of=len(layers), reason=reason)
-    room = MEMORY_SHARE * free_bytes(torch.device("cpu"))
-    chosen, total = [], 0
-    for layer in sorted(layers, key=lambda layer: -_base(layer).weight.numel()):
-        size = _base(layer).weight.nbytes
-        copyable, adapter = _adapter_to_merge(layer)
-        if copyable and total + size <= room:
-            chosen.append((layer, adapter))
-            total += size
-    reason = None if chosen else "no linear layer can be copied, or there is no room"
-    return chosen, Copies(len(chosen), len(layers), total, reason)
+        return [], FasterLayers(reason=reason)
+    fits = [(layer, *_adapter_to_add(layer)) for layer in dict.fromkeys(_linear_layers(model))]
+    chosen = [(layer, name) for layer, exact, name in fits if exact and (name is not None or _is_wide(_base(layer)))]
+    adapters, wide = (
+        sum(kind) for kind in ([n is not None for _, n in chosen], [_is_wide(_base(x)) for x, _ in chosen])
+    )
+    return chosen, FasterLayers(
+        adapters, wide, None if chosen else "no adapter and no wide layer that is a plain product"
+    )
 
 
 def _refuses(model: nn.Module) -> str | None:
@@ -110,9 +123,7 @@ def _refuses(model: nn.Module) -> str | None:
         return "not on a CPU"
     if torch.is_autocast_enabled("cpu"):
         return "autocast"
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return "sharded"
-    return onednn.misfit()
+    return "sharded" if any(isinstance(module, FSDPModule) for module in model.modules()) else None
 
 
 def _linear_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -137,8 +148,8 @@ def _is_plain(layer: nn.Module) -> bool:
     return plain and weight.device.type == "cpu" and weight.numel() > 0 and not changed
 
 
-def _adapter_to_merge(layer: nn.Module) -> tuple[bool, str | None]:
-    """Whether a copy of `layer` computes what it computes, and the adapter that has to be merged into it."""
+def _adapter_to_add(layer: nn.Module) -> tuple[bool, str | None]:
+    """Whether `layer` computes a plain product, and the adapter whose product has to be added to it."""
     if type(layer) is nn.Linear:
         return _is_plain(layer), None
     changed = "forward" in vars(layer) or layer._forward_pre_hooks
@@ -154,8 +165,3 @@ def _adapter_to_merge(layer: nn.Module) -> tuple[bool, str | None]:
     drops = not isinstance(dropout, nn.Identity) and layer.training and getattr(dropout, "p", 1.0) > 0
     special = name in getattr(layer, "lora_variant", {}) or parts[1].bias is not None
     return len(active) == 1 and all(map(_is_plain, parts)) and not drops and not special, name
-
-
-def _weight(layer: nn.Module, adapter: str | None) -> torch.Tensor:
-    weight = _base(layer).weight.detach()
-    return weight if adapter is None else weight + layer.get_delta_weight(adapter).detach()

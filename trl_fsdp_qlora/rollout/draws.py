@@ -50,6 +50,9 @@ def draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
         `LongTensor` of shape `(B,)`. A row with NaN or infinite weights gets an index outside the vocabulary (-1).
     """
     size = probs_BV.shape[1]
+    if size <= _WIDTH:
+        weight_BV = probs_BV.double()
+        return _invert(weight_BV, uniform_B)[0].where(weight_BV.sum(1).isfinite(), -1)
     whole = size - size % _WIDTH
     blocks_BN = probs_BV[:, :whole].unflatten(1, (-1, _WIDTH)).sum(-1, dtype=torch.float64)
     if whole < size:

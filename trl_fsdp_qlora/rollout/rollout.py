@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -17,10 +18,12 @@ from ..fsdp2_qlora.generation import choose, gathered, is_gathered
 from ..upstream.trl import unwrap_model_for_generation
 from .completions import complete
 from .continuous_batching import weights_kept
-from .decoding import Work
-from .decoding_weights import copyable
+from .decoding import Decoding, Work
+from .decoding_weights import can_be_faster
 from .shared_prompts import why_per_row
 from .support import why_stock
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -52,6 +55,8 @@ class Rollout:
         self.accelerator = accelerator
         self.backend = backend
         self._work = Work()
+        self._told: set[str] = set()
+        self._inside: tuple[nn.Module, nn.Module] | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -90,17 +95,31 @@ class Rollout:
         if settings is None or images or multimodal_fields or self.why_stock(wrapped, settings) is not None:
             return stock(*turn)
         with self.generating(wrapped, settings.overrides) as (model, lockstep):
+            decoding = Decoding(lockstep)
             completions, work = complete(
-                model, prompt_ids, settings.config, ends=settings.eos_token_ids, synced=lockstep
+                model, prompt_ids, settings.config, ends=settings.eos_token_ids, synced=lockstep, decoding=decoding
             )
         self._work += work
+        self._tell(decoding)
         return completions, None
+
+    def _tell(self, decoding: Decoding) -> None:
+        """Say once per reason what only completions show: prompts that the start-up block said are attended to once are not."""
+        if decoding.found and decoding.per_row not in self._told:
+            self._told.add(decoding.per_row)
+            logger.warning("decoding: %s", _prompts(decoding.per_row))  # on the main rank
 
     def why_stock(self, wrapped: nn.Module, settings: GenerateSettings) -> str | None:
         """Why training's completions come from transformers' own decoding loop; `None` where they do not."""
         if not self.args.compact_generation:
             return "compact_generation=False"
-        return why_stock(self.accelerator.unwrap_model(wrapped), settings.config)
+        return why_stock(self._unwrapped(wrapped), settings.config)
+
+    def _unwrapped(self, wrapped: nn.Module) -> nn.Module:
+        """The model inside. accelerate reads the metadata of installed packages to say so: once per wrapped model here."""
+        if self._inside is None or self._inside[0] is not wrapped:
+            self._inside = wrapped, self.accelerator.unwrap_model(wrapped)
+        return self._inside[1]
 
     def describe(self, wrapped: nn.Module, settings: GenerateSettings | None) -> list[str]:
         """A line of the start-up block on transformers' `generate`, where it is used."""
@@ -122,13 +141,12 @@ class Rollout:
         """What is saved on CPUs beyond rows; elsewhere nothing is."""
         if self.accelerator.device.type != "cpu":
             return []
-        model = self.accelerator.unwrap_model(wrapped)
+        model = self._unwrapped(wrapped)
         adapted = is_peft_model(model)
         # accelerate wraps the outermost forward alone, and `generate` calls the model inside an adapter.
         with nullcontext() if adapted else self.accelerator.autocast():
-            reason, copies = why_per_row(model.get_base_model() if adapted else model), copyable(model)
-        prompts = "prompts attended to once per group" if reason is None else f"prompts attended to per row ({reason})"
-        return [f"decoding: {prompts}; {copies.describe()}"]
+            reason, faster = why_per_row(model.get_base_model() if adapted else model), can_be_faster(model)
+        return [f"decoding: {_prompts(reason)}; {faster.describe()}"]
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
@@ -172,3 +190,8 @@ class Rollout:
             self.backend.summon_full_params(wrapped, recurse=False),
         ):
             yield model, self.is_sharded and mode != "once"
+
+
+def _prompts(reason: str | None) -> str:
+    """How decoding attends to prompts, and why not once."""
+    return "prompts attended to once per group" if reason is None else f"prompts attended to per row ({reason})"

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
@@ -27,6 +28,8 @@ from .cache import RoomyLayer
 _NAME = "shared_prompts_"
 _BASES = ("sdpa", "eager")
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# What a model's structure says: looking through its modules takes as long as generating a few tokens with a small one.
+_LOOKED_AT: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 # Of the model's call: what a decoding forward is given here, or needs no more.
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
@@ -40,6 +43,13 @@ def why_per_row(model: PreTrainedModel) -> str | None:
         return "autocast"
     if config._attn_implementation.removeprefix(PREFIX) not in _BASES:
         return f"attn_implementation={config._attn_implementation.removeprefix(PREFIX)!r}"
+    if model not in _LOOKED_AT:
+        _LOOKED_AT[model] = _reason_of_its_structure(model)
+    return _LOOKED_AT[model]
+
+
+def _reason_of_its_structure(model: PreTrainedModel) -> str | None:
+    config = model.config
     others = {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
     if others:
         return f"layers with a {', '.join(sorted(others))}"
