@@ -11,6 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.planning.models import LAYERS, config, folder, settings
 from tests.prefix_sharing.helpers import packed_forward
 from trl_fsdp_qlora.planning import components, passes
+from trl_fsdp_qlora.planning.hardware import Hardware
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.attention import install
 from trl_fsdp_qlora.prefix_sharing.layout import pack
@@ -20,6 +21,7 @@ from trl_fsdp_qlora.upstream.memory import FakeTensorMode, PeakTracker
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
 NEAR = 0.05
+CPU = Hardware("a host", 2**40, 1, gpu=False)
 
 
 def built(run, four_bit=None):
@@ -160,5 +162,20 @@ def test_the_cache_is_the_one_that_generation_leaves(tmp_path):
     ids = torch.randint(3, 512, (run.rollout_rows, run.prompt_tokens + run.max_completion_length))
     with torch.no_grad():
         cache = model(ids, use_cache=True).past_key_values
-    real = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+    real = bytes_of(cache)
     assert components.cache_bytes(run, config()) == (sum(real), max(real))
+
+
+def bytes_of(cache) -> list[int]:
+    return [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+
+
+def test_shared_prompts_are_in_the_cache_once(tmp_path):
+    run = settings(folder(tmp_path))
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    prompts = torch.randint(3, 512, (run.rollout_rows // run.num_generations, run.prompt_tokens))
+    completions = torch.randint(3, 512, (run.rollout_rows, run.max_completion_length))
+    with torch.no_grad():
+        of_prompts, of_rows = (bytes_of(model(ids, use_cache=True).past_key_values) for ids in (prompts, completions))
+    assert components.cache_bytes(run, config(), shared=True) == (sum(of_prompts) + sum(of_rows), max(of_rows))
+    assert components.shares_prompts(run, config(), CPU)

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.models import folder, settings
+from trl_fsdp_qlora.planning import solve
 from trl_fsdp_qlora.planning.hardware import Hardware
 from trl_fsdp_qlora.planning.plan import CONTEXT, make_plan
-from trl_fsdp_qlora.planning.solve import changed, largest, ways
+from trl_fsdp_qlora.planning.settings import Launch
+from trl_fsdp_qlora.planning.solve import changed, fewest_cards, largest, ways
 
 pytestmark = pytest.mark.slow  # some twenty plans
 
@@ -32,3 +34,16 @@ def test_each_way_makes_it_fit(tmp_path):
     assert "gradient_checkpointing: true" in lines and len(lines) <= 3
     assert any(line.startswith("per_device_train_batch_size: 4, gradient_accumulation_steps: 2") for line in lines)
     assert not changed(plan, gradient_checkpointing=False).fits
+
+
+def test_the_fewest_cards_hold_it_and_fewer_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(solve, "_CARDS", (1, 3, 4))
+    run = settings(folder(tmp_path), Launch("fsdp2", 1), fsdp_gather="per_layer")
+    card = Hardware("a card", 2**40, 4)
+    of_four = changed(make_plan(run, hardware=card), processes=4)
+    plan = make_plan(run, hardware=replace(card, memory=of_four.peak, cards=1))
+    assert not plan.fits and fewest_cards(plan) == 4
+    assert fewest_cards(replace(plan, hardware=replace(card, memory=2**20))) == 0
+    whole = replace(plan, settings=replace(run, launch=Launch("ddp", 8)))
+    assert fewest_cards(whole) == 0  # each has all of it, however many there are
+    assert fewest_cards(replace(whole, hardware=replace(card, memory=2**36))) == 1

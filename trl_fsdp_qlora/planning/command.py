@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's")
     words.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     words.add_argument(
-        "--solve", action="store_true", help="also the largest micro-batch and longest completion that fit"
+        "--solve",
+        action="store_true",
+        help="also the largest micro-batch and longest completion that fit, and the fewest cards",
     )
     words.add_argument("--prompt_tokens", type=int, help="tokens of the longest prompt")
     return words
@@ -66,6 +68,8 @@ def run_plan(arguments: Sequence[str], types: Sequence[type] = ()) -> int:
             f"largest that fits: per_device_train_batch_size: {solve.largest(plan, 'per_device_train_batch_size', group)}"
         )
         print(f"longest that fits: max_completion_length: {solve.largest(plan, 'max_completion_length', 16)}")
+        if plan.hardware.gpu:
+            print(f"fewest cards that it fits: {solve.fewest_cards(plan) or 'none'}")
     return 0 if plan.fits else _DOES_NOT_FIT
 
 

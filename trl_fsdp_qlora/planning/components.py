@@ -10,37 +10,59 @@ from .settings import Settings
 from .skeleton import causal_model, dtype_of
 from .static import size
 
-_ROOM = 64  # positions for which rollout.cache makes room at once
-
 
 def compute_bytes(settings: Settings, config: PretrainedConfig) -> int:
     """Bytes of a number that a linear layer returns."""
     return (getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)).itemsize
 
 
-def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int]:
-    """`(whole, one layer)` of the keys and values of all rows that a rank generates at once, at full length."""
+def shares_prompts(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> bool:
+    """Whether decoding keeps a prompt's keys and values once for all its completions (`rollout.shared_prompts`)."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    plain = kinds == {"full_attention"} and compute_bytes(settings, config) == 4
+    return plain and not hardware.gpu and settings.compact_generation and not settings.use_vllm
+
+
+def prompts_at_once(settings: Settings) -> int:
+    """Different prompts that a rank generates for at once."""
+    return max(1, settings.rollout_rows // settings.num_generations)
+
+
+def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int]:
+    """Bytes of keys and values of all rows that a rank generates at once, at full length.
+
+    Args:
+        settings, config: of the run.
+        shared: a prompt's are there once, see [`shares_prompts`].
+
+    Returns:
+        `(whole, what grows of one layer)`.
+    """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    length = settings.prompt_tokens + settings.max_completion_length
+    length = settings.max_completion_length + (0 if shared else settings.prompt_tokens)
     window = getattr(text, "sliding_window", None) or length
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    position = 2 * settings.rollout_rows * heads * width * compute_bytes(settings, config)
-    layers = [position * (min(length, window) if kind == "sliding_attention" else length) for kind in kinds]
-    return sum(layers), max(layers)
+    token = 2 * heads * width * compute_bytes(settings, config)
+    rows = token * settings.rollout_rows
+    layers = [rows * (min(length, window) if kind == "sliding_attention" else length) for kind in kinds]
+    prompts = token * prompts_at_once(settings) * settings.prompt_tokens if shared else 0
+    return sum(layers) + prompts * len(layers), max(layers)
 
 
-def decoding_bytes(settings: Settings, config: PretrainedConfig) -> int:
+def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> int:
     """What a token step needs beside the cache: logits, their float32 copy and probabilities, one layer's keys and values.
 
-    A batch has a mask, so keys and values are repeated for grouped queries; a cache that grows is copied a layer at a time.
+    A cache that grows is copied a layer at a time. Where prompts are not `shared` a batch has a mask, so keys and values are
+    repeated for grouped queries.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     logits = settings.rollout_rows * text.vocab_size * (compute_bytes(settings, config) + 3 * 4)
-    _, layer = cache_bytes(settings, config)
-    return logits + max(layer * (text.num_attention_heads // heads), layer)
+    _, layer = cache_bytes(settings, config, shared)
+    return logits + layer * (1 if shared else max(1, text.num_attention_heads // heads))
 
 
 def gathered_bytes(model: nn.Module, settings: Settings) -> tuple[int, int]:

@@ -29,6 +29,9 @@ CARDS = {
     "rtx3070": 8,
 }
 CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs by card and driver
+# On a CPU, what a process grows by beside tensors from its plan to its first step: pages of libraries that are touched then, and
+# their objects. Measured: 38 to 43 MiB (benchmarks/plan_error.py, cases `process` and `narrow`, 2026-11-22, torch 2.13).
+AT_WORK = 40 * 2**20
 SLACK = 0.05  # share of what comes and goes that the caching allocator holds beside it; assumed
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from . import components, passes, skeleton, static
-from .hardware import CONTEXT, SLACK, Hardware, read_hardware
+from .hardware import AT_WORK, CONTEXT, SLACK, Hardware, read_hardware
 from .settings import Settings, from_config, from_yaml, read_launch
 
 ACTIVATIONS = "activations"
@@ -20,6 +20,7 @@ LOGITS = "logits of a token step"
 GATHERED = "gathered weights"
 ENGINE = "vLLM"
 PROCESS = "process"
+LIBRARIES = "libraries at work"
 ROOM = "allocator slack"
 # Phases in a step's order, under the names that telemetry measures them by where it does.
 PHASES = ("load", "generate", "score", "forward_backward", "optimizer", "save")
@@ -146,7 +147,7 @@ def _phases(
     if settings.launch.offload:
         base = dict.fromkeys(base, 0)
     on_card = not settings.launch.offload
-    resident = base | {static.TRAINED: held[static.TRAINED] if on_card else 0, PROCESS: _process(hardware)}
+    resident = base | {static.TRAINED: held[static.TRAINED] if on_card else 0}
     optimizer = {static.OPTIMIZER: held[static.OPTIMIZER] if on_card else 0}
     gradients = {static.GRADIENTS: held[static.GRADIENTS] if on_card else 0, static.BUCKETS: held[static.BUCKETS]}
     training, whole = components.gathered_bytes(model, settings)
@@ -175,26 +176,28 @@ def _phases(
         score = passes.measure(settings, config, shape, False, hardware.gpu)
         phases["score"] = resident | optimizer | gathered
         phases["score"] |= {ENGINE: resting, ACTIVATIONS: score.activations, HEAD: score.head}
-    for parts in phases.values():
+    process = _process(hardware)  # after the passes: what planning them leaves in it is in the run as well
+    for name, parts in phases.items():
+        parts |= process if name != "load" else {PROCESS: process[PROCESS]}
         parts[ROOM] = _slack(parts, hardware)
     return {name: {k: v for k, v in phases[name].items() if v} for name in PHASES if name in phases}
 
 
 def _generation(settings, config, hardware, resident, gathered: tuple[int, int]) -> dict[str, int]:
     training, whole = gathered
-    free = hardware.per_rank(settings.launch.processes) - sum(resident.values())
+    free = hardware.per_rank(settings.launch.processes) - sum(resident.values()) - sum(_process(hardware).values())
     once = components.gathers_once(settings, whole, free)
     parts = {GATHERED: whole - whole // settings.launch.processes if once else training}
     if settings.use_vllm:
         return parts
-    prompts = max(1, settings.rollout_rows // settings.num_generations) if settings.compact_generation else None
-    rows = prompts or settings.rollout_rows
+    rows = components.prompts_at_once(settings) if settings.compact_generation else settings.rollout_rows
     shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
     prefill = passes.measure(settings, config, shape, False, hardware.gpu).peak
-    cache, _ = components.cache_bytes(settings, config)
-    logits = components.decoding_bytes(settings, config)
+    shared = components.shares_prompts(settings, config, hardware)
+    cache, _ = components.cache_bytes(settings, config, shared)
+    logits = components.decoding_bytes(settings, config, shared)
     # The prefill comes before the cache has grown; a token step's activations are of one token per row.
-    return parts | {CACHE: max(cache, 0), LOGITS: logits, ACTIVATIONS: max(0, prefill - cache - logits)}
+    return parts | {CACHE: cache, LOGITS: logits, ACTIVATIONS: max(0, prefill - cache - logits)}
 
 
 def _loading(settings: Settings, model: nn.Module, hardware: Hardware) -> dict[str, int]:
@@ -211,9 +214,11 @@ def _stepping(settings: Settings, held: dict[str, int]) -> dict[str, int]:
     return {} if fused else {"optimizer's update": held[static.GRADIENTS]}
 
 
-def _process(hardware: Hardware) -> int:
-    """A process before it holds a model: on a CPU this one's resident set, on a card the CUDA context."""
-    return CONTEXT if hardware.gpu else psutil.Process().memory_info().rss
+def _process(hardware: Hardware) -> dict[str, int]:
+    """A process without a model's tensors: on a card the CUDA context; on a CPU this one as it is, and what it grows by."""
+    if hardware.gpu:
+        return {PROCESS: CONTEXT}
+    return {PROCESS: psutil.Process().memory_info().rss, LIBRARIES: AT_WORK}
 
 
 def _slack(parts: dict[str, int], hardware: Hardware) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from .plan import Plan, plan_settings
 
 _MOST = 2**17  # tokens or completions beyond which nobody asks
+_CARDS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)  # of a node, then whole nodes of eight
 
 
 def changed(plan: Plan, **values: Any) -> Plan:
@@ -42,6 +43,18 @@ def largest(plan: Plan, field: str, step: int = 1) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * step
+
+
+def fewest_cards(plan: Plan) -> int:
+    """With how many cards of this kind the run fits, one rank each; 0 where not even with the most that is asked for.
+
+    Only sharding makes a rank's part smaller, so that a launch without it needs one card or fits on none.
+    """
+    for cards in _CARDS if plan.settings.launch.kind in ("fsdp2", "zero2", "zero3") else (1,):
+        there = replace(plan, hardware=replace(plan.hardware, cards=cards))
+        if changed(there, processes=cards).fits:
+            return cards
+    return 0
 
 
 def ways(plan: Plan, most: int = 3) -> list[str]:
