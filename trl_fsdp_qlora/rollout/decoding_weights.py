@@ -2,7 +2,7 @@
 
 A LoRA layer runs five small operations beside its base, with as many results; here the adapter takes one product and one
 that is added to the base's output in place. A layer with very many outputs (an LM head) is multiplied in parts of [`PART`]
-outputs while there are few rows: in one product it takes twice as long (docs/LOG.md). What is computed is the layer's own sum
+outputs while there are few rows: one product takes longer (docs/LOG.md). What is computed is the layer's own sum
 of products, so outputs differ by a few units in the last place of the largest term. Weights are neither copied nor changed.
 """
 
