@@ -1,11 +1,11 @@
 """Scenarios of worker.py beside plain training: a rank without work, publishing, gathering, memory."""
 
-import types
 from pathlib import Path
 
 import psutil
 import torch
 import transformers.trainer
+from huggingface_hub import HfApi, constants
 from torch.distributed.tensor import DTensor
 from trl import SFTConfig
 
@@ -13,10 +13,12 @@ from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.parts import FixedCompletions, ShardedSFTTrainer, as_reference, common, reward
 from tests.grpo.empty_rank_worker import measure
 from tests.grpo.test_token_budget import made
+from tests.publishing.hub_server import TOKEN, hub
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
+from trl_fsdp_qlora.publishing import pushing
 from trl_fsdp_qlora.upstream.fsdp import reshard_settings
 
 
@@ -30,36 +32,34 @@ def empty_rank(_model_path, out, _world_size, base, quantized=1, sharing="auto")
 
 
 def publish(model_path, out, world_size, quantized=1):
-    """`push_to_hub` with the Hub's two calls replaced: what would be uploaded, and by whom."""
-    uploads = []
-
-    class Hub:
-        def create_repo(self, name, **kwargs):
-            return types.SimpleNamespace(repo_id=f"someone/{name}")
-
-        def upload_folder(self, repo_id, folder_path, ignore_patterns, **kwargs):
-            files = sorted(path.name for path in Path(folder_path).iterdir() if path.is_file())
-            uploads.append({"repo_id": repo_id, "folder": str(folder_path), "files": files, "ignore": ignore_patterns})
-
-    transformers.trainer.hf_api = Hub
+    """`push_to_hub` with the real client and a Hub of each rank's own: what arrives there, and what the model said."""
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = False, True
+    model = tiny.load(model_path) if int(quantized) else tiny.load_whole(model_path)
+    model.name_or_path = model.config._name_or_path = "owner/tiny-base"
     arguments = common(out, world_size, max_steps=1, num_generations=4, max_completion_length=8)
-    trainer = FixedCompletions(
-        model=tiny.load(model_path) if int(quantized) else tiny.load_whole(model_path),
-        reward_funcs=reward,
-        args=EfficientGRPOConfig(**arguments, push_to_hub=True, hub_model_id="adapter"),
-        train_dataset=tiny.prompt_data(32),
-        peft_config=tiny.lora(init_lora_weights=False),
-        processing_class=tiny.make_tokenizer(),
-    )
-    as_reference(trainer.model)
-    trainer.train()
-    trainer.push_to_hub()
-    asked = list(uploads)
-    trainer.save_model()  # pushes, as the config says
+    with hub() as server:
+        transformers.trainer.hf_api = lambda: HfApi(server.url, token=TOKEN)
+        pushing.HfApi = lambda token: HfApi(server.url, token=TOKEN)
+        trainer = FixedCompletions(
+            model=model,
+            reward_funcs=reward,
+            args=EfficientGRPOConfig(**arguments, push_to_hub=True, hub_model_id="me/adapter"),
+            train_dataset=tiny.prompt_data(32),
+            peft_config=tiny.lora(init_lora_weights=False),
+            processing_class=tiny.make_tokenizer(),
+        )
+        trainer.card_info.license = "mit"  # or it is looked up
+        as_reference(trainer.model)
+        trainer.train()
+        commit = trainer.push_to_hub()
+        trainer.save_model()  # pushes, as the config says
+        pushes = len([line for line in server.requests if "/preupload/" in line])
+        files = server.files("me/adapter") if server.repos else {}
+    constants.HF_HUB_OFFLINE = True
     with generation.gathered(trainer.model), torch.no_grad():
         logits = trainer.model.eval()(input_ids=torch.arange(3, 19).view(1, 16)).logits
     sharded = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
-    return {"uploads": asked, "by_save": len(uploads) - len(asked), "logits": logits, "dtensors": sharded}
+    return {"files": files, "pushes": pushes, "commit": commit and commit.oid, "logits": logits, "dtensors": sharded}
 
 
 def flags_of(model):

@@ -1,6 +1,6 @@
 """Two gloo ranks with a sharded 4-bit base against one process with the whole one."""
 
-from pathlib import Path
+import json
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import Run, chosen_by_name
 from tests.grpo import empty_rank_worker
 from tests.tiny import save_tiny_model
+from trl_fsdp_qlora.publishing.logits import LOGITS, few_logits
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -192,20 +193,27 @@ def test_a_rank_with_nothing_to_learn_takes_part_in_every_collective(runs, scena
 
 @pytest.mark.parametrize("scenario", ["publish", "publish_whole"])
 @pytest.mark.parametrize("run", ["one", "two"])
-def test_what_is_pushed_to_the_hub_is_a_plain_adapter(runs, run, scenario):
+def test_what_is_pushed_to_the_hub_is_a_plain_adapter(runs, run, scenario, tmp_path):
     published = runs[run][scenario]
-    (upload,) = published["uploads"]
-    assert published["by_save"] == 1  # `save_model` pushes as well, where the config says push_to_hub
-    assert runs["rank1"][scenario]["uploads"] == [] and runs["rank1"][scenario]["by_save"] == 0
-    weights = {"adapter_config.json", "adapter_model.safetensors"}
-    assert weights | {"README.md"} <= set(upload["files"])
-    assert not [name for name in upload["files"] if name.endswith((".safetensors", ".pt")) and "model" in name][1:]
-    assert upload["repo_id"] == "someone/adapter" and "checkpoint-*" in upload["ignore"]
-    card = ModelCard.load(Path(upload["folder"]) / "README.md")
-    assert card.data.library_name == "peft" and "'someone/adapter'" in card.text
+    sent = {"README.md", "adapter_config.json", "adapter_model.safetensors", LOGITS}
+    assert set(published["files"]) == {".gitattributes", *sent} and published["commit"]
+    assert published["pushes"] == 2  # `save_model` pushes as well, where the config says push_to_hub
+    of_rank_1 = runs["rank1"][scenario]
+    assert (of_rank_1["files"], of_rank_1["pushes"], of_rank_1["commit"]) == ({}, 0, None)
+    for name, content in published["files"].items():
+        (tmp_path / name).write_bytes(content)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.library_name == "peft" and "'me/adapter'" in card.text
     model = tiny.load(runs["model"]) if scenario == "publish" else tiny.load_whole(runs["model"])
     tiny.without_repacking(model)
     with torch.no_grad():
-        loaded = PeftModel.from_pretrained(model, upload["folder"]).eval()
+        loaded = PeftModel.from_pretrained(model, tmp_path).eval()
         logits = loaded(input_ids=torch.arange(3, 19).view(1, 16)).logits
     assert (logits - published["logits"]).abs().max() <= 1e-5
+    kept = json.loads(published["files"][LOGITS])
+    assert torch.tensor(kept["logits"]).sub(torch.tensor(kept["logits_of_the_base"])).abs().max() > 1e-2
+    plain = few_logits(loaded, kept["input_ids"], kept["entries"])
+    assert torch.tensor(plain).sub(torch.tensor(kept["logits"])).abs().max() <= 1e-5
+    with loaded.disable_adapter():
+        plain = few_logits(loaded, kept["input_ids"], kept["entries"])
+    assert torch.tensor(plain).sub(torch.tensor(kept["logits_of_the_base"])).abs().max() <= 1e-5

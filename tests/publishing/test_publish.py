@@ -173,7 +173,7 @@ def test_a_repeat_sends_nothing_twice(folder, server, without_proof):
     first = publish_adapter(folder, REPO, BASE, api=api(server))
     server.requests.clear()
     again = publish_adapter(folder, REPO, BASE, api=api(server))
-    assert again.commit == first.commit
+    assert again.commit.oid == first.commit.oid
     assert not [line for line in server.requests if line.startswith("PUT") or "/commit/" in line]
 
 

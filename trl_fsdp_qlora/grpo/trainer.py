@@ -14,8 +14,9 @@ from trl import GRPOTrainer
 
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing, position_limit
-from ..publishing.card import CardInfo, card_of
-from ..publishing.saving import saving_adapter
+from ..publishing.card import CardInfo, write_card
+from ..publishing.pushing import checks_push, push
+from ..publishing.saving import record_sharded, saving_adapter
 from ..rollout.correction import weighs_in_loss
 from ..rollout.engine_model import EngineModel
 from ..rollout.rollout import GenerateSettings, Rollout
@@ -119,8 +120,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def _start_telling(self, brought) -> None:
         plain = not self._is_vlm and self.environment_factories is None
         self.add_callback(StartupCallback(self.features, self._tokenize_prompts if plain else None))
-        # `log_completions` prints TRL's own table.
-        count = 0 if self.log_completions else self.args.show_completions
+        count = 0 if self.log_completions else self.args.show_completions  # TRL prints a table of its own
         completions = partial(terminal.logged_completions, self._logs, count)
         terminal.take_over(self.callback_handler.callbacks, brought, not self.args.disable_tqdm, completions)
 
@@ -328,6 +328,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def save_model(self, output_dir=None, _internal_call=False):
         if not self.sharding.save_adapter(self.model, output_dir or self.args.output_dir, self._save):
             return super().save_model(output_dir, _internal_call)
+        record_sharded(output_dir or self.args.output_dir, self)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -351,8 +352,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
             self.living_groups.load_state(rollouts.get("further"))
         elif checkpoint is not None:
-            # As far into a generation cycle as the sampler is.
-            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps  # as far as the sampler is
 
     def _load_best_model(self):
         self._last_loaded_step = -1  # the engine holds the last weights, not the best
@@ -390,11 +390,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.adapter_card`]; `card_info` fills it in."""
-        if not self.is_world_process_zero():
-            return
-        self.card_info.dataset = dataset_name or self.card_info.dataset
-        card = card_of(self, model_name)
-        if tags:
-            card.data.tags = [*card.data.tags, *([tags] if isinstance(tags, str) else tags)]
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        card.save(Path(self.args.output_dir, "README.md"))
+        if self.is_world_process_zero():
+            self.card_info.dataset = dataset_name or self.card_info.dataset
+            write_card(self, model_name, tags)
+
+    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **others):
+        """Publish the adapter, see [`trl_fsdp_qlora.publishing.pushing.push`]; a whole model goes TRL's way."""
+        how = partial(push, self) if checks_push(self, blocking) else super().push_to_hub
+        return how(commit_message, blocking, token, revision, **others)

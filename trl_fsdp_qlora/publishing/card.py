@@ -350,6 +350,15 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     )
 
 
+def write_card(trainer: Any, name: str | None, tags: str | list[str] | None = None) -> None:
+    """Write [`card_of`] `trainer` into its output folder, with `tags` beside the usual ones."""
+    card = card_of(trainer, name)
+    if tags:
+        card.data.tags = [*card.data.tags, *([tags] if isinstance(tags, str) else tags)]
+    Path(trainer.args.output_dir).mkdir(parents=True, exist_ok=True)
+    card.save(Path(trainer.args.output_dir, "README.md"))
+
+
 @contextmanager
 def keeping_card(folder: str | Path, card: Callable[[], ModelCard]) -> Iterator[None]:
     """Around the saving of an adapter: PEFT writes a template with nothing filled in, and this machine's path to the base.

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +32,44 @@ def spread(count: int, size: int) -> list[int]:
     return [(2 * i + 1) * size // (2 * count) for i in range(count)]
 
 
-def few_logits(model: torch.nn.Module, ids: list[int], entries: list[int]) -> list[list[float]]:
+@contextmanager
+def _own_forward(model: torch.nn.Module) -> Iterator[None]:
+    """The class's forward: accelerate's, on the object, computes in the precision of training."""
+    accelerates = model.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if accelerates is not None:
+            model.forward = accelerates
+
+
+def few_logits(
+    model: torch.nn.Module, ids: list[int], entries: list[int], device: torch.device | None = None
+) -> list[list[float]]:
     """Logits of `entries` of the vocabulary after each of the tokens `ids`, `(len(ids), len(entries))`."""
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        # The class's own forward: accelerate's, on the object, computes in the precision of training.
-        logits_LV = type(model).forward(model, input_ids=torch.tensor([ids], device=device)).logits[0]
+    input_ids = torch.tensor([ids], device=device or next(model.parameters()).device)
+    with torch.no_grad(), _own_forward(model):
+        logits_LV = model(input_ids=input_ids).logits[0]
     return logits_LV[:, entries].float().cpu().tolist()
 
 
-def record_logits(model: PeftModel, folder: str | Path) -> None:
+def record_logits(
+    model: PeftModel,
+    folder: str | Path,
+    writes: bool = True,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Write `logits.json`: what the adapter in `model` gives for a few fixed tokens, and what the base alone does.
 
     Some 5 kB. One forward of eight tokens with the adapter and one without; the training mode is restored.
 
     Args:
-        model: whole on this rank, not wrapped.
+        model: not wrapped; where it is sharded, every rank calls this at the same time.
         folder: that the adapter was saved in.
+        writes: this rank writes the file.
+        device: that the model computes on, by default that of its weights.
+        dtype: that it computes in, by default that of its weights.
     """
     size = model.config.get_text_config().vocab_size
     ids, entries = spread(_TOKENS, size), spread(_ENTRIES, size)
@@ -54,13 +77,15 @@ def record_logits(model: PeftModel, folder: str | Path) -> None:
     training = model.training
     model.eval()
     try:
-        adapted = few_logits(model, ids, entries)
+        adapted = few_logits(model, ids, entries, device)
         with model.disable_adapter():
-            base = few_logits(model, ids, entries)
+            base = few_logits(model, ids, entries, device)
     finally:
         model.train(training)
+    if not writes:
+        return
     content: dict[str, Any] = {"input_ids": ids, "entries": entries, "logits": adapted, "logits_of_the_base": base}
-    content["dtype"] = str(model.get_base_model().dtype).removeprefix("torch.")
+    content["dtype"] = str(dtype or model.get_base_model().dtype).removeprefix("torch.")
     if quantization is not None:
         plain = quantization if isinstance(quantization, dict) else quantization.to_dict()
         content["quantization"] = {name: value for name, value in plain.items() if not name.startswith("_")}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
@@ -37,7 +37,7 @@ class Published:
 
     Args:
         url: of the repository.
-        commit: that was downloaded and checked.
+        commit: that was downloaded and checked, as the Hub described it.
         files: names.
         size: bytes of all files.
         proof: a line about the logits.
@@ -45,7 +45,7 @@ class Published:
     """
 
     url: str
-    commit: str
+    commit: CommitInfo
     files: list[str]
     size: int
     proof: str
@@ -60,6 +60,9 @@ def publish_adapter(
     private: bool | None = None,
     api: HfApi | None = None,
     staged_as: Callable[[Staged], None] | None = None,
+    message: str | None = None,
+    revision: str | None = None,
+    proves: bool = True,
 ) -> Published:
     """Publish the adapter in `folder` as `repo`.
 
@@ -74,6 +77,9 @@ def publish_adapter(
         private: make a new repository private or public; by default as its owner's settings are.
         api: client; by default one with the token of `hf auth login` or `HF_TOKEN`.
         staged_as: is shown what is to be published, before anything is sent.
+        message: of the commit.
+        revision: branch to commit to, by default `main`.
+        proves: compare logits in a fresh process with the recorded ones, too, and not the bytes alone.
 
     Raises:
         PublishError: see [`stage`]; no token, no rights, a repository of another base, or an adapter that does not give the
@@ -90,13 +96,15 @@ def publish_adapter(
         with _hub_errors(repo):
             _check_repository(api, repo, staged.base)
             url = str(api.create_repo(repo, private=private, exist_ok=True))
-            commit = _upload(api, repo, staged)
+            commit = _upload(api, repo, staged, message or "Adapter, card and recorded logits", revision)
         started = time.perf_counter()
         with _hub_errors(repo, "it is uploaded, but could not be downloaded and checked: "):
-            api.snapshot_download(repo, revision=commit, local_dir=back)
+            api.snapshot_download(repo, revision=commit.oid, local_dir=back)
         _check_download(staged, Path(back), repo)
-        proof = "no logits were recorded when it was saved: only the bytes of what was downloaded are compared"
-        if staged.recorded:
+        proof = "only the bytes of what was downloaded are compared"
+        if not staged.recorded:
+            proof = f"no logits were recorded when it was saved: {proof}"
+        elif proves:
             try:
                 proof = prove(
                     back, str(Path(base_folder).resolve()) if base_folder else _loads_from(folder, staged.base)
@@ -127,9 +135,9 @@ def _check_repository(api: HfApi, repo: str, base: str) -> None:
         raise PublishError(f"{repo} is there and holds a model, not an adapter; name another repository")
 
 
-def _upload(api: HfApi, repo: str, staged: Staged) -> str:
+def _upload(api: HfApi, repo: str, staged: Staged, message: str, revision: str | None) -> CommitInfo:
     operations = [CommitOperationAdd(name, staged.folder / name) for name in staged.files]
-    return api.create_commit(repo, operations, commit_message="Adapter, card and recorded logits").oid
+    return api.create_commit(repo, operations, commit_message=message, revision=revision)
 
 
 def _check_download(staged: Staged, back: Path, repo: str) -> None:
@@ -219,6 +227,6 @@ def run_publish(arguments: list[str]) -> int:
     except PublishError as error:
         print(f"error: {redact(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return USER_ERROR
-    print(f"published: {done.url} at {done.commit[:8]}, {len(done.files)} files, {done.size / 2**20:.1f} MiB")
+    print(f"published: {done.url} at {done.commit.oid[:8]}, {len(done.files)} files, {done.size / 2**20:.1f} MiB")
     print(f"downloaded and checked in {done.seconds:.0f} s; {done.proof}")
     return 0

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType, is_peft_model
 
 from .card import card_of, keeping_card
@@ -19,7 +20,7 @@ _WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 def saving_adapter(folder: str | Path, trainer: Any) -> Iterator[None]:
     """Around the saving of `trainer`'s model in `folder`, on the rank that saves.
 
-    Where the weights are sharded no rank alone can compute a logit, so none are recorded.
+    Where the weights are sharded no rank alone can compute a logit: see [`record_sharded`].
     """
     with keeping_card(folder, partial(card_of, trainer)):
         yield
@@ -30,3 +31,11 @@ def saving_adapter(folder: str | Path, trainer: Any) -> Iterator[None]:
         record_logits(model, folder)
     else:  # of an earlier save, they would be of another adapter
         (Path(folder) / LOGITS).unlink(missing_ok=True)
+
+
+def record_sharded(folder: str | Path, trainer: Any) -> None:
+    """Record the logits of an adapter whose weights FSDP2 shards, after it was saved in `folder`. Every rank calls it."""
+    accelerator, model = trainer.accelerator, trainer.model
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    with trainer.sharding.gathered(model):
+        record_logits(model, folder, trainer.args.should_save, accelerator.device, half)
