@@ -15,10 +15,11 @@ pytest.importorskip("bitsandbytes")
 
 from peft import PeftModel
 
-from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
+from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group, run_launcher
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import WORKER
 from tests.fsdp2_qlora.test_sharded_training import difference
+from trl_fsdp_qlora.publishing.logits import LOGITS, few_logits
 from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 
@@ -30,11 +31,12 @@ CONFIGS = REPOSITORY / "accelerate_configs"
 def accelerate(config, model, out, *scenarios, check=True, **variables):
     """Results of both ranks, or with `check=False` the exit code and the output."""
     out.mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
-    command += ["--main_process_port", str(free_port()), WORKER, model, str(out), *scenarios]
-    code, text = run_group([(command, rank_environment(variables))], timeout=180, check=check)[0]
+    words = ["accelerate", "--config_file", CONFIGS / f"{config}.yaml", "--main_process_port", free_port()]
+    words += [REPOSITORY / WORKER, model, out, *scenarios]
+    run = run_launcher(*words, cwd=REPOSITORY, environment=variables, timeout=180)
     if not check:
-        return code, text
+        return run.returncode, run.stdout + run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
@@ -63,8 +65,11 @@ def recipe(problems, quantized, gather="auto"):
     return f"recipe=recipe:base={problems[0]},data={problems[1][quantized]},quantized={int(quantized)},gather={gather}"
 
 
-def check_accuracy(problems, quantized, out):
-    """What the ranks measured together is what one ordinary process measures, without and with the adapter."""
+def check_accuracy(problems, quantized, out, recorded=True):
+    """What the ranks measured together is what one ordinary process measures, without and with the adapter.
+
+    So are the logits that they recorded beside it, which under DeepSpeed they do not.
+    """
     record = json.loads((out / "metrics.json").read_text())
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
     data, tokenizer = read_problems(problems[1][quantized], "train"), tiny.make_tokenizer()
@@ -74,12 +79,18 @@ def check_accuracy(problems, quantized, out):
     # What is sampled depends on the seed and the batches, not on the ranks.
     settings = {"max_new_tokens": 3, "batch_size": 2, "seed": 42, "progress": False}
     before = evaluate(model, tokenizer, held_out, **settings)
-    after = evaluate(PeftModel.from_pretrained(model, out), tokenizer, held_out, samples=2, **settings)
+    adapted = PeftModel.from_pretrained(model, out)
+    after = evaluate(adapted, tokenizer, held_out, samples=2, **settings)
     for when, alone in (("before", before), ("after", after)):
         expected = {**alone.as_dict(), "interval": list(alone.interval)}
         assert {**record[when], "seconds": 0} == {**expected, "seconds": 0}, when
     assert 0 < record["before"]["correct"] < 9
     assert record["after"]["correct"] != record["before"]["correct"]  # the adapter does something
+    assert (out / LOGITS).is_file() == recorded
+    if recorded:
+        kept = json.loads((out / LOGITS).read_text())
+        plain = few_logits(adapted.eval(), kept["input_ids"], kept["entries"])
+        assert torch.tensor(plain).sub(torch.tensor(kept["logits"])).abs().max() <= 1e-5
 
 
 def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeypatch):
@@ -127,7 +138,7 @@ def test_deepspeed_trains_and_its_adapter_reloads(reference, problems, tmp_path,
     out = tmp_path / "out"
     runs = [f"{name}={options[name].format(out)}" for name in scenarios]
     results = accelerate(config, model, out, *runs, recipe(problems, False))
-    check_accuracy(problems, False, out / "recipe")
+    check_accuracy(problems, False, out / "recipe", recorded=False)
     for name in scenarios:
         assert results[0][name]["loss"] == pytest.approx(ddp[name]["loss"], abs=1e-4)
         base = tiny.load(model) if name == "sft" else tiny.load_whole(model)
