@@ -103,7 +103,7 @@ class FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_N):
         (jacobian_NH,) = ctx.saved_tensors
-        return (jacobian_NH * grad_N.unsqueeze(-1)).to(ctx.dtype), None, None, None, None
+        return torch.empty_like(jacobian_NH, dtype=ctx.dtype), None, None, None, None
 
 
 def _head_tile(tile_TH, weight_VH, dtype, tiles: Tiles, keep_jacobian: bool) -> None:

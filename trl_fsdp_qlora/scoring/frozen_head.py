@@ -13,6 +13,7 @@ they stay in the cache.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 # Together 8 MB in float32: large enough for the GEMMs to run at full rate, small enough for the last-level cache.
 TOKEN_TILE = 1024
@@ -84,6 +85,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         return log_probs_N, entropy_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_log_probs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None):
         if grad_entropy_N is not None:
             raise RuntimeError(
@@ -93,7 +95,9 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         grad_hidden_NH = None
         if grad_log_probs_N is not None:
             (jacobian_NH,) = ctx.saved_tensors
-            grad_hidden_NH = (jacobian_NH * grad_log_probs_N.unsqueeze(-1)).to(ctx.hidden_dtype)
+            # Rounded as it is written: a float32 product beside the Jacobian would be the peak of a long batch.
+            grad_hidden_NH = torch.empty_like(jacobian_NH, dtype=ctx.hidden_dtype)
+            torch.mul(jacobian_NH, grad_log_probs_N.unsqueeze(-1), out=grad_hidden_NH)
         return grad_hidden_NH, *(None,) * 8
 
 
