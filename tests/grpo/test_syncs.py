@@ -11,8 +11,18 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import lora, trainer
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
+from tests.a_star_po.tiny import tiny_model as digits_model
+from tests.tiny import config, lora, trainer
+from trl_fsdp_qlora import (
+    AStarPOConfig,
+    AStarPOTrainer,
+    EfficientGRPOConfig,
+    EfficientGRPOTrainer,
+    TSPMOConfig,
+    TSPMOTrainer,
+)
+from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
 
 from .waits import Waits
 
@@ -78,7 +88,7 @@ def counted(made) -> Step:
     return Step(count.micro, Waits(drawing), Waits(rest))
 
 
-def made(cls, config_cls, folder, **changes):
+def made(cls, config_cls, folder, layers=2, **changes):
     settings = {
         "bf16": True,
         "use_cpu": False,
@@ -86,32 +96,69 @@ def made(cls, config_cls, folder, **changes):
         "gradient_accumulation_steps": MICRO_BATCHES,
         "max_completion_length": 4,
     }
-    return trainer(cls, config_cls, folder, peft_config=lora(), **{**settings, **changes})
+    model = new_model(character_tokenizer(), 0, hidden=32, layers=layers)
+    return trainer(cls, config_cls, folder, model=model, peft_config=lora(), **{**settings, **changes})
+
+
+def t_spmo(folder, layers=2):
+    """Completions of a small vocabulary begin alike, so rows nest wherever that may cost anything."""
+    ours = made(TSPMOTrainer, TSPMOConfig, folder, layers)
+    ours.prefix_sharing._states["policy"].pairs_per_token = 1e9  # as if a token cost as much as so many pairs
+    return ours
+
+
+def a_star_po(folder):
+    """One completion per prompt, so it has a model and a reward of its own."""
+    changes = {"bf16": True, "use_cpu": False, "max_steps": 2, "gradient_accumulation_steps": MICRO_BATCHES}
+    args = config(AStarPOConfig, folder, num_generations=1, max_completion_length=4, **changes)
+    return AStarPOTrainer(
+        digits_model(), has_digit, args, problems(32), processing_class=tiny_tokenizer(), peft_config=lora()
+    )
 
 
 # Options of ours, those that stock has too, and the backend that has to have served the layers.
 FEATURES = {
     "packed": ({}, {}, "cascade"),
+    "two_part": ({"prefix_sharing": "two_part"}, {}, "two_part"),
+    "padded": ({"prefix_sharing": "off"}, {}, None),
+    "KL term": ({}, {"beta": 0.1}, "cascade"),
+    "entropy quantile": ({}, {"top_entropy_quantile": 0.5}, "cascade"),
+    "S-GRPO": ({"token_selection": "s_grpo"}, {}, "cascade"),
+    "prefix cut": ({"token_selection": "prefix_cut", "token_selection_rate": 0.6}, {}, "cascade"),
+    "S-GRPO, padded": ({"token_selection": "s_grpo", "prefix_sharing": "off"}, {}, None),
+    "gradient checkpointing": ({}, {"gradient_checkpointing": True}, "cascade"),
+    "T-SPMO, nested rows": ({}, {}, "tree"),
+    "A*-PO": ({}, {}, None),  # one completion per prompt: whichever backend, there is nothing to share
 }
+
+
+def ours(feature, folder, layers=2):
+    """A trainer of this package with a feature."""
+    if feature == "A*-PO":
+        return a_star_po(folder)
+    if feature == "T-SPMO, nested rows":
+        return t_spmo(folder, layers)
+    own, shared, _ = FEATURES[feature]
+    return made(EfficientGRPOTrainer, EfficientGRPOConfig, folder, layers, **own, **shared)
 
 
 @pytest.fixture(scope="module")
 def waits(tmp_path_factory):
-    """Waits by feature, or of stock TRL with some options, each counted once."""
+    """Waits by feature (or of stock TRL with some options) and number of layers, each counted once."""
     known = {}
 
-    def count(feature: str | None, **shared) -> Step:
-        key = feature, str(shared)
+    def count(feature: str | None, layers: int = 2, **shared) -> Step:
+        key = feature, layers, str(shared)
         if key not in known:
             folder = tmp_path_factory.mktemp("run")
             if feature is None:
-                known[key] = counted(made(GRPOTrainer, GRPOConfig, folder, **shared))
+                known[key] = counted(made(GRPOTrainer, GRPOConfig, folder, layers, **shared))
             else:
-                own, shared, backend = FEATURES[feature]
-                run = made(EfficientGRPOTrainer, EfficientGRPOConfig, folder, **own, **shared)
+                run = ours(feature, folder, layers)
                 known[key] = counted(run)
+                backend = FEATURES[feature][2]
                 served = {name for row in run.state.log_history for name in row if "/policy/layers_" in name}
-                assert served == ({f"prefix_sharing/policy/layers_{backend}"} if backend else set())
+                assert backend is None or f"prefix_sharing/policy/layers_{backend}" in served, served
         return known[key]
 
     return count
@@ -123,4 +170,30 @@ def test_at_most_one_wait_more_than_stock(waits, feature):
     assert len(got.micro) == len(want.micro) == MICRO_BATCHES
     for theirs, mine in zip(want.micro, got.micro, strict=True):
         assert 0 < len(mine) <= len(theirs) + 1, (theirs.places(), mine.places())
-    assert len(got.rest) <= len(want.rest) + 1, (want.rest.places(), got.rest.places())
+    steps = [len(step.rest) + sum(map(len, step.micro)) for step in (want, got)]
+    assert steps[1] <= steps[0] + MICRO_BATCHES, (want.rest.places(), got.rest.places())
+
+
+@pytest.mark.parametrize("feature", ["packed", "two_part", "T-SPMO, nested rows"])
+def test_no_layer_waits(waits, feature):
+    few, many = waits(feature, layers=1), waits(feature, layers=2)
+    assert [len(micro) for micro in few.micro] == [len(micro) for micro in many.micro], many.micro[0].places()
+
+
+def test_the_users_peak_statistics_are_kept(tmp_path):
+    run = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path)
+    torch.cuda.reset_peak_memory_stats()
+    most = torch.empty(1 << 28, dtype=torch.uint8, device="cuda").numel()  # freed at once: the peak before training
+    run.train()
+    assert torch.cuda.max_memory_allocated() >= most
+
+
+@pytest.mark.parametrize("mode", ["on", "peaks", "off"])
+def test_what_the_clock_measures(tmp_path, mode):
+    torch.cuda.reset_peak_memory_stats()
+    run = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, phase_metrics=mode, logging_steps=2)
+    run.train()
+    (row,) = [row for row in run.state.log_history if "loss" in row]
+    assert ("time/forward_backward_s" in row) == ("throughput/tokens_per_s" in row) == (mode != "off")
+    assert row.get("memory/forward_backward_peak_mib", 0) > 0 or mode == "off"
+    assert not (mode == "off" and any(name.startswith(("time/", "memory/")) for name in row))
