@@ -65,11 +65,15 @@ def make_batch(vocabulary: int, prompt: int, completion: int, group: int, kind: 
     return {key: value.to(device) for key, value in batch.items()}
 
 
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """Padding, an end and one word: enough for a trainer that is given its batches."""
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
 def make_trainer(cls, model, prefix_sharing: str, args, group: int, config_cls=EfficientGRPOConfig):
     """A trainer on a copy of `model`, in training mode, ready for `_compute_loss`."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     config = config_cls(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=group,
@@ -85,7 +89,7 @@ def make_trainer(cls, model, prefix_sharing: str, args, group: int, config_cls=E
         reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * group}),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+        processing_class=small_tokenizer(),
     )
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1

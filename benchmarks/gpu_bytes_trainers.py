@@ -1,0 +1,218 @@
+"""Trainers on models without numbers, and the peak bytes of their steps: what benchmarks/gpu_bytes.py measures."""
+
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from end_to_end import checkpoint_activations
+from gpu_bytes import Point
+from peft import LoraConfig
+from scaling import MODELS as LARGE
+from synthetic import make_batch, small_tokenizer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config
+from transformers.quantizers import AutoHfQuantizer
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.planning.hardware import read_hardware
+from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, plan_settings
+from trl_fsdp_qlora.planning.settings import from_yaml, read_launch
+from trl_fsdp_qlora.prefix_sharing import sharing
+from trl_fsdp_qlora.run.manifest import write_json
+
+SMALL = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
+MODELS = {
+    "0.5B": Qwen2Config(
+        **SMALL, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14
+    ),
+    "1.5B": Qwen2Config(
+        **SMALL, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12
+    ),
+    "7B": LARGE["7B"],
+}
+TRAINERS = {"stock": (GRPOTrainer, GRPOConfig), "ours": (EfficientGRPOTrainer, EfficientGRPOConfig)}
+
+
+def empty_model(config, four_bit: bool, device: torch.device):
+    """A model in bfloat16 whose weights are not filled; in 4 bits by bitsandbytes' own quantization, layer by layer."""
+    quantizer = None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if four_bit:
+            wanted = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+            )
+            quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
+            quantizer.preprocess_model(model=model, device_map={"": device}, dtype=torch.bfloat16)
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            data = torch.empty(old.shape, dtype=torch.bfloat16, device=device)
+            # A quantized parameter quantizes itself when it is moved.
+            new = type(old)(data, requires_grad=False, **_settings(module, name, quantizer))
+            setattr(module, name, new.to(device) if _settings(module, name, quantizer) else new)
+        for name, old in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, torch.empty_like(old, device=device), persistent=False)
+    model.tie_weights()
+    if quantizer is not None:
+        model.hf_quantizer, model.hf_device_map = quantizer, {"": device}
+        quantizer.postprocess_model(model)
+    return model
+
+
+def _settings(module, name: str, quantizer) -> dict:
+    """What bitsandbytes' parameter wants to know; nothing of other parameters."""
+    if quantizer is None or name != "weight" or type(module).__name__ != "Linear4bit":
+        return {}
+    return {"quant_type": "nf4", "compress_statistics": True, "module": module}
+
+
+def make_trainer(contestant: str, point: Point, device: torch.device):
+    """A trainer on an empty model, before its first step."""
+    cls, config_cls = TRAINERS[contestant]
+    args = config_cls(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=point.group,
+        num_generations=point.group,
+        max_completion_length=point.completion,
+        gradient_checkpointing=point.checkpointing,
+        bf16=True,
+        report_to=[],
+    )
+    return cls(
+        empty_model(MODELS[point.model], point.adapter == "qlora", device),
+        lambda completions, **kwargs: [0.0] * len(completions),
+        args,
+        Dataset.from_dict({"prompt": ["a"] * point.group}),
+        processing_class=small_tokenizer(),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+
+
+def ready(trainer):
+    """What `Trainer.train` does before its first step; the model to call."""
+    if trainer.args.gradient_checkpointing:
+        checkpoint_activations(trainer)
+    trainer.create_optimizer()
+    model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model_wrapped = model
+    model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return model
+
+
+def batch_of(point: Point, device) -> dict:
+    """The trainer's inputs: made on the host, so that masks and advantages have numbers."""
+    vocabulary = MODELS[point.model].vocab_size
+    batch = make_batch(vocabulary, point.prompt, point.completion, point.group, "equal", "cpu", seed=1)
+    batch["completion_mask"][0, -1] = 0
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    return {key: value.to(device) for key, value in batch.items()}
+
+
+def peak_of(run) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def step(trainer, model, batch) -> dict[str, int]:
+    """Peak bytes of the loss with its backward, and of the rest of an optimizer step."""
+
+    def loss():
+        trainer.accelerator.backward(trainer.compute_loss(model, dict(batch)))
+
+    def update():
+        trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        model.zero_grad()
+
+    return {"loss": peak_of(loss), "update": peak_of(update)}
+
+
+def skip_the_comparison() -> None:
+    """Take packed rows unseen: where no kernel ran there are no numbers to compare with those of padded rows."""
+
+    def unjudged(model, packed, *args, **kwargs) -> None:
+        with torch.no_grad():
+            packed()
+
+    sharing.compare = unjudged
+
+
+def measure(contestant: str, point: Point) -> dict[str, int]:
+    """Bytes of a contestant: weights, adapter and batch, the second step, and what the allocator held of the card.
+
+    Args:
+        contestant: a key of `TRAINERS`.
+        point: what is measured.
+    """
+    device = torch.device("cuda", 0)
+    trainer = make_trainer(contestant, point, device)
+    model = ready(trainer)
+    batch = batch_of(point, device)
+    held = torch.cuda.memory_allocated()
+    step(trainer, model, batch)  # from here on there is an optimizer state
+    peaks = step(trainer, model, batch)
+    if contestant == "ours" and not trainer.prefix_sharing.active():
+        raise RuntimeError("prefix sharing was off, so this is no measurement of it")
+    return {
+        "held": held,
+        "loss": peaks["loss"],
+        "step": max(peaks.values()),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+def measured(contestant: str, point: Point) -> dict:
+    """[`measure`], or what the allocator said when the memory was not enough; nothing of it stays on the device."""
+    try:
+        return measure(contestant, point)
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).splitlines()[0][:200]}
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def plan_of(point: Point) -> dict[str, int]:
+    """What `trl-fsdp-qlora plan` says of the same step, without the CUDA context and the allocator's slack."""
+    fields = {
+        "model_name_or_path": point.model,
+        "dtype": "bfloat16",
+        "use_peft": True,
+        "lora_r": 16,
+        "lora_target_modules": "all-linear",
+        "load_in_4bit": point.adapter == "qlora",
+        "use_bnb_nested_quant": True,
+        "per_device_train_batch_size": point.group,
+        "num_generations": point.group,
+        "max_completion_length": point.completion,
+        "gradient_checkpointing": point.checkpointing,
+        "bf16": True,
+    }
+    settings = from_yaml(None, fields, read_launch(None), prompt_tokens=point.prompt)
+    phases = plan_settings(settings, MODELS[point.model], read_hardware("h200")).phases
+    return {"step": sum(size for name, size in phases["forward_backward"].items() if name not in (PROCESS, ROOM))}
+
+
+def main() -> None:
+    fields, contestants, out = json.loads(sys.argv[1])
+    point, found = Point(**fields), {}
+    skip_the_comparison()
+    for contestant in contestants:
+        found[contestant] = plan_of(point) if contestant == "plan" else measured(contestant, point)
+        write_json(Path(out), found)
+
+
+if __name__ == "__main__":
+    main()

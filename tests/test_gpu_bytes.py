@@ -1,0 +1,73 @@
+"""`benchmarks/gpu_bytes.py` around its measurements: processes of their own, rows kept, a table."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def gpu_bytes():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import gpu_bytes
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return gpu_bytes
+
+
+WORKER = """
+import json, sys, time
+from pathlib import Path
+point, (code, seconds), out = json.loads(sys.argv[1])
+Path(out).write_text(json.dumps({"stock": {"step": point["group"]}}))
+time.sleep(seconds)
+sys.exit(code)
+"""
+
+
+@pytest.mark.processes
+def test_a_measurement_that_dies_or_hangs_leaves_what_it_had(gpu_bytes, tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(gpu_bytes, "WORKER", worker)
+    point = gpu_bytes.Point("7B", "qlora", True, 4, 4, 3)
+    found = {"stock": {"step": 3}}
+    assert gpu_bytes.apart(point, [0, 0], 60) == found
+    assert gpu_bytes.apart(point, [3, 0], 60) == found | {"error": "exit code 3"}
+    hung = gpu_bytes.apart(point, [0, 600], 3)
+    assert hung["error"] == "out of time after 3 s"
+
+
+def test_rows_are_written_one_by_one_and_taken_over_by_the_next_run(gpu_bytes, tmp_path):
+    path, runs = tmp_path / "rows.json", []
+
+    def run(row):
+        runs.append(row)
+        return row
+
+    first = gpu_bytes.Results(path, {"torch": "1"})
+    first.once("grid", "7B", lambda: run({"stock": {"step": 1}}))
+    assert json.loads(path.read_text()) == {"setting": {"torch": "1"}, "grid": {"7B": {"stock": {"step": 1}}}}
+    first.once("grid", "1.5B", lambda: run({"error": "exit code 1"}))
+
+    again = gpu_bytes.Results(path, {"torch": "1"})
+    again.once("grid", "7B", lambda: run({"stock": {"step": 2}}))
+    again.once("grid", "1.5B", lambda: run({"ours": {"out_of_memory": ""}}))
+    assert again.content["grid"] == {"7B": {"stock": {"step": 1}}, "1.5B": {"ours": {"out_of_memory": ""}}}
+    assert len(runs) == 3
+    assert "grid" not in gpu_bytes.Results(path, {"torch": "2"}).content, "of other versions"
+
+
+def test_the_table_says_what_was_not_run(gpu_bytes):
+    gib = 2**30
+    grid = {
+        "7B lora checkpointing 8/4/2": {"stock": {"step": 4 * gib}, "ours": {"step": 2 * gib}},
+        "7B lora no checkpointing 8/4/2": {"stock": {"out_of_memory": "all"}},
+    }
+    lines = gpu_bytes.gpu_bytes_pictures.grid_table(grid).splitlines()
+    assert "| 7B lora checkpointing | 4.0 → 2.0 (2.00×) |" in lines
+    assert "| 7B lora no checkpointing | out of memory → not run |" in lines
