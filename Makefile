@@ -26,7 +26,7 @@ test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not processes and not gpu and not vllm"
 
 test-vllm: $(VLLM_VENV)/.done
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/rollout
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 tests/vllm tests/rollout
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -44,6 +44,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(VLLM_VENV)/.done: tests/vllm/environment.sh constraints.txt
+	@echo "setting up $(VLLM_VENV) (a few minutes)"
+	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM_VENV)
+	touch $@
+
 # What a run left, `runs/`, stays: remove it by hand.
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info
