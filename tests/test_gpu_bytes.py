@@ -1,22 +1,15 @@
 """`benchmarks/gpu_bytes.py` around its measurements: processes of their own, rows kept, a table."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from tests.benchmark_modules import benchmark
 
 
 @pytest.fixture(scope="module")
 def gpu_bytes():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import gpu_bytes
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return gpu_bytes
+    return benchmark("gpu_bytes")
 
 
 WORKER = """

@@ -1,24 +1,16 @@
 """What benchmarks/plan_error.py makes of what a case found: which bytes are compared with which, and what is counted."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.benchmark_modules import benchmark
 from trl_fsdp_qlora.planning import plan, static
 
-ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 
 
 @pytest.fixture(scope="module")
 def plan_error():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import plan_error
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-    return plan_error
+    return benchmark("plan_error")
 
 
 def found(measured: float) -> dict:

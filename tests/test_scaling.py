@@ -2,11 +2,12 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
+
+from tests.benchmark_modules import benchmark
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_text())
@@ -14,12 +15,7 @@ RESULTS = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_tex
 
 @pytest.fixture(scope="module")
 def scaling():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import scaling
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-    return scaling
+    return benchmark("scaling")
 
 
 def test_the_formula_still_gives_what_was_measured(scaling, tmp_path):

@@ -109,12 +109,10 @@ def _choose(model: nn.Module) -> tuple[list[tuple[nn.Module, str | None]], Faste
         return [], FasterLayers(reason=reason)
     fits = [(layer, *_adapter_to_add(layer)) for layer in dict.fromkeys(_linear_layers(model))]
     chosen = [(layer, name) for layer, exact, name in fits if exact and (name is not None or _is_wide(_base(layer)))]
-    adapters, wide = (
-        sum(kind) for kind in ([n is not None for _, n in chosen], [_is_wide(_base(x)) for x, _ in chosen])
-    )
-    return chosen, FasterLayers(
-        adapters, wide, None if chosen else "no adapter and no wide layer that is a plain product"
-    )
+    if not chosen:
+        return [], FasterLayers(reason="no adapter and no wide layer that is a plain product")
+    adapters = sum(name is not None for _, name in chosen)
+    return chosen, FasterLayers(adapters, wide=sum(_is_wide(_base(layer)) for layer, _ in chosen))
 
 
 def _refuses(model: nn.Module) -> str | None:
