@@ -1,11 +1,12 @@
 import multiprocessing.process
 import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.launch import run_script
 
 # Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two cores
 # spend their time waiting for each other (docs/LOG.md), and sums do not depend on the number of cores.
@@ -61,7 +62,7 @@ def smollm2(tmp_path_factory) -> Path:
     if not tool.is_file():
         pytest.skip("SmolLM2-135M-Instruct is not here: name its folder in TRL_FSDP_QLORA_SMOLLM2")
     folder = tmp_path_factory.mktemp("smollm2") / "model"
-    run = subprocess.run([sys.executable, str(tool), str(folder)], capture_output=True, text=True, timeout=400)
+    run = run_script(tool, str(folder), cwd=folder.parent, timeout=400)
     if run.returncode:
         pytest.skip(f"SmolLM2-135M-Instruct could not be fetched: {run.stderr.strip().splitlines()[-1]}")
     return folder

@@ -1,12 +1,11 @@
 """The README: what it prints runs, and it stays short."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.launch import run_code
 from tests.tiny import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +24,7 @@ def test_the_smallest_script_runs_as_printed(tmp_path):
     """But for the model; tests/test_smollm2.py has two steps with the one that it names."""
     save_tiny_model(tmp_path / "tiny")
     script = smallest_script().replace(MODEL, "tiny")
-    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=550)
+    run = run_code(script, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "step 10/10  reward" in run.stdout
     assert (tmp_path / "runs" / "mine" / "adapter_model.safetensors").is_file()

@@ -5,8 +5,6 @@ Skipped where neither can be had. In one file, since building the checkpoint tak
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
-from tests.distributed.launch import REPOSITORY, accelerate_launch
+from tests.distributed.launch import REPOSITORY, accelerate_launch, run_code
 from tests.prefix_sharing.helpers import assert_equal_gradients, gradients, loss_inputs, make_trainer
 from tests.test_readme import MODEL, smallest_script
 from trl_fsdp_qlora import EfficientGRPOTrainer
@@ -58,7 +56,7 @@ def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smol
     assert len([entry for entry in record["history"] if "loss" in entry]) == 2
     code = re.search(r"```python\n(.*?)```", ModelCard.load(str(tmp_path / "out" / "README.md")).text, re.DOTALL)[1]
     code = code.replace(repr(smollm2.name), repr(str(smollm2)))  # the card names no path of this machine
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=240)
+    answer = run_code(code, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.strip()
 
@@ -69,7 +67,7 @@ def test_the_readmes_script_runs_with_the_model_that_it_names(smollm2, tmp_path)
     """Two steps of it; tests/test_readme.py runs it as printed, on a tiny model."""
     assert smallest_script().count("max_steps=10,") == 1
     script = smallest_script().replace(MODEL, str(smollm2)).replace("max_steps=10,", "max_steps=2, logging_steps=1,")
-    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=550)
+    run = run_code(script, cwd=tmp_path, timeout=550)
     assert run.returncode == 0, run.stderr
     assert "step 2/2  reward" in run.stdout
 

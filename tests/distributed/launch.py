@@ -196,6 +196,14 @@ def run_script(script: str | Path, *arguments: str, cwd: Path, timeout: float = 
     return _completed(partial(_Rank, words[0], words[1:], rank_environment(None)), words, cwd, timeout)
 
 
+def run_code(code: str, *arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess:
+    """`python -c CODE ARGUMENTS`, see [`run_script`]; not for what has to find nothing imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "code.py"
+        script.write_text(code, encoding="utf-8")
+        return run_script(script, *arguments, cwd=cwd, timeout=timeout)
+
+
 def run_launcher(
     *words: str,
     cwd: Path,

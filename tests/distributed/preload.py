@@ -18,12 +18,13 @@ for name in (
     "trl.trainer.grpo_trainer",
     "trl.trainer.sft_trainer",
     "trl_fsdp_qlora.a_star_po.trainer",
+    "trl_fsdp_qlora.planning.passes",
     "trl_fsdp_qlora.recipe.runner",
     "trl_fsdp_qlora.recipe.script",
     "trl_fsdp_qlora.t_spmo.trainer",
 ):
     import_module(name)
 
-for name in ("bitsandbytes", "deepspeed", "trl_fsdp_qlora.recipe.plots"):
+for name in ("bitsandbytes", "deepspeed", "matplotlib.backends.backend_agg", "trl_fsdp_qlora.recipe.plots"):
     with contextlib.suppress(ImportError):
         import_module(name)

@@ -45,7 +45,7 @@ def accelerate(config: str, kind: str, base: str, out: Path, processes: int, *wo
     """`accelerate launch --machine_rank 0` and `1` with a config of this package."""
     port, starts = free_port(), []
     for node in (0, 1):
-        command = ["accelerate", "--config_file", str(CONFIGS / f"{config}.yaml"), "--num_machines", "2"]
+        command = ["--fork", "accelerate", "--config_file", str(CONFIGS / f"{config}.yaml"), "--num_machines", "2"]
         command += ["--num_processes", str(processes), "--machine_rank", str(node), "--mixed_precision", "no", *words]
         command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), SCRIPT, kind, base, str(out)]
         starts.append(partial(_Rank, AGENT, command, rank_environment({"ACCELERATE_USE_CPU": "true"})))
@@ -96,17 +96,8 @@ class TestLaunched:
         def agent(node: int, attempt: int) -> Path:
             log = tmp_path / f"node{node}-{attempt}.txt"
             log.touch()
-            words = [
-                "torchrun",
-                "--nnodes",
-                "2",
-                "--nproc_per_node",
-                "1",
-                "--rdzv_backend",
-                "c10d",
-                "--rdzv_id",
-                "job",
-            ]
+            nodes = ["--nnodes", "2", "--nproc_per_node", "1"]
+            words = ["--fork", "torchrun", *nodes, "--rdzv_backend", "c10d", "--rdzv_id", "job"]
             words += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1", "--max_restarts", "3"]
             variables = {"TRL_FSDP_QLORA_NODE_PATIENCE": "15", "DIE_AT": "2"}
             # Where agents share one store over all rounds, torch 2.13 tells a new agent nothing of it: it waits in vain.

@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
+from tests.distributed.launch import run_code
 from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.publishing import card
@@ -85,35 +86,27 @@ def test_a_card_without_accuracy_says_that_nothing_was_tested(trained):
 
 
 @pytest.mark.processes
-def test_the_quick_start_runs_as_printed(trained):
-    code = re.search(r"```python\n(.*?)```", ModelCard.load("adapter/README.md").text, re.DOTALL)[1]
-    # In a fresh process that knows nothing of this package, so that what is compared is plain PEFT's reading.
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
-    ids = character_tokenizer().apply_chat_template(
-        prompts(1)[0]["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    model = trained.model.eval()
-    expected = model.generate(**ids, max_new_tokens=64, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert out.strip("\n") == character_tokenizer().decode(expected, skip_special_tokens=True)
-
-
-@pytest.mark.processes
-def test_plain_peft_gives_the_trainers_logits_in_a_fresh_process(trained, tmp_path):
-    ids = torch.randint(5, 15, (2, 9))
+def test_the_quick_start_runs_as_printed_and_plain_peft_gives_the_trainers_logits(trained):
+    """In a fresh process that knows nothing of this package, so that what is compared is plain PEFT's reading."""
+    row_ids = torch.randint(5, 15, (2, 9))
     with torch.no_grad():
-        torch.save({"ids": ids, "logits": trained.model.eval()(input_ids=ids).logits}, tmp_path / "expected.pt")
-    code = (
+        torch.save({"ids": row_ids, "logits": trained.model.eval()(input_ids=row_ids).logits}, "expected.pt")
+    logits = (
         "import sys, torch\n"
-        "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM\n"
         "expected = torch.load('expected.pt')\n"
         "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('base'), 'adapter').eval()\n"
         "with torch.no_grad():\n"
         "    torch.testing.assert_close(model(input_ids=expected['ids']).logits, expected['logits'])\n"
         "assert 'trl_fsdp_qlora' not in sys.modules\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    command = [sys.executable, "-c", quick_start_of("adapter/README.md") + logits]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+    ids = character_tokenizer().apply_chat_template(
+        prompts(1)[0]["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    expected = trained.model.generate(**ids, max_new_tokens=64, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert run.stdout.strip("\n") == character_tokenizer().decode(expected, skip_special_tokens=True)
 
 
 def quick_start_of(path):
@@ -135,8 +128,7 @@ def test_a_quick_start_with_folders_says_what_to_fill_in_and_runs_anywhere_then(
     assert "base = 'base'  # fill in: the folder of the base model\n" in code
     assert "adapter = 'out'  # fill in: the folder that this card is in\n" in code
     filled = code.replace("'base'  #", f"{str(base)!r}  #").replace("'out'  #", f"{str(out)!r}  #")
-    monkeypatch.chdir("/")
-    run = subprocess.run([sys.executable, "-c", filled], capture_output=True, text=True, timeout=120)
+    run = run_code(filled, cwd=Path("/"))
     assert run.returncode == 0, run.stderr
 
 

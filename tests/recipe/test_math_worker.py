@@ -1,5 +1,6 @@
 """math-verify in its own process: quick where it is quick, stopped where it is not, gone when the run is."""
 
+import contextlib
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from tests.distributed.launch import REPOSITORY, rank_environment
+from tests.distributed.launch import AGENT, REPOSITORY, _end_all, _Rank, rank_environment
 from tests.recipes.test_recipe_runs import SETTINGS
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.recipe import math_worker
@@ -143,20 +144,30 @@ def test_every_rank_has_its_own_and_takes_it_along(tmp_path, monkeypatch):
     arguments = (
         "--model_name_or_path base --per_device_train_batch_size 8 --output_dir out --max_steps 2 --save_strategy no"
     )
-    # Not by the tests' launcher, which ends what is left.
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file"]
+    command = ["--fork", "accelerate", "--main_process_port", "0", "--config_file"]
     command += [str(REPOSITORY / "accelerate_configs" / "ddp_cpu.yaml"), str(REPOSITORY / "recipes" / "grpo.py")]
     command += [*" ".join(SETTINGS).split(), *arguments.split()]
-    run = subprocess.run(
-        command, cwd=tmp_path, env=rank_environment(None), capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["processes"] == 2
 
-    def is_left(process: psutil.Process) -> bool:
-        try:
-            return process.environ().get("THIS_TEST") == str(tmp_path) and process.pid != os.getpid()
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            return False
+    def of_this_test() -> set[psutil.Process]:
+        found = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_worker = math_worker.__file__ in process.cmdline()
+                if is_worker and process.environ().get("THIS_TEST") == str(tmp_path):
+                    found.add(process)
+        return found
 
-    assert psutil.wait_procs([p for p in psutil.process_iter() if is_left(p)], timeout=20)[1] == []
+    seen, log = set(), tmp_path / "log.txt"
+    # Not by `run_launcher`, which ends what is left.
+    run = _Rank(AGENT, command, rank_environment(None), log, cwd=tmp_path)
+    deadline = time.monotonic() + 240
+    while run.poll() is None and time.monotonic() < deadline:
+        seen |= of_this_test()
+        time.sleep(0.2)
+    try:
+        assert run.returncode == 0, log.read_text()
+        assert json.loads((tmp_path / "out" / "metrics.json").read_text())["processes"] == 2
+        assert len(seen) >= 2
+        assert psutil.wait_procs(of_this_test(), timeout=20)[1] == []
+    finally:
+        _end_all([run])

@@ -54,9 +54,8 @@ def test_nothing_that_a_run_leaves_or_prints_holds_a_secret(tmp_path, monkeypatc
     arguments += ["--vllm_server_base_url", f"http://bob:{URL}@judge:8000/v1", "--per_device_train_batch_size", "8"]
     arguments += ["--run_name", f"it's a run with {ENVIRONMENT['WANDB_API_KEY']}"]
 
-    # From a shell, whose line is on the card.
-    start = partial(accelerate_launch, "cpu", "recipes/grpo.py", *arguments, cwd=tmp_path, from_shell=True)
-    first = start("--hub_token", TOKEN)
+    start = partial(accelerate_launch, "cpu", "recipes/grpo.py", *arguments, cwd=tmp_path)
+    first = start("--hub_token", TOKEN, from_shell=True)  # whose line is on the card
     assert first.returncode == 0, first.stdout + first.stderr
     card = (out / "README.md").read_text()
     again = ["--config", "again.yaml", "--max_steps", "3", "--resume_from_checkpoint", "auto"]

@@ -1,8 +1,6 @@
 """The dense copy of a 4-bit base: the same function of its inputs, an ordinary checkpoint, made once."""
 
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.distributed.launch import REPOSITORY, rank_environment
+from tests.distributed.launch import run_script
 from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora.rollout import dequantized_base as module
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
@@ -85,9 +83,9 @@ def test_the_disk_is_asked_first(checkpoint, tmp_path, monkeypatch):
 
 @pytest.mark.processes
 def test_the_script_writes_what_the_trainer_would(checkpoint, tmp_path):
-    command = [sys.executable, "recipes/dequantize.py", "--model_name_or_path", checkpoint, "--dtype", "float32"]
+    command = ["--model_name_or_path", checkpoint, "--dtype", "float32"]
     command += ["--use_bnb_nested_quant", "true", "--dense_dtype", "float32", "--output", str(tmp_path / "dense")]
-    run = subprocess.run(command, capture_output=True, text=True, env=rank_environment({}), cwd=REPOSITORY)
+    run = run_script("recipes/dequantize.py", *command, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == str(tmp_path / "dense")
     ours = write(tiny.load(checkpoint), tmp_path / "cache")
