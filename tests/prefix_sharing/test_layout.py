@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch, cut_rows, pack, read_batch
+from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch, cut_rows, read_batch
+from trl_fsdp_qlora.prefix_sharing.layout import pack
 
 from .helpers import make_batch
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
+from .batch import BatchFacts, read_batch
 from .nested import NestedRow, nested_row
 
 
@@ -101,102 +102,6 @@ class SealedLayout:
 
     def __init__(self, layout: PackedLayout):
         self.layout = layout
-
-
-class UnpackableBatch(ValueError):
-    """The masks do not describe left-padded prompts followed by right-padded completions."""
-
-
-@dataclass
-class BatchFacts:
-    """The padded batch as the host sees it, read from the device in one transfer."""
-
-    prompt_lengths_B: np.ndarray
-    completion_lengths_B: np.ndarray
-    scored_BC: np.ndarray
-    new_prompt_B: np.ndarray  # row b has another prompt than row b - 1
-    completion_ids_BC: np.ndarray | None = None  # where they were asked for
-
-    def rows(self, part: slice, scored: bool = True) -> "BatchFacts":
-        """The facts of a stretch of rows; with `scored=False` as if nothing in them were to be scored."""
-        scored_BC = self.scored_BC[part]
-        return BatchFacts(
-            self.prompt_lengths_B[part],
-            self.completion_lengths_B[part],
-            scored_BC if scored else np.zeros_like(scored_BC),
-            self.new_prompt_B[part],
-            None if self.completion_ids_BC is None else self.completion_ids_BC[part],
-        )
-
-
-def read_batch(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    score_mask_BC: torch.Tensor | None,
-    with_ids: bool = False,
-) -> BatchFacts:
-    """Lengths, scored positions and equal neighbouring prompts of a padded batch `(B, P + C)`; one host sync.
-
-    Args:
-        input_ids, attention_mask, logits_to_keep, score_mask_BC: as in [`pack`].
-        with_ids: completions' tokens as well, which nested rows are made from.
-
-    Raises:
-        UnpackableBatch: a mask has holes, or a row has no prompt token.
-    """
-    rows, width = input_ids.shape
-    prompt_width = width - logits_to_keep
-    mask = attention_mask.bool()
-    # Two rows share their prompt when padding and tokens agree; what stands under the padding does not matter.
-    prompt = input_ids[:, :prompt_width].masked_fill(~mask[:, :prompt_width], -1)
-    new_prompt = torch.ones(rows, 1, dtype=torch.bool, device=mask.device)
-    new_prompt[1:, 0] = (prompt[1:] != prompt[:-1]).any(1)
-    parts = [mask, new_prompt]
-    if score_mask_BC is not None:
-        parts.append(score_mask_BC.bool())
-    if with_ids:
-        parts.append(input_ids[:, prompt_width:])  # what is true or false becomes a number beside them
-    host = torch.cat(parts, dim=1).cpu().numpy()
-    read = width + 1 + (0 if score_mask_BC is None else logits_to_keep)
-    completion_ids_BC = host[:, read:] if with_ids else None
-    host = host[:, :read].astype(bool)
-    host_mask, new_prompt_B = host[:, :width], host[:, width]
-    prompt_mask, completion_mask = host_mask[:, :prompt_width], host_mask[:, prompt_width:]
-    if (prompt_mask[:, 1:] < prompt_mask[:, :-1]).any() or (completion_mask[:, 1:] > completion_mask[:, :-1]).any():
-        raise UnpackableBatch("the attention mask is not left padding, prompt, completion, right padding")
-    prompt_lengths_B = prompt_mask.sum(1)
-    if (prompt_lengths_B == 0).any():
-        raise UnpackableBatch("a row has no prompt token to predict its first completion token from")
-    scored_BC = completion_mask if score_mask_BC is None else completion_mask & host[:, width + 1 :]
-    return BatchFacts(prompt_lengths_B, completion_mask.sum(1), scored_BC, new_prompt_B, completion_ids_BC)
-
-
-def cut_rows(facts: BatchFacts, budget: int, completion_width: int, rows_at_once: int | None) -> list[tuple[int, int]]:
-    """Cut a batch into stretches of rows whose packed tokens stay within `budget`, between groups where possible.
-
-    With `rows_at_once` the stretches are just that many rows each (a router loss is a mean over stock's stretches).
-    """
-    rows = len(facts.new_prompt_B)
-    if rows_at_once is not None:
-        return [(i, min(i + rows_at_once, rows)) for i in range(0, rows, rows_at_once)]
-    scored = facts.scored_BC
-    forward_B = np.where(scored.any(1), completion_width - scored[:, ::-1].argmax(1), 0)
-    group_starts = np.flatnonzero(facts.new_prompt_B | (np.arange(rows) == 0))
-    cuts, first, used = [], 0, 0
-    for start, end in zip(group_starts, [*group_starts[1:], rows], strict=True):
-        prompt = int(facts.prompt_lengths_B[start])
-        if used and used + prompt + forward_B[start:end].sum() > budget:
-            cuts.append((first, start))
-            first, used = start, 0
-        used += prompt
-        for row in range(start, end):
-            if row > first and used + forward_B[row] > budget:
-                cuts.append((first, row))
-                first, used = row, prompt
-            used += int(forward_B[row])
-    cuts.append((first, rows))
-    return [(int(a), int(b)) for a, b in cuts]
 
 
 def pack(

@@ -15,8 +15,9 @@ from ..scoring.request import LogProbs, PassRequest, PassResult
 from ..upstream.fsdp import forget_forward
 from .agreement import is_out_of_memory, largest_over_ranks, reason_of, rewindable
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
+from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch
 from .dropout import other_dropout, without_dropout
-from .layout import BatchFacts, PackedLayout, SealedLayout, UnpackableBatch, cut_rows, pack, read_batch
+from .layout import PackedLayout, SealedLayout, pack
 from .self_check import GradientCheck, compare
 from .support import attention_layers, position_limit, unsupported_reason
 

@@ -15,8 +15,6 @@ from ..run.redaction import portable_text, redact
 from .logits import LOGITS
 
 CONFIG, WEIGHTS, CARD, PICTURE = "adapter_config.json", "adapter_model.safetensors", "README.md", "training.png"
-# Nothing else is ever sent: no optimizer states, no pickles, no logs.
-PUBLISHED = (CARD, CONFIG, WEIGHTS, LOGITS, PICTURE)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
@@ -74,7 +72,7 @@ def stage(folder: str | Path, scratch: str | Path, repo: str, base: str | None =
     for name, text in texts.items():
         _check_text(folder / name, text)
         (scratch / name).write_text(text, encoding="utf-8")
-    for name in (WEIGHTS, LOGITS, PICTURE):
+    for name in (WEIGHTS, LOGITS, PICTURE):  # and nothing else: no optimizer states, no pickles, no logs
         if (folder / name).is_file():
             shutil.copyfile(folder / name, scratch / name)
     files = sorted(path.name for path in scratch.iterdir())
