@@ -6,7 +6,9 @@ import psutil
 import torch
 import transformers.trainer
 from huggingface_hub import HfApi, constants
+from peft import get_peft_model
 from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig
 
 from tests.fsdp2_qlora import tiny
@@ -14,10 +16,12 @@ from tests.fsdp2_qlora.parts import FixedCompletions, ShardedSFTTrainer, as_refe
 from tests.grpo.empty_rank_worker import measure
 from tests.grpo.test_token_budget import made
 from tests.publishing.hub_server import TOKEN, hub
-from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.fsdp2_qlora import generation
+from tests.rollout import whole_engine
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.fsdp2_qlora import adapters, generation
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
+from trl_fsdp_qlora.grpo import trainer as grpo_trainer
 from trl_fsdp_qlora.publishing import pushing
 from trl_fsdp_qlora.upstream.fsdp import reshard_settings
 
@@ -60,6 +64,36 @@ def publish(model_path, out, world_size, quantized=1):
         logits = trainer.model.eval()(input_ids=torch.arange(3, 19).view(1, 16)).logits
     sharded = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     return {"files": files, "pushes": pushes, "commit": commit and commit.oid, "logits": logits, "dtensors": sharded}
+
+
+def synced(model_path, out, world_size, quantized=0):
+    """GRPO on completions of an engine that reads each published version of the adapter: every sync is to be proven."""
+    load = tiny.load if int(quantized) else tiny.load_whole
+    unset_hf_deepspeed_config()  # a scenario before may have left ZeRO-3's, under which a model is cut as it is loaded
+    # An adapter of rank 3 is cut unevenly.
+    policy = get_peft_model(load(model_path), tiny.lora(r=3))
+    grpo_trainer.start_engine = whole_engine.start_whole(policy)
+    adapters._AT_ONCE = 500  # elements: several collectives of several tensors each
+    arguments = common(out, world_size, max_steps=3, num_generations=4, max_completion_length=12, learning_rate=1e-2)
+    trainer = EfficientGRPOTrainer(
+        model=load(model_path),
+        reward_funcs=reward,
+        args=EfficientGRPOConfig(**arguments, use_vllm=True, vllm_mode="server"),
+        train_dataset=tiny.prompt_data(32),
+        peft_config=tiny.lora(r=3),
+        processing_class=tiny.make_tokenizer(),
+    )
+    as_reference(trainer.model)
+    trainer.train()
+    history = trainer.state.log_history
+    return {
+        "sync": trainer.sync,
+        "sharded": all(map(whole_engine.is_sharded, trainer.model.parameters())),
+        "bytes": trainer.vllm_generation.last_sync["bytes"],
+        "adapter": sum(whole_engine.whole_bytes(p) for p in trainer.model.parameters() if p.requires_grad),
+        "difference": [h["rollout/logp_difference/max"] for h in history if "rollout/logp_difference/max" in h],
+        "staleness": [h["rollout/staleness"] for h in history if "rollout/staleness" in h],
+    }
 
 
 def flags_of(model):
@@ -121,7 +155,6 @@ def gather_context(model_path, out, world_size):
 def memory(model_path, out, world_size, big=""):
     """Peak host memory of loading and sharding, above what the process held before."""
     from accelerate import Accelerator
-    from peft import get_peft_model
 
     process = psutil.Process()
     Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's high-water mark

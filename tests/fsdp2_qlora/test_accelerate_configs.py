@@ -62,6 +62,7 @@ def problems(tmp_path_factory):
 
 
 def recipe(problems, quantized, gather="auto"):
+    """The last scenario of a launch: at its end a recipe destroys the process group, and there is no second one."""
     return f"recipe=recipe:base={problems[0]},data={problems[1][quantized]},quantized={int(quantized)},gather={gather}"
 
 
@@ -105,10 +106,21 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
     assert found["correct"] == alone.correct > 0 and found["n"] == 10
 
 
+def check_syncs(ranks, reason):
+    """The adapter that was published is the policy, rank by rank, and the one before it is another."""
+    for found in (rank["synced"] for rank in ranks):
+        assert found["sync"] == ("adapter", reason) and found["sharded"]
+        assert len(found["difference"]) == 3 and max(found["difference"]) < 1e-5  # float32, sums in another order
+        assert len(found["staleness"]) == 2 and max(map(abs, found["staleness"])) < 0.1
+    assert ranks[0]["synced"]["bytes"] == ranks[0]["synced"]["adapter"] > 0  # rank 0 writes
+
+
 @pytest.mark.parametrize(("config", "gather"), [("fsdp2_qlora_cpu", "per_layer"), ("fsdp2_qlora_offload_cpu", "auto")])
 def test_fsdp2_qlora(reference, problems, tmp_path, config, gather):
     model, ddp = reference
-    ranks = accelerate(config, model, tmp_path / "out", "sft=sft", recipe(problems, True, gather))
+    runs = ("sft=sft", "synced=synced:quantized=1", recipe(problems, True, gather))
+    ranks = accelerate(config, model, tmp_path / "out", *runs)
+    check_syncs(ranks, "the base is quantized")
     for rank in ranks:
         assert rank["sft"]["dtensors"] and rank["sft"]["base"]["ratio"] <= 0.52
         assert rank["sft"]["loss"] == pytest.approx(ddp["sft"]["loss"], abs=1e-5)
@@ -122,7 +134,10 @@ def test_fsdp2_qlora(reference, problems, tmp_path, config, gather):
 
 def test_fsdp2_without_quantization(reference, problems, tmp_path):
     model, ddp = reference
-    for rank in accelerate("fsdp2_cpu", model, tmp_path / "out", "lora=sft:quantized=0", recipe(problems, False)):
+    runs = ("lora=sft:quantized=0", "synced=synced", recipe(problems, False))
+    ranks = accelerate("fsdp2_cpu", model, tmp_path / "out", *runs)
+    check_syncs(ranks, "the base is sharded")
+    for rank in ranks:
         assert rank["lora"]["dtensors"] and rank["lora"]["base"] is None
         assert rank["lora"]["loss"] == pytest.approx(ddp["lora"]["loss"], abs=1e-5)
     check_accuracy(problems, False, tmp_path / "out" / "recipe")
@@ -137,7 +152,10 @@ def test_deepspeed_trains_and_its_adapter_reloads(reference, problems, tmp_path,
     options = {"sft": "sft:final={}/sft", "lora": "sft:quantized=0,final={}/lora"}
     out = tmp_path / "out"
     runs = [f"{name}={options[name].format(out)}" for name in scenarios]
-    results = accelerate(config, model, out, *runs, recipe(problems, False))
+    sharded = config == "zero3_cpu"
+    results = accelerate(config, model, out, *runs, *["synced=synced"] * sharded, recipe(problems, False))
+    if sharded:
+        check_syncs(results, "the base is sharded")
     check_accuracy(problems, False, out / "recipe", recorded=False)
     for name in scenarios:
         assert results[0][name]["loss"] == pytest.approx(ddp[name]["loss"], abs=1e-4)

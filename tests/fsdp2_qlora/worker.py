@@ -34,6 +34,7 @@ SCENARIOS = {
         other.publish,
         other.gather_context,
         other.memory,
+        other.synced,
     )
 }
 

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -69,23 +70,46 @@ class Server:
 
 
 class RecordedServer:
-    """Answers as a vLLM 0.31 server does that was started in some wrong way."""
+    """Answers as a vLLM 0.31 server does that was started in some wrong way.
 
-    def __init__(self, max_lora_rank: int | None = 16, replicas: int = 1, dev_mode: bool = True):
+    Args:
+        max_lora_rank, replicas, dev_mode: what it was started with.
+        other: paths at which it answers otherwise: with this status, or with 0 not at all while a test lasts.
+
+    Attributes:
+        asked: paths, in the order of the requests.
+    """
+
+    def __init__(
+        self,
+        max_lora_rank: int | None = 16,
+        replicas: int = 1,
+        dev_mode: bool = True,
+        other: Mapping[str, int] | None = None,
+    ):
         lora = None if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
         info = {"vllm_config": {"lora_config": lora, "parallel_config": {"data_parallel_size": replicas}}}
         pages = {"/health": {}, "/v1/models": {"data": [{"id": "base", "root": "/base", "parent": None}]}}
         if dev_mode:
             pages["/server_info"] = info
+        # Without VLLM_ALLOW_RUNTIME_LORA_UPDATING there is no /v1/load_lora_adapter.
+        missing = {"detail": "Not Found"}
+        asked, over = [], threading.Event()
+        self.asked, self._over = asked, over
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                page = pages.get(self.path.partition("?")[0])
-                self.reply(404 if page is None else 200, {"detail": "Not Found"} if page is None else page)
+                path = self.path.partition("?")[0]
+                asked.append(path)
+                status = (other or {}).get(path, 200 if path in pages else 404)
+                if status:
+                    self.reply(status, pages.get(path, missing))
+                else:
+                    over.wait()
 
-            def do_POST(self):  # without VLLM_ALLOW_RUNTIME_LORA_UPDATING there is no /v1/load_lora_adapter
+            def do_POST(self):
                 self.rfile.read(int(self.headers["Content-Length"]))
-                self.reply(404, {"detail": "Not Found"})
+                self.do_GET()
 
             def reply(self, code, content):
                 body = json.dumps(content).encode()
@@ -101,9 +125,10 @@ class RecordedServer:
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def __enter__(self) -> "RecordedServer":
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *_):
+        self._over.set()
         self.http.shutdown()
         self.http.server_close()

@@ -1,14 +1,27 @@
 """A `vllm serve` as this package uses it: checked before it is asked, adapters by name, faults within a minute."""
 
+import time
 from pathlib import Path
 
-from requests.adapters import HTTPAdapter, Retry
+import requests
+from requests.adapters import HTTPAdapter, ReadTimeoutError, Retry
 
 from ..upstream.vllm import VLLMClient
 from .adapter_sync import RolloutError
 
-# A server that is gone is told within a minute: three tries, two and four seconds apart, and this long to connect or load.
+# A server that is gone is told within a minute: three tries of this long to connect, four seconds before the last, and one of
+# this long to load an adapter.
 _CONNECT_SECONDS, _LOAD_SECONDS = 10, 40
+
+
+class _Tries(Retry):
+    """Two more where a connection fails or breaks; none where an answer does not come in time: the server may still be at it,
+    and would load an adapter twice."""
+
+    def increment(self, method=None, url=None, response=None, error=None, **more):
+        if isinstance(error, ReadTimeoutError):
+            raise error
+        return super().increment(method, url, response, error, **more)
 
 
 class AdapterServer(VLLMClient):
@@ -31,15 +44,44 @@ class AdapterServer(VLLMClient):
 
     def __init__(self, url: str, group_port: int, patience: float, max_lora_rank: int):
         super().__init__(base_url=url, group_port=group_port, connection_timeout=patience)
-        retry = Retry(total=2, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST", "GET"])
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(max_retries=retry))
-        models = self.session.get(f"{self.base_url}/v1/models", timeout=_CONNECT_SECONDS).json()["data"]
+        models = self._get(f"{self.base_url}/v1/models")["data"]
         # Adapters of earlier runs are listed too, with the base as their parent.
         base = next(model for model in models if not model.get("parent"))
         self.model = self.base = base["id"]
         self.folder = base.get("root") or base["id"]
         self._check(max_lora_rank)
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Wait until the server is up. TRL's waits without end where something else answers at the URL, or nothing does.
+
+        Raises:
+            ConnectionError: not in `total_timeout` seconds; with what was answered last.
+        """
+        tries = _Tries(
+            total=2,
+            backoff_factor=2,
+            status_forcelist=[502, 503],
+            allowed_methods=["POST", "GET"],
+            respect_retry_after_header=False,
+        )
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter(max_retries=tries))
+        deadline = time.monotonic() + total_timeout
+        while True:
+            patience = min(max(deadline - time.monotonic(), 1.0), _CONNECT_SECONDS)
+            try:
+                answer = requests.get(f"{self.base_url}/health", timeout=patience)
+                if answer.status_code == 200:
+                    return
+                last = f"/health answers {answer.status_code}"
+            except requests.RequestException as error:
+                last = str(error)
+            if time.monotonic() >= deadline:
+                raise ConnectionError(f"nothing is up at {self.base_url} after {total_timeout:g} s: {last}")
+            time.sleep(retry_interval)
+
+    def _get(self, url: str, **kwargs) -> dict:
+        return super()._get(url, timeout=_CONNECT_SECONDS, **kwargs)
 
     def _check(self, max_lora_rank: int) -> None:
         response = self.session.get(

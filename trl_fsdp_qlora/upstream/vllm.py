@@ -19,6 +19,8 @@ EXPECTED = {
     "VLLMGeneration._init_vllm": (VLLMGeneration._init_vllm, "self"),
     "VLLMGeneration.sync_weights": (VLLMGeneration.sync_weights, "self"),
     "VLLMGeneration.generate": (VLLMGeneration.generate, "self prompts images num_generations profiler"),
+    "VLLMClient.check_server": (VLLMClient.check_server, "self total_timeout retry_interval"),
+    "VLLMClient._get": (VLLMClient._get, "self url kwargs"),
     "VLLMClient.generate": (
         VLLMClient.generate,
         "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens logprobs "

@@ -1,0 +1,135 @@
+"""The client of a vLLM server, against recorded answers: a server that is wrong, mute or gone is told within a minute."""
+
+import json
+import re
+import time
+
+import pytest
+import requests
+from trl.generation import vllm_client
+from urllib3.connection import HTTPConnection
+from urllib3.exceptions import ConnectTimeoutError
+
+from tests.distributed.launch import free_port, launch
+from tests.vllm.serve import RecordedServer
+from trl_fsdp_qlora.rollout import server as module
+from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
+from trl_fsdp_qlora.rollout.server import AdapterServer
+
+PATIENCE = 0.2
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch):
+    """TRL's client needs vLLM for what an adapter does not use. Nothing is waited for; what would have been is added up here."""
+    slept = []
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    return slept
+
+
+def client(url: str, max_lora_rank: int = 8) -> AdapterServer:
+    return AdapterServer(url, group_port=1, patience=PATIENCE, max_lora_rank=max_lora_rank)
+
+
+def test_a_server_that_is_right():
+    with RecordedServer() as running:
+        found = client(running.url)
+        assert (found.base, found.folder) == ("base", "/base")
+        assert running.asked[0] == "/health" and running.asked[-1] == "/server_info"
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"max_lora_rank": None}, "--enable-lora"),
+        ({"max_lora_rank": 4}, "--max-lora-rank 8"),
+        ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"replicas": 2}, "--data-parallel-size"),
+    ],
+)
+def test_a_server_that_was_started_wrong(waits, wrong, named):
+    with RecordedServer(**wrong) as running, pytest.raises(RolloutError, match=named):
+        client(running.url)
+    assert not waits
+
+
+def test_nothing_at_the_url():
+    with pytest.raises(ConnectionError, match=r"nothing is up at http://127.0.0.1:\d+ after 0\.2 s"):
+        client(f"http://127.0.0.1:{free_port()}")
+
+
+@pytest.mark.parametrize("status, told", [(404, "/health answers 404"), (0, "timed out")])
+def test_something_else_at_the_url(monkeypatch, status, told):
+    """TRL's client asks such a URL for ever."""
+    monkeypatch.setattr(module, "_CONNECT_SECONDS", 0.1)
+    with RecordedServer(other={"/health": status}) as running, pytest.raises(ConnectionError, match=told):
+        client(running.url)
+
+
+def test_an_adapter_that_is_not_loaded_in_time_is_not_sent_twice(monkeypatch):
+    monkeypatch.setattr(module, "_LOAD_SECONDS", 0.1)
+    with RecordedServer(other={"/v1/load_lora_adapter": 0}) as running:
+        found = client(running.url)
+        with pytest.raises(requests.ReadTimeout):
+            found.load_adapter("policy-v1", "/folder")
+        assert running.asked.count("/v1/load_lora_adapter") == 1
+        assert found.model == "base"  # what was not loaded is not asked for
+
+
+def test_a_server_that_is_overloaded_is_asked_again(waits):
+    with RecordedServer(other={"/v1/load_lora_adapter": 503}) as running:
+        with pytest.raises(requests.RequestException, match="503"):
+            client(running.url).load_adapter("policy-v1", "/folder")
+        assert running.asked.count("/v1/load_lora_adapter") == 3
+    assert sum(waits) == 4
+
+
+def test_a_host_that_drops_packets_is_told_within_a_minute(waits, monkeypatch):
+    with RecordedServer() as running:
+        found = client(running.url)
+    given = []
+
+    def dropped(connection):
+        given.append(connection.timeout)
+        raise ConnectTimeoutError(connection, "dropped")
+
+    monkeypatch.setattr(HTTPConnection, "_new_conn", dropped)
+    waits.clear()
+    with pytest.raises(requests.ConnectTimeout):
+        found.load_adapter("policy-v1", "/folder")
+    assert len(given) == 3
+    assert sum(given) + sum(waits) < 60
+    assert module._CONNECT_SECONDS + module._LOAD_SECONDS < 60  # one that takes the connection and is mute then
+
+
+# By the fault of tests/rollout/faults_worker.py: what every rank says.
+TOLD = {
+    "unreachable_for_one_rank": r"nothing is up at .*vllm_server_base_url",
+    "no_lora": "--enable-lora",
+    "rank_too_small": "--max-lora-rank 8",
+    "no_room": r"could not be written under .*No space left.*output_dir",
+    "folder_deleted": r"load_lora_adapter failed.*is gone",
+    "killed_in_a_rollout": r"did not generate.*resume_from_checkpoint",
+    "another_base": "another base",
+}
+
+
+@pytest.mark.processes
+def test_both_ranks_are_told_of_every_fault_within_a_minute(tmp_path, monkeypatch):
+    monkeypatch.undo()  # this process waits for the ranks
+    with (
+        RecordedServer(other={"/v1/load_lora_adapter": 200}) as right,
+        RecordedServer(other={"/v1/load_lora_adapter": 400}) as refusing,
+        RecordedServer(max_lora_rank=None) as without_lora,
+        RecordedServer(max_lora_rank=4) as small,
+    ):
+        urls = [running.url for running in (right, refusing, without_lora, small)]
+        launch("tests/rollout/faults_worker.py", tmp_path, *urls)
+    for rank in range(2):
+        told = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert told.keys() == TOLD.keys()
+        for fault, said in TOLD.items():
+            assert re.search(said, told[fault]["error"]), told[fault]
+            assert told[fault]["seconds"] < 60  # with what was to be slept
+        assert told["another_base"]["kind"] == "StaleRolloutError"
