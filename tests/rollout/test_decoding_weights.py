@@ -1,4 +1,4 @@
-"""Linear layers with their adapter and wide ones computed faster: the same outputs, nothing left behind, no more memory."""
+"""Linear layers with their adapter and large ones computed faster: the same outputs, nothing left behind, no more memory."""
 
 import json
 
@@ -20,9 +20,11 @@ LAYERS = 4 * 7
 
 
 @pytest.fixture(autouse=True)
-def narrow(monkeypatch):
-    """The head's 64 outputs are wide: three parts of 30, 30 and 4."""
-    monkeypatch.setattr(decoding_weights, "PART", 30)
+def small(monkeypatch):
+    """The head's 64 x 32 weights are many: three blocks of 21 outputs, and one output left over."""
+    monkeypatch.setattr(decoding_weights, "BLOCK", 20)
+    monkeypatch.setattr(decoding_weights, "MANY_WEIGHTS", 64 * 32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
 def adapted(**changes):
@@ -50,7 +52,7 @@ def with_bias():
     return model
 
 
-def with_wide_bias():
+def with_heads_bias():
     model = build()
     model.lm_head = nn.Linear(32, 64)
     return model
@@ -66,11 +68,11 @@ def both(model) -> tuple[torch.Tensor, torch.Tensor, FasterLayers]:
 
 
 @pytest.mark.parametrize(
-    ("make", "adapters", "wide"),
+    ("make", "adapters", "blocks"),
     [
         (build, 0, 1),
         (with_bias, 0, 1),
-        (with_wide_bias, 0, 1),
+        (with_heads_bias, 0, 1),
         (adapted, LAYERS, 1),
         (lambda: adapted(target_modules=["q_proj", "down_proj"], use_rslora=True), 8, 1),
         (lambda: adapted(target_modules=["lm_head"]), 1, 1),
@@ -80,10 +82,10 @@ def both(model) -> tuple[torch.Tensor, torch.Tensor, FasterLayers]:
     ],
     ids=["full", "bias", "head's bias", "lora", "some layers", "head", "adapter off", "merged", "modules_to_save"],
 )
-def test_outputs_are_the_layers_own(make, adapters, wide):
+def test_outputs_are_the_layers_own(make, adapters, blocks):
     model = make()
     found, expected, faster = both(model)
-    assert faster == FasterLayers(adapters, wide)
+    assert faster == FasterLayers(adapters, blocks)
     torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
     if make is adapted:
         with model.disable_adapter(), torch.no_grad():
@@ -92,14 +94,25 @@ def test_outputs_are_the_layers_own(make, adapters, wide):
 
 
 @pytest.mark.parametrize("rows", [1, decoding_weights.FEW_ROWS, decoding_weights.FEW_ROWS + 1])
-def test_wide_layers_for_few_and_for_many_rows(rows, monkeypatch):
-    model, x = with_wide_bias(), torch.randn(rows, 1, 32)
+@pytest.mark.parametrize("outputs", [1, 63, 64])
+def test_blocks_for_few_and_one_product_for_many_rows(rows, outputs, monkeypatch):
+    monkeypatch.setattr(decoding_weights, "MANY_WEIGHTS", 1)
+    layer, x = nn.Linear(32, outputs), torch.randn(rows, 1, 32)
     calls = []
-    linear = decoding_weights.linear
-    monkeypatch.setattr(decoding_weights, "linear", lambda *args: calls.append(1) or linear(*args))
-    with torch.no_grad(), faster_layers(model):
-        torch.testing.assert_close(model.lm_head(x), linear(x, model.lm_head.weight, model.lm_head.bias))
-    assert len(calls) == (3 if rows <= decoding_weights.FEW_ROWS else 1)
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: calls.append(1) or bmm(*args))
+    with torch.no_grad(), faster_layers(nn.Sequential(layer)):
+        found = layer(x)
+    assert found.shape == (rows, 1, outputs) and found.is_contiguous()
+    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING)
+    assert len(calls) == (rows <= decoding_weights.FEW_ROWS)
+
+
+def test_without_mkl_weights_are_multiplied_whole(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert can_be_faster(adapted()) == FasterLayers(LAYERS, 0)
+    assert can_be_faster(build()).reason is not None
 
 
 def two_adapters():
@@ -136,7 +149,7 @@ def hooked():
     ids=["dora", "lora_bias", "two adapters", "dropout", "hooks", "bfloat16"],
 )
 def test_what_is_not_a_plain_product_runs_as_before(make, monkeypatch):
-    monkeypatch.setattr(decoding_weights, "PART", 3072)  # the head, too
+    monkeypatch.setattr(decoding_weights, "MANY_WEIGHTS", 2**18)  # the head, too
     model = make()
     assert can_be_faster(model).adapters == 0 and "no adapter" in can_be_faster(model).describe()
     torch.manual_seed(3)

@@ -1,9 +1,10 @@
-"""Linear layers of a model while completions are decoded on CPUs: adapters in two products, wide layers in parts.
+"""Linear layers of a model while completions are decoded on CPUs: adapters in two products, weights in batched blocks.
 
 A LoRA layer runs five small operations beside its base, with as many results; here the adapter takes one product and one
-that is added to the base's output in place. A layer with very many outputs (an LM head) is multiplied in parts of [`PART`]
-outputs while there are few rows: one product takes longer (docs/LOG.md). What is computed is the layer's own sum
-of products, so outputs differ by a few units in the last place of the largest term. Weights are neither copied nor changed.
+that is added to the base's output in place. A weight is multiplied by few rows as a batch of blocks of its outputs: MKL's
+batched product takes half to four fifths of the time of one product of the same size (docs/LOG.md). What is computed
+is the layer's own sum of products, so outputs differ by a few units in the last place of the largest term. Weights are neither
+copied nor changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
-# Outputs that are computed in one product, and the rows up to which a product of more is slower than its parts.
-PART = 3072
-FEW_ROWS = 64
+# Outputs of a block, the rows up to which blocks are the faster, and the weights from which they are (`benchmarks/decoding_products.py`).
+BLOCK = 1024
+FEW_ROWS = 128
+MANY_WEIGHTS = 2**18
 
 
 @dataclass
@@ -29,12 +31,12 @@ class FasterLayers:
 
     Attributes:
         adapters: LoRA layers whose adapter takes two products.
-        wide: layers that are multiplied in parts.
+        blocks: layers whose weight is multiplied in blocks.
         reason: why there are none, or `None`.
     """
 
     adapters: int = 0
-    wide: int = 0
+    blocks: int = 0
     reason: str | None = None
 
     def describe(self) -> str:
@@ -42,7 +44,7 @@ class FasterLayers:
         if self.reason is not None:
             return f"layers as they are ({self.reason})"
         parts = [f"{self.adapters} adapters in two products"] if self.adapters else []
-        return " and ".join([*parts, *([f"{self.wide} wide layers in parts"] if self.wide else [])])
+        return " and ".join([*parts, *([f"{self.blocks} layers in blocks"] if self.blocks else [])])
 
 
 def can_be_faster(model: nn.Module) -> FasterLayers:
@@ -74,15 +76,15 @@ def _faster(layer: nn.Module, adapter: str | None) -> Callable:
     down = up = None
     if adapter is not None:
         down = layer.lora_A[adapter].weight.detach().t()
-        up = (layer.lora_B[adapter].weight.detach() * layer.scaling[adapter]).t()
-    parts = _parts(weight, bias) if _is_wide(base) else None
+        up = (layer.lora_B[adapter].weight.detach() * layer.scaling[adapter]).t().contiguous()
+    blocks = blocks_of(weight) if _gains_by_blocks(base) else None
 
     def forward(x, *args, **kwargs):
         # What says more than its input (mixed adapters in a batch), or is computed in another dtype, is the layer's own matter.
         if args or kwargs or x.dtype is not torch.float32 or torch.is_autocast_enabled("cpu"):
             return original(x, *args, **kwargs)
-        if parts is not None and x.shape[:-1].numel() <= FEW_ROWS:
-            out = torch.cat([linear(x, *part) for part in parts], -1)
+        if blocks is not None and x.shape[:-1].numel() <= FEW_ROWS:
+            out = product_in_blocks(x, weight, blocks, bias)
         else:
             out = linear(x, weight, bias)
         if down is not None:
@@ -92,14 +94,30 @@ def _faster(layer: nn.Module, adapter: str | None) -> Callable:
     return forward
 
 
-def _parts(weight: torch.Tensor, bias: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Views of a layer's weight and bias, [`PART`] outputs each."""
-    weights = weight.split(PART)
-    return list(zip(weights, [None] * len(weights) if bias is None else bias.split(PART), strict=True))
+def blocks_of(weight: torch.Tensor) -> torch.Tensor:
+    """The weight `(out, in)` as a batch of blocks `(B, in, out // B)`; up to B - 1 outputs are left over. No copy."""
+    # At least one block per thread: MKL shares the batch out among them.
+    count = min(len(weight), max(2, torch.get_num_threads(), len(weight) // BLOCK))
+    size = len(weight) // count
+    return weight[: count * size].view(count, size, -1).transpose(1, 2)
 
 
-def _is_wide(base: nn.Linear) -> bool:
-    return base.weight.shape[0] > 2 * PART
+def product_in_blocks(
+    x: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`x` `(…, in)` times `weight` `(out, in)`, whose first outputs are `blocks`, plus `bias`: `(…, out)`."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.bmm(rows.expand(len(blocks), -1, -1), blocks).transpose(0, 1).reshape(len(rows), -1)
+    if out.shape[1] < len(weight):
+        out = torch.cat([out, linear(rows, weight[out.shape[1] :])], -1)
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], -1)
+
+
+def _gains_by_blocks(base: nn.Linear) -> bool:
+    # Without MKL a batched product is a loop over its blocks.
+    return torch.backends.mkl.is_available() and base.weight.numel() >= MANY_WEIGHTS
 
 
 def _choose(model: nn.Module) -> tuple[list[tuple[nn.Module, str | None]], FasterLayers]:
@@ -108,11 +126,13 @@ def _choose(model: nn.Module) -> tuple[list[tuple[nn.Module, str | None]], Faste
     if reason is not None:
         return [], FasterLayers(reason=reason)
     fits = [(layer, *_adapter_to_add(layer)) for layer in dict.fromkeys(_linear_layers(model))]
-    chosen = [(layer, name) for layer, exact, name in fits if exact and (name is not None or _is_wide(_base(layer)))]
+    chosen = [
+        (layer, name) for layer, exact, name in fits if exact and (name is not None or _gains_by_blocks(_base(layer)))
+    ]
     if not chosen:
-        return [], FasterLayers(reason="no adapter and no wide layer that is a plain product")
+        return [], FasterLayers(reason="no adapter and no large layer that is a plain product")
     adapters = sum(name is not None for _, name in chosen)
-    return chosen, FasterLayers(adapters, wide=sum(_is_wide(_base(layer)) for layer, _ in chosen))
+    return chosen, FasterLayers(adapters, blocks=sum(_gains_by_blocks(_base(layer)) for layer, _ in chosen))
 
 
 def _refuses(model: nn.Module) -> str | None:
