@@ -51,3 +51,12 @@ def test_every_case_differs_and_there_are_enough(plan_error):
         fields = plan_error.BASE | changes
         assert model in {*plan_error.SHAPES, "smollm2"} and spreading in {"1", "2 ddp", "2 fsdp2"}
         assert fields["per_device_train_batch_size"] % fields["num_generations"] == 0
+
+
+def test_every_completion_has_an_advantage(plan_error):
+    """In groups of every size that cases have: one without is left out of a run, and counted by its plan."""
+    for group in {(plan_error.BASE | changes)["num_generations"] for *_, changes in plan_error.CASES.values()}:
+        rewards = plan_error.spread([""] * 2 * group)
+        for first in (0, group):
+            mean = sum(rewards[first : first + group]) / group
+            assert mean not in rewards

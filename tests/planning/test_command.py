@@ -105,6 +105,12 @@ def test_the_command_reads_a_recipe_as_its_script_does(tiny, tmp_path):
         assert getattr(from_file, name) == getattr(started, name), name
 
 
+@pytest.mark.parametrize("off", ["off", False])
+def test_what_yaml_makes_of_off_is_no_packed_row(tiny, off):
+    run = from_yaml(None, {"model_name_or_path": tiny, "prefix_sharing": off}, read_launch(None))
+    assert run.prefix_sharing == "off"
+
+
 def test_hardware_by_name_and_by_memory():
     assert read_hardware("H100 x4").cards == 4 and read_hardware("h100", 2).cards == 2
     assert read_hardware("24GB x2").memory == 24 * GIB

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import trl.trainer.utils
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
@@ -14,14 +15,27 @@ from trl_fsdp_qlora.planning import components, passes
 from trl_fsdp_qlora.planning.hardware import Hardware
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.attention import install
+from trl_fsdp_qlora.prefix_sharing.dropout import without_dropout
 from trl_fsdp_qlora.prefix_sharing.layout import pack
+from trl_fsdp_qlora.prefix_sharing.self_check import compare
 from trl_fsdp_qlora.recipe.checks import lora_config
+from trl_fsdp_qlora.run.telemetry import PeakMemory
+from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
-from trl_fsdp_qlora.upstream.memory import FakeTensorMode, PeakTracker
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
+from trl_fsdp_qlora.upstream.memory import TRL_VOCABULARY_CHUNK, FakeTensorMode, PeakTracker
+from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
 NEAR = 0.05
 CPU = Hardware("a host", 2**40, 1, gpu=False)
+
+
+@pytest.fixture(autouse=True)
+def touched_columns(monkeypatch):
+    """The buffer of TRL's kernel as wide as what of it is written to: a tracker counts the rest too, which no host gives."""
+    monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 1024)
+    monkeypatch.setattr(logprobs, "VOCABULARY_TILE", 1024)
 
 
 def built(run, four_bit=None):
@@ -97,6 +111,47 @@ def test_a_loss_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_
     run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, use_peft=use_peft)
     peak = planned(run, packed).peak
     assert peak == pytest.approx(measured(run, built(run), packed), rel=NEAR)
+
+
+@pytest.mark.parametrize("groups, grad", [(2, True), (1, True), (2, False)])
+def test_the_first_step_compares_as_much_as_was_planned(tmp_path, groups, grad):
+    """The comparison itself, on the rows that it takes of a batch."""
+    run = settings(folder(tmp_path), per_device_train_batch_size=4 * groups)
+    model = built(run)
+    request = PassRequest(Kind.POLICY, model).on(*batch(run), run.max_completion_length).few_rows()
+    ids, mask, kept = request.input_ids, request.attention_mask, run.max_completion_length
+    layout = pack(ids, mask, kept)
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < run.prompt_tokens, -100)
+    for parameter in model.parameters():
+        if parameter.requires_grad and grad:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    tracker = PeakTracker()
+    tracker.track(model)
+
+    def padded():
+        return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs[:, -kept:]
+
+    with tracker, torch.set_grad_enabled(grad), without_dropout(model):
+        before = tracker.now()
+        packed = lambda: layout.scatter(packed_forward(model, layout).log_probs)  # noqa: E731
+        assert compare(model, packed, padded, torch.ones_like(ids[:, -kept:]).bool(), torch.float32) is None
+    # The step's own gradients lie aside here, in a run there are none yet.
+    expected = tracker.peak() - before - gradients
+    assert passes.comparison_peak(run, config(), grad, False) == pytest.approx(expected, rel=NEAR)
+    assert [shape.rows for shape in passes.comparison_shapes(run, False)] == [1, len(ids)]
+
+
+def test_a_host_gives_no_page_of_trl_s_buffer_behind_the_vocabulary():
+    memory = PeakMemory(torch.device("cpu"))
+    if not memory.available:
+        pytest.skip("the peak of the resident set cannot be read here")
+    hidden, weight, targets = torch.randn(4096, 8), torch.randn(64, 8), torch.zeros(4096, dtype=torch.long)
+    memory.reset()
+    before = memory.read()
+    ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, TRL_VOCABULARY_CHUNK)
+    buffer = 4096 * TRL_VOCABULARY_CHUNK * 4  # 512 MiB; a page of each row is written to, 16 MiB
+    assert memory.read() - before < buffer / 8
 
 
 def test_a_pass_without_gradients_peaks_where_it_was_planned(tmp_path):

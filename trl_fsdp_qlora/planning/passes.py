@@ -17,6 +17,8 @@ from ..scoring.logprobs import VOCABULARY_TILE
 from . import skeleton, stand_ins
 from .settings import Settings
 
+_PAGE = 1024  # float32 numbers of a page of memory
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -66,9 +68,36 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
     if packed:
         # A segment starts with a copy of the prompt's last token.
         return Shape(1, settings.groups * prompt + rows * completion, rows * completion, True)
+    return _padded(rows, prompt, completion, on_gpu)
+
+
+def comparison_shapes(settings: Settings, on_gpu: bool) -> tuple[Shape, Shape]:
+    """What the first step compares, packed and padded: two completions of a prompt and one of another, as far as there are.
+
+    See `scoring.request.PassRequest.few_rows`.
+    """
+    other = int(settings.groups > 1)
+    rows = min(2, settings.num_generations, settings.per_device_train_batch_size) + other
+    prompt, completion = settings.prompt_tokens, settings.max_completion_length
+    packed = Shape(1, (1 + other) * prompt + rows * completion, rows * completion, True)
+    return packed, _padded(rows, prompt, completion, on_gpu)
+
+
+def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
     # On a CPU TRL's kernel projects every position.
     scored = rows * completion if on_gpu else rows * (prompt + completion - 1)
     return Shape(rows, prompt + completion, scored, False)
+
+
+def comparison_peak(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu: bool) -> int:
+    """Bytes of the first step's comparison of packed with padded rows, at its peak (`prefix_sharing.self_check.compare`).
+
+    One pass follows the other, nothing draws in them, and the gradients lie where those of the step will.
+    """
+    if settings.launch.kind.startswith("zero"):
+        grad = False  # DeepSpeed's backward cannot be undone, so that the values alone are compared
+    settings = replace(settings, model=replace(settings.model, lora_dropout=0.0))
+    return max(measure(settings, config, shape, grad, on_gpu).peak for shape in comparison_shapes(settings, on_gpu))
 
 
 def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bool, on_gpu: bool) -> PassBytes:
@@ -160,6 +189,8 @@ def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: S
     if on_gpu:
         return stand_ins.TrainedHead.apply(hidden_NH, weight_VH, chunk, tracker)
 
+    # The buffer is as wide as the chunk, however small the vocabulary: a host never gives the pages that nothing is written to.
+    chunk = min(chunk, -(-len(weight_VH) // _PAGE) * _PAGE)
     targets = torch.zeros(len(hidden_NH), dtype=torch.long)
     tracker.place = "head"
     values, *_ = ChunkedLogProbFunction.apply(

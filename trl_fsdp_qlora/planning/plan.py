@@ -15,6 +15,7 @@ from .settings import Settings, from_config, from_yaml, read_launch
 
 ACTIVATIONS = "activations"
 HEAD = "head tiles"
+COMPARISON = "first step's comparison"
 CACHE = "cache of generation"
 LOGITS = "logits of a token step"
 GATHERED = "gathered weights"
@@ -164,7 +165,8 @@ def _phases(
         | optimizer
         | gradients
         | gathered
-        | {ACTIVATIONS: loss.activations, HEAD: loss.head},
+        | {ACTIVATIONS: loss.activations, HEAD: loss.head}
+        | _comparison(settings, config, hardware, loss, True, packed),
         "optimizer": resident | optimizer | gradients | _stepping(settings, held),
         "save": resident | optimizer,
     }
@@ -176,11 +178,21 @@ def _phases(
         score = passes.measure(settings, config, shape, False, hardware.gpu)
         phases["score"] = resident | optimizer | gathered
         phases["score"] |= {ENGINE: resting, ACTIVATIONS: score.activations, HEAD: score.head}
+        phases["score"] |= _comparison(settings, config, hardware, score, False, packed)
     process = _process(hardware)  # after the passes: what planning them leaves in it is in the run as well
     for name, parts in phases.items():
         parts |= process if name != "load" else {PROCESS: process[PROCESS]}
         parts[ROOM] = _slack(parts, hardware)
     return {name: {k: v for k, v in phases[name].items() if v} for name in PHASES if name in phases}
+
+
+def _comparison(
+    settings, config, hardware: Hardware, own: passes.PassBytes, grad: bool, packed: bool
+) -> dict[str, int]:
+    """What the first step's comparison with the padded pass needs beyond the pass itself, which comes after it."""
+    if not packed:
+        return {}
+    return {COMPARISON: max(0, passes.comparison_peak(settings, config, grad, hardware.gpu) - own.peak)}
 
 
 def _generation(settings, config, hardware, resident, gathered: tuple[int, int]) -> dict[str, int]:
@@ -224,7 +236,7 @@ def _process(hardware: Hardware) -> dict[str, int]:
 def _slack(parts: dict[str, int], hardware: Hardware) -> int:
     if not hardware.gpu:
         return 0
-    coming = (ACTIVATIONS, HEAD, CACHE, LOGITS, GATHERED)
+    coming = (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS, GATHERED)
     return math.ceil(SLACK * sum(parts.get(name, 0) for name in coming))
 
 

@@ -216,6 +216,8 @@ def from_yaml(
         "max_completion_length",
     ):
         values[name] = count(name, values[name])
+    if values["prefix_sharing"] is False:
+        values["prefix_sharing"] = "off"  # which YAML reads as a truth value
     if launch.kind == "single" and launch.mixed_precision is None and values.get("use_cpu"):
         launch = Launch(launch.kind, launch.processes, use_cpu=True)
     return Settings(model, values, launch, **more)
