@@ -72,7 +72,7 @@ RUNS = {"grpo": "", "qlora": "--load_in_4bit true --dtype bfloat16"}
 
 def parts(model: str | None, data: str | None, output: Path, tiny: bool = False) -> dict[str, Part]:
     """Command of each part, and the file of results it leaves."""
-    found = {"tests": Part(["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"], None, 0.5)}
+    found = {"tests": Part(["-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"], None, 0.5)}
     for name, (command, size, share) in BENCHMARKS.items():
         stem = f"{name}_cuda"
         target = str(RESULTS / f"{stem}.json") if name == "lm_head" else stem
@@ -88,14 +88,17 @@ def parts(model: str | None, data: str | None, output: Path, tiny: bool = False)
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process and everything that it started, so that none of it keeps the GPU."""
-    for asked in (signal.SIGTERM, signal.SIGKILL):
+    """End a process and everything that it started, so that none of it keeps the GPU.
+
+    An interrupt is tried first: on it pytest says what has failed so far.
+    """
+    for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, asked)
         except ProcessLookupError:
             break
         deadline = time.monotonic() + GRACE
-        while asked is signal.SIGTERM and time.monotonic() < deadline and process.poll() is None:
+        while asked is not signal.SIGKILL and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
     process.wait()
 
@@ -156,6 +159,9 @@ def main() -> None:
         parser.error("there is no CUDA device; --rehearse prints the commands")
     args.output.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, end_as_asked)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # parts inherit it; a shell's `&` would have them ignore it
     deadline = time.monotonic() + 60 * args.minutes
     summary = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
     for place, (name, part) in enumerate(chosen.items()):

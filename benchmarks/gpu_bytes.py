@@ -1,17 +1,24 @@
 """Peak bytes of CUDA's allocator at real sizes: stock TRL's trainer against this package's, LoRA and QLoRA.
 
-    python benchmarks/gpu_bytes.py [--only 7B qlora ...] [--output benchmarks/results/gpu_bytes.json]
+    python benchmarks/gpu_bytes.py [--parts grid groups ranks] [--only 7B qlora ...] [--output benchmarks/results/gpu_bytes.json]
 
 Runs on a GPU, or on an emulated one on which no kernel runs and memory is not touched: then bytes of large models are counted
-in the memory of a small host, and the results are headed "emulated allocator, no kernel ran".
+in the memory of a small host, and the results are headed "emulated allocator, no kernel ran". Parts:
 
-A point is one group. Configs are built in code and weights are whatever the memory holds, so nothing may hang on numbers: a batch
-is made on the host as the trainer's inputs, `compute_loss` is called with it, and a step is that, the backward, clipping and the
-fused AdamW, without generation. The first step's comparison of packed and padded rows is left out. Every completion has C tokens
-but the first, which has one less: without any padding stock TRL would build no mask, which is rare in training.
+    grid     a step on one group: models, adapters, checkpointing, lengths
+    groups   the largest group that a card of 16, 24, 80 or 141 GiB holds
+    ranks    FSDP2 with a 4-bit base on two devices (the emulated device needs FAKE_GPUS=2)
 
-Each point has a process of its own with a time limit; the file is written after each, and what it holds for the same versions is
-not measured again.
+Configs are built in code and weights are whatever the memory holds, so nothing may hang on numbers: a batch is made on the host
+as the trainer's inputs, `compute_loss` is called with it, and a step is that, the backward, clipping and the fused AdamW,
+without generation. The first step's comparison of packed and padded rows is left out. Every completion has C tokens but the
+first, which has one less: without any padding stock TRL would build no mask, which is rare in training.
+
+The largest groups are guessed from the line through two measured sizes and then run with the allocator held to the card: one
+group has to fit, and the next larger one has to run out of memory.
+
+Each point, and each trainer's series of groups, has a process of its own with a time limit; the file is written after each, and
+what it holds for the same versions is not measured again.
 """
 
 import argparse
@@ -35,6 +42,7 @@ from trl_fsdp_qlora.run.manifest import write_json
 RESULTS = Path(__file__).parent / "results"
 WORKER = Path(__file__).with_name("gpu_bytes_trainers.py")
 GIB = 2**30
+CARDS = (16, 24, 80, 141)  # GiB
 HEAD = "emulated allocator, no kernel ran"
 
 
@@ -64,15 +72,21 @@ GRID = [
 ]
 
 
-def apart(point: Point, contestants: list[str], seconds: float) -> dict:
-    """What benchmarks/gpu_bytes_trainers.py finds of a point, by contestant, in a process of its own.
+LAUNCH = "-m accelerate.commands.launch --config_file accelerate_configs/fsdp2_qlora.yaml --num_processes 2"
+RANKS = [Point(model, "qlora", True, 2048, 512, 16) for model in ("7B", "32B")]
+SERIES = [Point("7B", "qlora", True, 2048, 512, 0), Point("1.5B", "lora", True, 2048, 512, 0)]
+PARTS = ("grid", "groups", "ranks")
+
+
+def apart(task: str, point: Point, *more, seconds: float, launch: tuple[str, ...] = ()) -> dict:
+    """What a task of benchmarks/gpu_bytes_trainers.py finds of a point, in a process of its own.
 
     Where it died or took too long, its last word is what it had written, and `error` says so.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        given = json.dumps([vars(point), contestants, str(out)])
-        command = [sys.executable, str(WORKER), given]
+        given = json.dumps([task, vars(point), str(out), *more])
+        command = [sys.executable, *launch, str(WORKER), given]
         process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
         try:
             code = process.wait(timeout=seconds)
@@ -109,6 +123,26 @@ class Results:
             print(f"{part} | {name} | {said(rows[name])}", flush=True)
 
 
+def walk(guess: int, fits: Callable[[int], bool]) -> int:
+    """The largest group that fits: strides from `guess` that double until they pass it, then halves.
+
+    Returns 0 where two completions, the smallest group, do not fit.
+    """
+    stride = 1
+    if fits(low := max(guess, 2)):
+        while fits(low + stride):
+            low, stride = low + stride, 2 * stride
+        high = low + stride
+    else:
+        high = low
+        while (low := max(high - stride, 1)) > 1 and not fits(low):
+            high, stride = low, 2 * stride
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low if low > 1 else 0
+
+
 def said(row: dict) -> str:
     cells = {key: gpu_bytes_pictures.cell(value) for key, value in row.items() if isinstance(value, dict)}
     return ", ".join([*(f"{key} {value}" for key, value in cells.items()), *filter(None, [row.get("error")])])
@@ -118,13 +152,26 @@ def run_grid(results: Results, chosen, seconds: float) -> None:
     for point in filter(chosen, GRID):
         # A plan takes as long as a measurement.
         plan = ["plan"] if point.model == "7B" and point.checkpointing and point.prompt == SHAPES[0][0] else []
-        results.once("grid", point.name, partial(apart, point, [*CONTESTANTS, *plan], seconds))
+        results.once("grid", point.name, partial(apart, "grid", point, [*CONTESTANTS, *plan], seconds=seconds))
+
+
+def run_groups(results: Results, chosen, seconds: float) -> None:
+    for series, contestant in product(filter(chosen, SERIES), CONTESTANTS):
+        name = f"{series.name.rpartition('/')[0]} {contestant}"
+        results.once("groups", name, partial(apart, "groups", series, contestant, CARDS, seconds=5 * seconds))
+
+
+def run_ranks(results: Results, chosen, seconds: float) -> None:
+    for point, sharing in product(filter(chosen, RANKS), ("auto", "off")):
+        launched = partial(apart, "ranks", point, sharing, seconds=3 * seconds, launch=tuple(LAUNCH.split()))
+        results.once("ranks", f"{point.name} prefix_sharing={sharing}", launched)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--only", nargs="+", default=[], help="points whose name has all of these words")
-    parser.add_argument("--seconds", type=float, default=300.0, help="limit of one point")
+    parser.add_argument("--seconds", type=float, default=300.0, help="limit of a point of the grid; others have more")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu_bytes.json")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, end_as_asked)
@@ -139,9 +186,13 @@ def main() -> None:
     def chosen(point: Point) -> bool:
         return all(word in point.name.split() for word in args.only)
 
-    run_grid(results, chosen, args.seconds)
-    print(gpu_bytes_pictures.grid_table(results.content.get("grid", {})))
-    gpu_bytes_pictures.draw(results.content).savefig(args.output.with_suffix(".png"), dpi=110)
+    for part, run in {"grid": run_grid, "groups": run_groups, "ranks": run_ranks}.items():
+        if part in args.parts:
+            run(results, chosen, args.seconds)
+    print(gpu_bytes_pictures.tables(results.content))
+    figure = gpu_bytes_pictures.draw(results.content)
+    if figure is not None:
+        figure.savefig(args.output.with_suffix(".png"), dpi=110)
 
 
 if __name__ == "__main__":

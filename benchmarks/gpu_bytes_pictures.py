@@ -1,4 +1,4 @@
-"""The table and the picture of `gpu_bytes.py`'s results."""
+"""The tables and the picture of `gpu_bytes.py`'s results."""
 
 from rollouts_vllm_pictures import axes_of
 
@@ -6,9 +6,11 @@ GIB = 2**30
 
 
 def cell(row: dict | None) -> str:
-    """GiB of a whole step, or what became of it."""
+    """GiB of a whole step, or the largest group, or what became of it."""
     if row is None:
         return "not run"
+    if "largest" in row:
+        return str(row["largest"] or "none")
     if "step" in row:
         return f"{row['step'] / GIB:.1f}"
     return "out of memory" if "out_of_memory" in row else "failed"
@@ -31,20 +33,79 @@ def grid_table(grid: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def draw(content: dict):
-    """GiB of a step: stock TRL's and ours, point by point."""
-    grid = {name: rows for name, rows in content.get("grid", {}).items() if "error" not in rows}
-    figure, axes = axes_of(9, 1.5 + 0.5 * len(grid))
+def groups_table(groups: dict[str, dict]) -> str:
+    """Series by card: the largest group of stock TRL and ours."""
+    cards = list(dict.fromkeys(card for rows in groups.values() for card, row in rows.items() if "largest" in row))
+    lines = ["| completions in the largest group: stock → ours | " + " | ".join(cards) + " |"]
+    lines.append("|---" * (len(cards) + 1) + "|")
+    for series in dict.fromkeys(name.rpartition(" ")[0] for name in groups):
+        stock, ours = (groups.get(f"{series} {contestant}", {}) for contestant in ("stock", "ours"))
+        cells = [f"{cell(stock.get(card))} → {cell(ours.get(card))}" for card in cards]
+        lines.append(f"| {series} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ranks_table(ranks: dict[str, dict]) -> str:
+    """Launches of two ranks: GiB of rank 0."""
+    columns = ("4-bit base", "other frozen weights", "held", "held while all is gathered", "step")
+    lines = ["| GiB of one of two ranks | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, rows in ranks.items():
+        row, cells = rows.get("rank 0"), ["not run"] * 4
+        if row is not None:
+            sizes = (row["base"]["quantized_local"], row["base"]["other_local"], row["held"], row["gathered"])
+            cells = [f"{size / GIB:.2f}" for size in sizes]
+        lines.append(f"| {name} | " + " | ".join([*cells, cell(row)]) + " |")
+    return "\n".join(lines)
+
+
+def tables(content: dict) -> str:
+    made = {"grid": grid_table, "groups": groups_table, "ranks": ranks_table}
+    return "\n\n".join(make(content[part]) for part, make in made.items() if part in content)
+
+
+def draw_grid(axes, grid: dict[str, dict]) -> None:
+    """GiB of a step at the first shape of the grid: stock TRL's and ours, model by model."""
+    shape = next(iter(grid)).rpartition(" ")[2]
+    grid = {name.rpartition(" ")[0]: rows for name, rows in grid.items() if name.endswith(f" {shape}")}
     for i, contestant in enumerate(("stock", "ours")):
         sizes = [rows.get(contestant, {}).get("step", 0) / GIB for rows in grid.values()]
         places = [y + 0.4 * i for y in range(len(grid))]
         bars = axes.barh(places, sizes, 0.4, label={"stock": "stock TRL", "ours": "this package"}[contestant])
-        axes.bar_label(bars, [f"{size:.1f}" if size else "" for size in sizes], fontsize=8, padding=2)
+        axes.bar_label(bars, [f"{size:.1f}" if size else "" for size in sizes], fontsize=7, padding=2)
     axes.set_yticks([y + 0.2 for y in range(len(grid))], list(grid), fontsize=8)
     axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.margins(x=0.1)
-    axes.set_xlabel("GiB at the peak of an optimizer step on one group (P/C/G)")
+    if any("step" in row for rows in grid.values() for row in rows.values() if isinstance(row, dict)):
+        axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"GiB at the peak of an optimizer step on one group, P/C/G = {shape}")
     axes.legend(fontsize="small")
-    axes.set_title(content["setting"]["device"], fontsize=9)
+
+
+def draw_groups(axes, groups: dict[str, dict]) -> None:
+    """The largest group by the card's GiB: stock TRL's and ours, a line style for each series."""
+    series, drawn = list(dict.fromkeys(name.rpartition(" ")[0] for name in groups)), 0
+    for name, rows in groups.items():
+        found = {int(card.split()[0]): row["largest"] for card, row in rows.items() if card != "error"}
+        found = sorted((card, group) for card, group in found.items() if group)
+        drawn += len(found)
+        which, _, contestant = name.rpartition(" ")
+        style = ("-o", "--s", ":^")[series.index(which) % 3]
+        axes.plot(*([*zip(*found, strict=True)] or [[], []]), style, color=f"C{int(contestant == 'ours')}", label=name)
+    if drawn:  # a logarithm of nothing is refused
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+    axes.set_xlabel("GiB of the card")
+    axes.set_ylabel("completions in the largest group")
+    axes.legend(fontsize=7)
+
+
+def draw(content: dict):
+    """The parts that there are, side by side; `None` where none of them can be drawn."""
+    panels = {name: draw for name, draw in (("grid", draw_grid), ("groups", draw_groups)) if content.get(name)}
+    if not panels:
+        return None
+    figure, found = axes_of(6.5 * len(panels), 5.2, columns=len(panels))
+    for axes, (name, panel) in zip(found if len(panels) > 1 else [found], panels.items(), strict=True):
+        panel(axes, content[name])
+    figure.suptitle(content["setting"]["device"], fontsize=9)
     return figure

@@ -4,12 +4,15 @@ import gc
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from end_to_end import checkpoint_activations
-from gpu_bytes import Point
+from gpu_bytes import GIB, Point, walk
 from peft import LoraConfig
 from scaling import MODELS as LARGE
 from synthetic import make_batch, small_tokenizer
@@ -18,7 +21,8 @@ from transformers.quantizers import AutoHfQuantizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.planning.hardware import read_hardware
+from trl_fsdp_qlora.fsdp2_qlora.generation import gathered
+from trl_fsdp_qlora.planning.hardware import CONTEXT, read_hardware
 from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, plan_settings
 from trl_fsdp_qlora.planning.settings import from_yaml, read_launch
 from trl_fsdp_qlora.prefix_sharing import sharing
@@ -33,7 +37,9 @@ MODELS = {
         **SMALL, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12
     ),
     "7B": LARGE["7B"],
+    "32B": LARGE["32B"],
 }
+MEASURED_GROUPS = (4, 16)  # of the line from which the largest group is guessed
 TRAINERS = {"stock": (GRPOTrainer, GRPOConfig), "ours": (EfficientGRPOTrainer, EfficientGRPOConfig)}
 
 
@@ -73,7 +79,7 @@ def _settings(module, name: str, quantizer) -> dict:
     return {"quant_type": "nf4", "compress_statistics": True, "module": module}
 
 
-def make_trainer(contestant: str, point: Point, device: torch.device):
+def make_trainer(contestant: str, point: Point, device: torch.device, **more):
     """A trainer on an empty model, before its first step."""
     cls, config_cls = TRAINERS[contestant]
     args = config_cls(
@@ -84,6 +90,7 @@ def make_trainer(contestant: str, point: Point, device: torch.device):
         gradient_checkpointing=point.checkpointing,
         bf16=True,
         report_to=[],
+        **more,
     )
     return cls(
         empty_model(MODELS[point.model], point.adapter == "qlora", device),
@@ -102,6 +109,8 @@ def ready(trainer):
     trainer.create_optimizer()
     model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.model_wrapped = model
+    if trainer.accelerator.is_fsdp2:
+        trainer.model = model
     model.train()
     trainer.current_gradient_accumulation_steps = 1
     return model
@@ -148,14 +157,17 @@ def skip_the_comparison() -> None:
     sharing.compare = unjudged
 
 
-def measure(contestant: str, point: Point) -> dict[str, int]:
+def measure(contestant: str, point: Point, limit: int | None = None) -> dict[str, int]:
     """Bytes of a contestant: weights, adapter and batch, the second step, and what the allocator held of the card.
 
     Args:
         contestant: a key of `TRAINERS`.
         point: what is measured.
+        limit: bytes that the allocator may take of the card.
     """
     device = torch.device("cuda", 0)
+    whole = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit or whole) / whole), device)
     trainer = make_trainer(contestant, point, device)
     model = ready(trainer)
     batch = batch_of(point, device)
@@ -172,10 +184,36 @@ def measure(contestant: str, point: Point) -> dict[str, int]:
     }
 
 
-def measured(contestant: str, point: Point) -> dict:
+def measure_rank(point: Point, prefix_sharing: str) -> dict:
+    """Bytes of a rank of an FSDP2 launch: `base` by kind, `held` with the adapter, `gathered`, then as [`measure`].
+
+    Every rank builds the whole 4-bit base on its device and gives it up to FSDP2 before anything is measured; in a run the
+    first rank of a node reads it into host memory instead.
+    """
+    device = PartialState().device
+    trainer = make_trainer("ours", point, device, prefix_sharing=prefix_sharing)
+    model = ready(trainer)
+    batch = batch_of(point, device)
+    held = torch.cuda.memory_allocated()
+    with torch.no_grad(), gathered(model):
+        whole = torch.cuda.memory_allocated()
+    step(trainer, model, batch)  # from here on there is an optimizer state
+    peaks = step(trainer, model, batch)
+    if trainer.prefix_sharing.active() != (prefix_sharing == "auto"):
+        raise RuntimeError(f"prefix sharing is not {prefix_sharing!r}, so this is no measurement of it")
+    return {
+        "base": trainer.base_bytes.to_dict(),
+        "held": held,
+        "gathered": whole,
+        "loss": peaks["loss"],
+        "step": max(peaks.values()),
+    }
+
+
+def measured(contestant: str, point: Point, limit: int | None = None) -> dict:
     """[`measure`], or what the allocator said when the memory was not enough; nothing of it stays on the device."""
     try:
-        return measure(contestant, point)
+        return measure(contestant, point, limit)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error).splitlines()[0][:200]}
     finally:
@@ -205,13 +243,48 @@ def plan_of(point: Point) -> dict[str, int]:
     return {"step": sum(size for name, size in phases["forward_backward"].items() if name not in (PROCESS, ROOM))}
 
 
+def largest_groups(contestant: str, series: Point, cards: list[int]) -> Iterator[tuple[str, dict]]:
+    """The largest group of a series on each card of `cards` GiB that the device is large enough to stand for.
+
+    Yields:
+        the card, and its `largest` (0 where two completions do not fit) and `tried` (whether each group that was run fits).
+    """
+    few, many = (measured(contestant, replace(series, group=group)).get("step") for group in MEASURED_GROUPS)
+    for card in cards:
+        limit = card * GIB - CONTEXT
+        if limit > torch.cuda.get_device_properties(0).total_memory:
+            continue
+        guess, tried = MEASURED_GROUPS[0], {}
+        if few and many:
+            each = (many - few) / (MEASURED_GROUPS[1] - MEASURED_GROUPS[0])
+            guess += int((limit - few) / each)
+
+        def fits(group: int, limit=limit, tried=tried) -> bool:
+            if group not in tried:
+                tried[group] = "step" in measured(contestant, replace(series, group=group), limit)
+            return tried[group]
+
+        yield f"{card} GiB", {"largest": walk(guess, fits), "tried": tried}
+
+
 def main() -> None:
-    fields, contestants, out = json.loads(sys.argv[1])
-    point, found = Point(**fields), {}
+    task, fields, out, *more = json.loads(sys.argv[1])
+    point, path, found = Point(**fields), Path(out), {}
     skip_the_comparison()
-    for contestant in contestants:
-        found[contestant] = plan_of(point) if contestant == "plan" else measured(contestant, point)
-        write_json(Path(out), found)
+    if task == "grid":
+        for contestant in more[0]:
+            found[contestant] = plan_of(point) if contestant == "plan" else measured(contestant, point)
+            write_json(path, found)
+    elif task == "groups":
+        for card, row in largest_groups(more[0], point, more[1]):
+            found[card] = row
+            write_json(path, found)
+    else:
+        row = measure_rank(point, more[0])
+        if PartialState().is_main_process:
+            write_json(path, {"rank 0": row})
+        PartialState().wait_for_everyone()
+        PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

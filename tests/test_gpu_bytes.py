@@ -1,10 +1,13 @@
 """`benchmarks/gpu_bytes.py` around its measurements: processes of their own, rows kept, a table."""
 
+import ast
 import json
+import shutil
+import subprocess
 
 import pytest
 
-from tests.benchmark_modules import benchmark
+from tests.benchmark_modules import BENCHMARKS, benchmark
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +18,7 @@ def gpu_bytes():
 WORKER = """
 import json, sys, time
 from pathlib import Path
-point, (code, seconds), out = json.loads(sys.argv[1])
+task, point, out, code, seconds = json.loads(sys.argv[1])
 Path(out).write_text(json.dumps({"stock": {"step": point["group"]}}))
 time.sleep(seconds)
 sys.exit(code)
@@ -29,9 +32,9 @@ def test_a_measurement_that_dies_or_hangs_leaves_what_it_had(gpu_bytes, tmp_path
     monkeypatch.setattr(gpu_bytes, "WORKER", worker)
     point = gpu_bytes.Point("7B", "qlora", True, 4, 4, 3)
     found = {"stock": {"step": 3}}
-    assert gpu_bytes.apart(point, [0, 0], 60) == found
-    assert gpu_bytes.apart(point, [3, 0], 60) == found | {"error": "exit code 3"}
-    hung = gpu_bytes.apart(point, [0, 600], 3)
+    assert gpu_bytes.apart("grid", point, 0, 0, seconds=60) == found
+    assert gpu_bytes.apart("grid", point, 3, 0, seconds=60) == found | {"error": "exit code 3"}
+    hung = gpu_bytes.apart("grid", point, 0, 600, seconds=3)
     assert hung["error"] == "out of time after 3 s"
 
 
@@ -64,3 +67,64 @@ def test_the_table_says_what_was_not_run(gpu_bytes):
     lines = gpu_bytes.gpu_bytes_pictures.grid_table(grid).splitlines()
     assert "| 7B lora checkpointing | 4.0 → 2.0 (2.00×) |" in lines
     assert "| 7B lora no checkpointing | out of memory → not run |" in lines
+
+
+@pytest.mark.parametrize("largest", [0, 2, 3, 9, 57, 64])
+@pytest.mark.parametrize("guess", [-4, 0, 2, 9, 40, 300])
+def test_the_largest_group_is_found_from_any_guess(gpu_bytes, largest, guess):
+    asked = []
+
+    def fits(group):
+        asked.append(group)
+        return group <= largest
+
+    assert gpu_bytes.walk(guess, fits) == largest
+    assert min(asked) >= 2, "a group of one completion has no advantage"
+    assert largest + 1 in asked or largest == 0, "the next larger group was not seen to fail"
+
+
+def test_tables_of_groups_and_ranks(gpu_bytes):
+    gib = 2**30
+    base = {"quantized_local": 2 * gib, "other_local": gib // 2}
+    content = {
+        "groups": {
+            "7B qlora checkpointing 8/4 stock": {"16 GiB": {"largest": 0}, "24 GiB": {"largest": 5}},
+            "7B qlora checkpointing 8/4 ours": {"16 GiB": {"largest": 7}, "error": "out of time after 3 s"},
+        },
+        "ranks": {
+            "7B": {"rank 0": {"base": base, "held": 3 * gib, "gathered": 6 * gib, "step": 9 * gib}},
+            "32B": {"error": "exit code 1"},
+        },
+    }
+    lines = gpu_bytes.gpu_bytes_pictures.tables(content).splitlines()
+    assert "| 7B qlora checkpointing 8/4 | none → 7 | 5 → not run |" in lines
+    assert "| 7B | 2.00 | 0.50 | 3.00 | 6.00 | 9.0 |" in lines
+    assert "| 32B | not run | not run | not run | not run | not run |" in lines
+
+
+def test_a_picture_of_whatever_there_is(gpu_bytes, tmp_path):
+    """Also where a part failed, or had no time: what was measured must not be lost to its picture."""
+    pytest.importorskip("matplotlib")
+    draw, failed = gpu_bytes.gpu_bytes_pictures.draw, {"error": "exit code 1"}
+    setting = {"setting": {"device": "none"}}
+    assert draw(setting | {"ranks": {"7B": failed}}) is None
+    for content in ({"grid": {"7B lora 8/4/2": failed}}, {"groups": {"7B stock": failed}}):
+        draw(setting | content).savefig(tmp_path / "some.png")
+    whole = {"grid": {"7B lora 8/4/2": {"stock": {"step": 2}}}, "groups": {"7B ours": {"16 GiB": {"largest": 3}}}}
+    assert len(draw(setting | whole).axes) == 2
+
+
+EMULATOR = BENCHMARKS.parents[1] / "shared" / "tools" / "fakegpu"
+
+
+@pytest.mark.skipif(not EMULATOR.is_dir(), reason="needs the emulated device's sources beside the clone")
+def test_the_change_to_the_emulated_device_applies(tmp_path):
+    """docs/gpu.md says with what the figures were counted; a change that does not apply cannot be repeated."""
+    for name in ("emulate.py", "fakenccl.cpp"):
+        shutil.copyfile(EMULATOR / name, tmp_path / name)
+    subprocess.run(["git", "apply", str(BENCHMARKS / "fakegpu_sizes.patch")], cwd=tmp_path, check=True)
+    assert (
+        "LARGE = " in (tmp_path / "emulate.py").read_text()
+        and "#define memcpy copy_" in (tmp_path / "fakenccl.cpp").read_text()
+    )
+    ast.parse((tmp_path / "emulate.py").read_text())

@@ -21,6 +21,14 @@ def gpu():
     return module
 
 
+@pytest.fixture
+def interruptible():
+    """As `main` sets it; where the tests run behind a shell's `&` their processes would ignore an interrupt."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def part(gpu, script, leaves=None):
     return gpu.Part([sys.executable, "-c", script], leaves, 1.0)
 
@@ -34,18 +42,22 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.processes
-def test_what_a_part_started_ends_with_it(gpu, tmp_path):
-    """A worker that outlives the part that started it would keep the GPU's memory from all that follow."""
+def test_what_a_part_started_ends_with_it(gpu, tmp_path, interruptible):
+    """A worker that outlives the part that started it would keep the GPU's memory from all that follow.
+
+    The part itself is interrupted first and has a last word: pytest's is the list of what failed.
+    """
     pid = tmp_path / "pid"
     worker = "import time; time.sleep(600)"
     script = (
         "import subprocess, sys, time\n"
         f"worker = subprocess.Popen([sys.executable, '-c', {worker!r}])\n"
         f"open({str(pid)!r}, 'w').write(str(worker.pid))\n"
-        "time.sleep(600)"
+        "try:\n    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n    print('two failed', flush=True)\n"
     )
     line = gpu.run_part("hangs", part(gpu, script), tmp_path, seconds=8.0)
-    assert line.startswith("hangs: out of time")
+    assert line.startswith("hangs: out of time") and line.endswith("| two failed")
     for _ in range(100):
         if not is_running(int(pid.read_text())):
             break

@@ -106,6 +106,7 @@ def result(trainer, record):
         "shared": any("prefix_sharing/policy/tokens_share" in entry for entry in history),
         "adapter": {name: value.float() for name, value in adapter.items()},
         "base": base.to_dict() if base else None,
+        "devices": sorted({parameter.device.type for parameter in model.parameters()}),
         "dtensors": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
         "adapter_dtypes": sorted({str(p.dtype) for p in model.parameters() if p.requires_grad}),
     }

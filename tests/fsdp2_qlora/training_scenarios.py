@@ -11,6 +11,7 @@ from trl import SFTConfig
 
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.parts import (
+    ON_GPU,
     Fail,
     FirstLogits,
     FixedCompletions,
@@ -134,7 +135,8 @@ def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1)
     """recipes/grpo.py itself, with accuracy before, during and after training, in batches that the ranks share unevenly."""
     settings = f"""--model_name_or_path {base} --dtype float32 --dataset {data} --held_out 10 --eval_problems 9
         --chat false --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --optim adamw_torch
-        --num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true
+        --num_generations 8 --max_completion_length 3 --gradient_checkpointing false
+        --bf16 {str(ON_GPU).lower()} --use_cpu {str(not ON_GPU).lower()}
         --per_device_train_batch_size {16 // world_size} --max_steps 4 --learning_rate 2e-2 --save_strategy no
         --logging_steps 1 --accuracy_steps 2 --accuracy_samples 2 --accuracy_batch_size 2 --report_to none
         --disable_tqdm true --fsdp_gather {gather} --output_dir {out}"""

@@ -9,11 +9,9 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("one_of_several_gpus"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash attention, mixed precision"),
-]
+from .on_gpu import MARKS
+
+pytestmark = MARKS
 
 
 def loss_and_gradient(ours, batch):

@@ -10,25 +10,13 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
-from tests.a_star_po.tiny import tiny_model as digits_model
-from tests.tiny import lora, tiny_model, trainer
-from trl_fsdp_qlora import (
-    AStarPOConfig,
-    AStarPOTrainer,
-    EfficientGRPOConfig,
-    EfficientGRPOTrainer,
-    TSPMOConfig,
-    TSPMOTrainer,
-)
+from tests.tiny import lora, save_tiny_model, tiny_model, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 
+from .on_gpu import MARKS, a_star_po
 from .test_cuda import loss_and_gradient
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("one_of_several_gpus"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = MARKS
 ROWS = (0, 0, 0, 0, 1, 1, 1, 1)
 
 
@@ -105,24 +93,7 @@ def test_t_spmo_packed_equals_padded(tmp_path):
 
 
 def test_a_star_po_trains(tmp_path):
-    ours = AStarPOTrainer(
-        digits_model(),
-        has_digit,
-        AStarPOConfig(
-            str(tmp_path),
-            per_device_train_batch_size=4,
-            max_completion_length=6,
-            max_steps=2,
-            bf16=True,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-        ),
-        problems(8),
-        processing_class=tiny_tokenizer(),
-        peft_config=lora(),
-    )
+    ours = a_star_po(tmp_path, prompts=8, per_device_train_batch_size=4)
     ours.train()
     losses = [row["loss"] for row in ours.state.log_history if "loss" in row]
     assert len(losses) == 2 and torch.tensor(losses).isfinite().all()
@@ -176,3 +147,15 @@ def test_a_model_split_over_two_devices_equals_one(tmp_path):
         assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
     assert_equal(results[1], results[0])
     assert len(ours._prepare_inputs([ours.train_dataset[i] for i in ROWS])["completion_ids"]) == 8  # and generates
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_checkpoint_that_trl_spreads_over_the_gpus_trains(tmp_path):
+    """`python script.py` on a machine with several: TRL loads with `device_map="auto"`."""
+    model = save_tiny_model(tmp_path / "model")
+    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "run", model=model, bf16=True)
+    assert len({parameter.device for parameter in ours.model.parameters()}) > 1
+    ours.train()
+    losses = [row["loss"] for row in ours.state.log_history if "loss" in row]
+    assert len(losses) == 3 and torch.tensor(losses).isfinite().all()
+    assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()

@@ -11,26 +11,14 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
-from tests.a_star_po.tiny import tiny_model as digits_model
-from tests.tiny import config, lora, trainer
-from trl_fsdp_qlora import (
-    AStarPOConfig,
-    AStarPOTrainer,
-    EfficientGRPOConfig,
-    EfficientGRPOTrainer,
-    TSPMOConfig,
-    TSPMOTrainer,
-)
+from tests.tiny import lora, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
 
+from .on_gpu import MARKS, a_star_po
 from .waits import Waits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("one_of_several_gpus"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: there is nothing to wait for without"),
-]
+pytestmark = MARKS
 MICRO_BATCHES = 2
 
 
@@ -107,15 +95,6 @@ def t_spmo(folder, layers=2):
     return ours
 
 
-def a_star_po(folder):
-    """One completion per prompt, so it has a model and a reward of its own."""
-    changes = {"bf16": True, "use_cpu": False, "max_steps": 2, "gradient_accumulation_steps": MICRO_BATCHES}
-    args = config(AStarPOConfig, folder, num_generations=1, max_completion_length=4, **changes)
-    return AStarPOTrainer(
-        digits_model(), has_digit, args, problems(32), processing_class=tiny_tokenizer(), peft_config=lora()
-    )
-
-
 # Options of ours, those that stock has too, and the backend that has to have served the layers.
 FEATURES = {
     "packed": ({}, {}, "cascade"),
@@ -135,7 +114,8 @@ FEATURES = {
 def ours(feature, folder, layers=2):
     """A trainer of this package with a feature."""
     if feature == "A*-PO":
-        return a_star_po(folder)
+        changes = {"gradient_accumulation_steps": MICRO_BATCHES, "max_completion_length": 4}
+        return a_star_po(folder, prompts=32, **changes)
     if feature == "T-SPMO, nested rows":
         return t_spmo(folder, layers)
     own, shared, _ = FEATURES[feature]

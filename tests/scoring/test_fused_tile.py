@@ -12,7 +12,7 @@ import torch
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
-from .test_logprobs import gradient, reference
+from .float64 import assert_equal, gradient, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,26 +60,16 @@ def fused(hidden, weight, bias, targets, temperature=1.0, softcap=None, logit_sc
 def test_equals_float64_logits(bias, softcap, temperature, logit_scale):
     hidden, weight, targets, upstream = problem()
     bias_V = torch.randn(V).to(DEVICE) if bias else None
-    log_probs, entropy = fused(hidden, weight, bias_V, targets, temperature, softcap, logit_scale)
-    want, want_entropy = reference(hidden, weight, bias_V, targets, temperature, softcap, logit_scale)
-    # float32 sums over 75 logits of size up to 20; a tanh made of a sigmoid is off by 1e-7, times the cap.
-    torch.testing.assert_close(log_probs.double(), want, atol=2e-5, rtol=0)
-    torch.testing.assert_close(entropy.double(), want_entropy, atol=2e-5, rtol=0)
-    got, expected = gradient(log_probs, hidden, upstream), gradient(want, hidden, upstream)
-    assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
+    settings = temperature, softcap, logit_scale
+    found = fused(hidden, weight, bias_V, targets, *settings)
+    assert_equal(found, hidden, weight, bias_V, targets, upstream, *settings)
 
 
 def test_logits_that_grow_along_the_vocabulary_move_the_reference():
     """Every chunk has a new maximum, hundreds of nats above the last one's."""
     hidden, weight, targets, upstream = problem()
     ramp_V = torch.linspace(-300, 300, V).to(DEVICE)
-    log_probs, entropy = fused(hidden, weight, ramp_V, targets)
-    want, want_entropy = reference(hidden, weight, ramp_V, targets)
-    # Logits of 300 have a spacing of 3e-5 in float32.
-    torch.testing.assert_close(log_probs.double(), want, atol=1e-3, rtol=1e-6)
-    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-3, rtol=0)
-    got, expected = gradient(log_probs, hidden, upstream), gradient(want, hidden, upstream)
-    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert_equal(fused(hidden, weight, ramp_V, targets), hidden, weight, ramp_V, targets, upstream)
 
 
 def test_a_target_that_is_not_scored_has_no_value_and_no_gradient():

@@ -9,6 +9,8 @@ from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, score_positions
 from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
+from .float64 import assert_equal, gradient, reference
+
 N, H, V = 37, 24, 150
 
 
@@ -27,45 +29,21 @@ def problem(bias: bool, dtype=torch.float32, spread: float = 1.0):
     return hidden_NH.requires_grad_(), weight_VH, bias_V, torch.randint(0, V, (N,)), torch.randn(N)
 
 
-def reference(hidden_NH, weight_VH, bias_V, targets_N, temperature=1.0, softcap=None, logit_scale=1.0):
-    """The definition, in float64, with the logits."""
-    z = hidden_NH.double() @ weight_VH.double().T
-    if bias_V is not None:
-        z = z + bias_V.double()
-    z = z * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    log_p = (z / temperature).log_softmax(-1)
-    return log_p.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-
-
-def gradient(log_probs_N, hidden_NH, upstream_N):
-    return torch.autograd.grad((log_probs_N * upstream_N.to(log_probs_N.dtype)).sum(), hidden_NH)[0]
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(("temperature", "logit_scale"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.25)])
 def test_frozen_head_equals_float64_logits(bias, softcap, temperature, logit_scale):
     hidden, weight, bias_V, targets, upstream = problem(bias)
-    log_probs, entropy = score_positions(hidden, weight, bias_V, targets, temperature, softcap, logit_scale)
-    want, want_entropy = reference(hidden, weight, bias_V, targets, temperature, softcap, logit_scale)
-    # float32 sums over 150 logits of size up to 20.
-    torch.testing.assert_close(log_probs.double(), want, atol=1e-5, rtol=0)
-    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-5, rtol=0)
-    got, expected = gradient(log_probs, hidden, upstream), gradient(want, hidden, upstream)
-    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    settings = temperature, softcap, logit_scale
+    found = score_positions(hidden, weight, bias_V, targets, *settings)
+    assert_equal(found, hidden, weight, bias_V, targets, upstream, *settings)
 
 
 def test_logits_that_grow_along_the_vocabulary_move_the_reference():
     """exp() without a moving reference overflows here: the last chunk's logits are hundreds of nats above the first's."""
     hidden, weight, _, targets, upstream = problem(False)
     ramp_V = torch.linspace(-300, 300, V)
-    log_probs, entropy = score_positions(hidden, weight, ramp_V, targets)
-    want, want_entropy = reference(hidden, weight, ramp_V, targets)
-    torch.testing.assert_close(log_probs.double(), want, atol=1e-3, rtol=1e-6)
-    torch.testing.assert_close(entropy.double(), want_entropy, atol=1e-4, rtol=0)
-    assert gradient(log_probs, hidden, upstream).isfinite().all()
+    assert_equal(score_positions(hidden, weight, ramp_V, targets), hidden, weight, ramp_V, targets, upstream)
 
 
 def test_pass_without_gradient_gives_the_same_bits():

@@ -4,12 +4,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
+from peft import PeftModel
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
@@ -74,6 +76,30 @@ class Sharding:
         mode = choose(model, self.accelerator.device, getattr(self.args, "fsdp_gather", "auto"))
         with gathered(model) if mode == "once" else nullcontext():
             yield
+
+    @contextmanager
+    def head_on_device(self, model: nn.Module) -> Iterator[None]:
+        """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
+
+        It computes where the weight lies: on the host, whose results no collective of the device takes.
+        """
+        plugin = self.accelerator.state.fsdp_plugin if isinstance(model, FSDPModule) else None
+        if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            yield
+            return
+        language_model = model.get_base_model() if isinstance(model, PeftModel) else model
+        head = language_model.get_output_embeddings()
+
+        def there(tensor):
+            return None if tensor is None else tensor.to(self.accelerator.device)
+
+        language_model.get_output_embeddings = lambda: SimpleNamespace(
+            weight=there(head.weight), bias=there(getattr(head, "bias", None))
+        )
+        try:
+            yield
+        finally:
+            del language_model.get_output_embeddings
 
     def traffic(self, model: nn.Module, step: int) -> dict[str, float]:
         """What this rank received and sent per optimizer step since the last call."""

@@ -32,6 +32,10 @@ class ShardedQLoRAMixin:
         self.sharding.before_micro_batch(self.model)
         return super().training_step(model, *args, **kwargs)
 
+    def compute_loss(self, *args, **kwargs):
+        with self.sharding.head_on_device(self.model):
+            return super().compute_loss(*args, **kwargs)
+
     def _generate_and_score_completions(self, inputs):  # of trainers that generate
         with self.sharding.gathered(self.model):
             return super()._generate_and_score_completions(inputs)
