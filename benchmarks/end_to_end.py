@@ -5,6 +5,7 @@
     python benchmarks/end_to_end.py --setting small_base --model DIR
     python benchmarks/end_to_end.py --setting svamp --early --generation_only ...
     python benchmarks/end_to_end.py --setting gsm8k --rows 8 --tokens 64 --generation_only ...
+    python benchmarks/end_to_end.py --setting svamp --continuous_batching --generation_only ...
 
 Both trainers live in one process, on the same weights, with the same seed, prompts and LoRA, and take turns of one optimizer
 step (A B B A ...), so that a drifting machine hits both alike; the ratio of every pair of turns is kept. Each generates its
@@ -12,7 +13,8 @@ own completions, and is timed doing so. Then both take the loss of the same ones
 and the norms of their gradients are printed beside each other: a first step on new completions has a loss of about zero,
 the mean advantage. The reward differs for every completion, so none is skipped. What is left of the difference between the
 two ways of generating is chance: which lengths were drawn. `--early` makes completions end after about half of the budget
-(an exponentially growing bonus for the end-of-sequence token, in both).
+(an exponentially growing bonus for the end-of-sequence token, in both). `--continuous_batching` lets stock TRL generate
+with transformers' continuous batching, and this package as it does by default.
 
 Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases, anew after every pair of turns, so that what was
 measured is there when the machine gives out. Both trainers' weights are in the memory of either's turn; what a turn leaves
@@ -50,6 +52,8 @@ SETTINGS = {
     "gsm8k": {"rows": 16, "group": 8, "tokens": 128, "shots": 8},
     "small_base": {"rows": 128, "group": 8, "tokens": 6, "shots": 0},
 }
+# Room for 16 completions and their prompts; by default the engine's cache takes half of the machine's memory.
+BATCHING_CACHE = {"num_blocks": 32, "max_batch_tokens": 2048}
 # Seconds of this process's own work where the machine is shared (with one thread), seconds on the wall otherwise.
 CLOCK = time.perf_counter
 PHASES = ("generation", "scoring", "forward_backward", "optimizer")
@@ -85,6 +89,10 @@ def with_solutions(options, problems: list[dict]) -> list[dict]:
 def build(cls, config_cls, options, model, folder: Path):
     setting = SETTINGS[options.setting]
     tokens = options.tokens or setting["tokens"]
+    batching = {}
+    if options.continuous_batching and cls is GRPOTrainer:
+        batching["use_transformers_continuous_batching"] = True
+        batching["transformers_continuous_batching_config"] = BATCHING_CACHE
     early = {"exponential_decay_length_penalty": (tokens // 4, options.early_factor)} if options.early else None
     args = config_cls(
         output_dir=str(folder),
@@ -102,6 +110,7 @@ def build(cls, config_cls, options, model, folder: Path):
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **batching,
     )
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     problems = problems_of(options, setting)
@@ -292,6 +301,7 @@ def write(options, result: dict) -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     name = f"end_to_end_{options.setting}" + ("_early" if options.early else "")
+    name += "_continuous_batching" if options.continuous_batching else ""
     name += f"_generation_{options.tokens or SETTINGS[options.setting]['tokens']}" if options.generation_only else ""
     write_json(options.out / f"{name}.json", result)
     if not options.generation_only:
@@ -314,6 +324,7 @@ def main() -> None:
     parser.add_argument("--early", action="store_true")
     parser.add_argument("--early_factor", type=float, default=1.03)
     parser.add_argument("--generation_only", action="store_true")
+    parser.add_argument("--continuous_batching", action="store_true", help="in stock TRL")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("end_to_end_run"), help="for the trainers' files")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the picture; none is written without")
