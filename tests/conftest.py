@@ -1,3 +1,4 @@
+import gc
 import multiprocessing.process
 import os
 import subprocess
@@ -26,6 +27,11 @@ def pytest_collection_modifyitems(items):
         return  # one process keeps the order that it was given
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish():
+    """`Trainer.train` collects garbage, which takes half a second where torch and TRL are looked through each time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,5 +1,7 @@
 """Models, data and trainers small enough for a second."""
 
+import functools
+
 from peft import LoraConfig
 from trl import GRPOConfig
 
@@ -22,9 +24,14 @@ def save_tiny_model(folder, seed: int = 0) -> str:
     return str(folder)
 
 
+@functools.cache
+def _sums() -> list[dict]:
+    return read_problems("addition")
+
+
 def prompts(count: int = 64):
     """Prompts of different lengths, so that there is padding."""
-    problems = read_problems("addition")[:count]
+    problems = [dict(problem) for problem in _sums()[:count]]
     for i, problem in enumerate(problems):
         problem["question"] += " " * (i % 4)
     return to_prompts(problems)

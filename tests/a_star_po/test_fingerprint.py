@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import subprocess
 import sys
 import textwrap
 
@@ -15,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.distributed.launch import run_code
 from trl_fsdp_qlora.a_star_po.canonical import FingerprintError, canonical, digest
 from trl_fsdp_qlora.a_star_po.fingerprint import (
     reference_fingerprint,
@@ -52,10 +52,12 @@ def test_keys_depend_on_every_part():
 
 
 @pytest.mark.processes
-def test_keys_are_the_same_in_another_process():
+def test_keys_are_the_same_in_another_process(tmp_path):
+    """A child of the fork server, whose strings have hashes of its own."""
     code = "from trl_fsdp_qlora.a_star_po.canonical import digest; print(digest({'a': {1, 2, 'x'}, 'b': 0.1}))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == digest({"b": 0.1, "a": {"x", 2, 1}})
+    run = run_code(code, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == digest({"b": 0.1, "a": {"x", 2, 1}})
 
 
 def test_arrays_count_by_value_and_a_column_without_a_form_is_named():

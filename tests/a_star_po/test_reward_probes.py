@@ -222,7 +222,7 @@ def test_other_processes_give_the_same_key(tmp_path, key):
         """
     )
     keys = set()
-    for seed, order in (("1", ""), ("2", "other order"), ("3", "called before")):
+    for seed, order in (("1", "other order"), ("2", "called before")):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-c", code, str(tmp_path / "p"), order]
         out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

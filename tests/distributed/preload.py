@@ -1,6 +1,7 @@
 """What the fork server of launch.py imports once for all ranks and launchers."""
 
 import contextlib
+import gc
 import os
 from importlib import import_module
 
@@ -28,3 +29,5 @@ for name in (
 for name in ("bitsandbytes", "deepspeed", "matplotlib.backends.backend_agg", "trl_fsdp_qlora.recipe.plots"):
     with contextlib.suppress(ImportError):
         import_module(name)
+
+gc.freeze()  # `Trainer.train` collects garbage, which then need not look through what was imported
