@@ -38,7 +38,8 @@ class Run:
         **more,
     ):
         folder.mkdir()
-        self.model, self.folder, self.scenarios, self.alone, self.more = model, folder, dict(scenarios), alone, more
+        self.model, self.folder, self.scenarios, self.alone = model, folder, dict(scenarios), alone
+        self.more = {"timeout": 400, **more}  # of up to 20 trainings
         self.needs = dict(needs or {})
         self._found: dict[str, list | str] = {}  # by label: a result per rank, or how the scenario failed
 

@@ -37,7 +37,7 @@ def test_each_way_makes_it_fit(tmp_path):
 
 
 def test_the_fewest_cards_hold_it_and_fewer_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(solve, "_CARDS", (1, 3, 4))
+    monkeypatch.setattr(solve, "_CARDS", (3, 4))
     run = settings(folder(tmp_path), Launch("fsdp2", 1), fsdp_gather="per_layer")
     card = Hardware("a card", 2**40, 4)
     of_four = changed(make_plan(run, hardware=card), processes=4)
