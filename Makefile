@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+VLLM_TESTS ?= tests/vllm tests/rollout
 WORKERS ?= 2
 SEED ?= 0
 BASE ?= runs/small-base
@@ -26,7 +27,7 @@ test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not processes and not gpu and not vllm"
 
 test-vllm: $(VLLM_VENV)/.done
-	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 tests/vllm tests/rollout
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(VLLM_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

