@@ -238,6 +238,19 @@ class Meter:
         return {name: most / MIB for name, most in found.items()}
 
 
+def unwritten(plan) -> int:
+    """Bytes of the buffer of TRL's kernel behind the vocabulary: allocated, but no page of the process, and not planned."""
+    from trl_fsdp_qlora.planning.passes import loss_shape
+    from trl_fsdp_qlora.scoring.logprobs import VOCABULARY_TILE
+    from trl_fsdp_qlora.upstream.memory import TRL_VOCABULARY_CHUNK
+
+    if plan.packed and plan.settings.model.use_peft:
+        return 0  # the frozen head's kernel scores
+    chunk = VOCABULARY_TILE if plan.packed else TRL_VOCABULARY_CHUNK
+    rows = min(4096, loss_shape(plan.settings, plan.packed, False).scored)
+    return rows * max(0, chunk - plan.config.vocab_size) * 4
+
+
 def worker(name: str, model_folder: str, out: str) -> None:
     """Plan and run a case; rank 0 writes what it found to `out`."""
     from trl import ModelConfig
@@ -277,6 +290,7 @@ def worker(name: str, model_folder: str, out: str) -> None:
         "lying": meter.lying / MIB,
         "rises": meter.rises(),
         "process": {"before": before, "after": meter.at},
+        "unwritten": unwritten(plan) / MIB,
         "features": trainer.features(),
         "tokens": plan.settings.prompt_tokens,
     }
@@ -335,7 +349,8 @@ def parts_of(planned: dict[str, int]) -> tuple[float, float]:
 
     lying = {static.BASE_4BIT, static.STATE, static.BASE, static.REFERENCE, static.TRAINED, static.OPTIMIZER}
     # DDP's buckets lie there too, where neither Python nor the profiler's second step sees them.
-    unseen = {plan.PROCESS, plan.LIBRARIES, plan.ROOM, static.BUCKETS}
+    # The comparison is in the first step alone, and a mapped file's pages are no tensor's.
+    unseen = {plan.PROCESS, plan.LIBRARIES, plan.ROOM, plan.COMPARISON, plan.FILE, static.BUCKETS}
     held = sum(size for name, size in planned.items() if name in lying)
     added = sum(size for name, size in planned.items() if name not in lying | unseen)
     return held / MIB, added / MIB
@@ -351,7 +366,8 @@ def pairs(found: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
             continue
         rises = [found["rises"][name] for name in names if name in found["rises"]]
         if rises and phase != "optimizer":
-            components[phase] = (parts_of(planned[phase])[1], max(rises))
+            unwritten = 0.0 if phase == "generate" else found.get("unwritten", 0.0)
+            components[phase] = (parts_of(planned[phase])[1] + unwritten, max(rises))
         peaks = [found["resident"][name] for name in names if name in found["resident"]]
         if peaks:
             resident[phase] = (found["resident_planned"][phase], max(peaks))

@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.planning.models import config, folder, settings
 from trl_fsdp_qlora.planning import skeleton, static
+from trl_fsdp_qlora.planning.hardware import Hardware
+from trl_fsdp_qlora.planning.plan import FILE, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.recipe.checks import lora_config
 
@@ -91,3 +93,19 @@ def test_what_is_spread_over_the_ranks(tmp_path):
         assert all(held[name] == -(-whole[name] // 4) for name in spread)
     assert planned(settings(tmp_path, Launch("ddp", 2)))[static.BUCKETS] == one[static.TRAINED]
     assert one[static.BUCKETS] == 0
+
+
+def test_a_quantized_base_leaves_the_pages_of_its_file_on_a_cpu(tmp_path):
+    """As many as the file has beyond the tensors that still lie in it; none where every tensor was converted."""
+    AutoModelForCausalLM.from_config(config(), dtype=torch.float32).save_pretrained(tmp_path)
+    read = skeleton.checkpoint_bytes(str(tmp_path))
+    four = settings(tmp_path, load_in_4bit=True, dtype="float32")
+    host = Hardware("a host", 2**40, 1, gpu=False)
+    phases = make_plan(four, hardware=host).phases
+    assert {parts[FILE] for parts in phases.values()} == {read - planned(four)[static.BASE]}
+    for run, there in (
+        (four, Hardware("a card", 2**40, 1)),
+        (settings(tmp_path, load_in_4bit=True, dtype="bfloat16"), host),
+        (settings(tmp_path, dtype="float32"), host),
+    ):
+        assert FILE not in make_plan(run, hardware=there).phases["optimizer"]

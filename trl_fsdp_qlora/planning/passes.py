@@ -44,11 +44,13 @@ class PassBytes:
         peak: the most at once.
         head: what the head's tiles are of it: 0 where the peak is elsewhere.
         per_layer: what each layer keeps for the backward.
+        small: what of the peak lies in blocks that a C library takes from its heap.
     """
 
     peak: int
     head: int
     per_layer: int
+    small: int
 
     @property
     def activations(self) -> int:
@@ -89,7 +91,7 @@ def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
     return Shape(rows, prompt + completion, scored, False)
 
 
-def comparison_peak(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu: bool) -> int:
+def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu: bool) -> PassBytes:
     """Bytes of the first step's comparison of packed with padded rows, at its peak (`prefix_sharing.self_check.compare`).
 
     One pass follows the other, nothing draws in them, and the gradients lie where those of the step will.
@@ -97,7 +99,8 @@ def comparison_peak(settings: Settings, config: PretrainedConfig, grad: bool, on
     if settings.launch.kind.startswith("zero"):
         grad = False  # DeepSpeed's backward cannot be undone, so that the values alone are compared
     settings = replace(settings, model=replace(settings.model, lora_dropout=0.0))
-    return max(measure(settings, config, shape, grad, on_gpu).peak for shape in comparison_shapes(settings, on_gpu))
+    both = (measure(settings, config, shape, grad, on_gpu) for shape in comparison_shapes(settings, on_gpu))
+    return max(both, key=lambda one: one.peak)
 
 
 def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bool, on_gpu: bool) -> PassBytes:
@@ -113,10 +116,11 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bo
     layers = config.get_text_config().num_hidden_layers
     two = _run(settings, config, min(2, layers), shape, grad, on_gpu)
     if not grad or layers <= 2:
-        return PassBytes(two.peak, two.head, two.kept)
+        return PassBytes(two.peak, two.head, two.kept, two.small)
     one = _run(settings, config, 1, replace(shape, scored=0), grad, on_gpu, backward=False)
     slope = two.kept - one.kept
-    return PassBytes(two.peak + (layers - 2) * slope, two.head, slope)
+    small = two.small + (layers - 2) * (two.kept_small - one.kept_small)
+    return PassBytes(two.peak + (layers - 2) * slope, two.head, slope, small)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ class _Run:
     peak: int
     head: int
     kept: int
+    small: int
+    kept_small: int
 
 
 def _run(settings, config, layers, shape: Shape, grad, on_gpu, backward: bool = True) -> _Run:
@@ -141,32 +147,33 @@ def _run(settings, config, layers, shape: Shape, grad, on_gpu, backward: bool = 
             tracker = PeakTracker()
             tracker.track(model)
             with tracker:
-                before = tracker.now()
+                before, small = tracker.now(), tracker.small
                 with torch.set_grad_enabled(grad), _autocast(settings):
-                    values, kept, tiles = _forward(model, shape, on_gpu, tracker, settings)
+                    values, kept, kept_small, tiles = _forward(model, shape, on_gpu, tracker, settings)
                 if grad and backward:
                     values.sum().backward()
             head = tiles if tracker.peak_place == "head" else 0
-            return _Run(tracker.peak() - before, head, kept - before)
+            peak_small = max(0, tracker.peak_small - small)
+            return _Run(tracker.peak() - before, head, kept - before, peak_small, kept_small - small)
 
 
-def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) -> tuple[torch.Tensor, int, int]:
-    """What a backward starts from, bytes in use behind the last layer, and what the head's tiles added at most."""
+def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) -> tuple[torch.Tensor, int, int, int]:
+    """What a backward starts from, bytes in use behind the last layer (all, in small blocks), and what the head's tiles add."""
     mask = torch.ones((1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length), dtype=torch.bool)
     ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
     positions = torch.zeros_like(ids)
     out = skeleton.backbone(model)(
         input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
     ).last_hidden_state
-    kept = tracker.now()
+    kept, kept_small = tracker.now(), tracker.small
     if not shape.scored:
-        return out, kept, 0
+        return out, kept, kept_small, 0
     hidden = out.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
     del out
     weight = skeleton.causal_model(model).get_output_embeddings().weight
     before = tracker.now()
     values = _head(hidden, weight, shape, on_gpu, tracker, settings)
-    return values, kept, max(0, tracker.peak() - before)
+    return values, kept, kept_small, max(0, tracker.peak() - before)
 
 
 def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> torch.Tensor:

@@ -10,12 +10,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from . import components, passes, skeleton, static
-from .hardware import AT_WORK, CONTEXT, SLACK, Hardware, read_hardware
+from .hardware import AT_WORK, CONTEXT, HEAP_SHARE, SLACK, Hardware, read_hardware
 from .settings import Settings, from_config, from_yaml, read_launch
 
 ACTIVATIONS = "activations"
 HEAD = "head tiles"
 COMPARISON = "first step's comparison"
+FILE = "checkpoint's pages"
 CACHE = "cache of generation"
 LOGITS = "logits of a token step"
 GATHERED = "gathered weights"
@@ -148,6 +149,7 @@ def _phases(
     if settings.launch.offload:
         base = dict.fromkeys(base, 0)
     on_card = not settings.launch.offload
+    base[FILE] = _file_pages(settings, config, model, hardware, held[static.BASE])
     resident = base | {static.TRAINED: held[static.TRAINED] if on_card else 0}
     optimizer = {static.OPTIMIZER: held[static.OPTIMIZER] if on_card else 0}
     gradients = {static.GRADIENTS: held[static.GRADIENTS] if on_card else 0, static.BUCKETS: held[static.BUCKETS]}
@@ -155,7 +157,6 @@ def _phases(
     gathered = {GATHERED: training}
     drawing, resting = components.engine_bytes(settings, hardware)
 
-    loss = passes.measure(settings, config, passes.loss_shape(settings, packed, hardware.gpu), True, hardware.gpu)
     phases = {
         "load": resident | {ENGINE: drawing} | _loading(settings, model, hardware),
         "generate": resident
@@ -165,8 +166,7 @@ def _phases(
         | optimizer
         | gradients
         | gathered
-        | {ACTIVATIONS: loss.activations, HEAD: loss.head}
-        | _comparison(settings, config, hardware, loss, True, packed),
+        | _pass(settings, config, hardware, packed, True),
         "optimizer": resident | optimizer | gradients | _stepping(settings, held),
         "save": resident | optimizer,
     }
@@ -174,25 +174,34 @@ def _phases(
     for name in ("forward_backward", "optimizer", "save"):
         phases[name][ENGINE] = resting
     if settings.scores_again:
-        shape = passes.loss_shape(settings, packed, hardware.gpu)
-        score = passes.measure(settings, config, shape, False, hardware.gpu)
-        phases["score"] = resident | optimizer | gathered
-        phases["score"] |= {ENGINE: resting, ACTIVATIONS: score.activations, HEAD: score.head}
-        phases["score"] |= _comparison(settings, config, hardware, score, False, packed)
+        phases["score"] = resident | optimizer | gathered | {ENGINE: resting}
+        phases["score"] |= _pass(settings, config, hardware, packed, False)
     process = _process(hardware)  # after the passes: what planning them leaves in it is in the run as well
     for name, parts in phases.items():
         parts |= process if name != "load" else {PROCESS: process[PROCESS]}
-        parts[ROOM] = _slack(parts, hardware)
+        parts[ROOM] = parts.get(ROOM, 0) + _slack(parts, hardware)
     return {name: {k: v for k, v in phases[name].items() if v} for name in PHASES if name in phases}
 
 
-def _comparison(
-    settings, config, hardware: Hardware, own: passes.PassBytes, grad: bool, packed: bool
-) -> dict[str, int]:
-    """What the first step's comparison with the padded pass needs beyond the pass itself, which comes after it."""
-    if not packed:
-        return {}
-    return {COMPARISON: max(0, passes.comparison_peak(settings, config, grad, hardware.gpu) - own.peak)}
+def _pass(settings, config, hardware: Hardware, packed: bool, grad: bool) -> dict[str, int]:
+    """Of the loss, or without gradients a scoring pass; and what the first step's comparison, which comes before, needs beyond."""
+    own = passes.measure(settings, config, passes.loss_shape(settings, packed, hardware.gpu), grad, hardware.gpu)
+    fullest = own
+    if packed:
+        fullest = max(own, passes.comparison(settings, config, grad, hardware.gpu), key=lambda one: one.peak)
+    parts = {ACTIVATIONS: own.activations, HEAD: own.head, COMPARISON: fullest.peak - own.peak}
+    return parts if hardware.gpu else parts | {ROOM: math.ceil(HEAP_SHARE * fullest.small)}
+
+
+def _file_pages(settings, config, model: nn.Module, hardware: Hardware, others: int) -> int:
+    """Of a mapped checkpoint whose linear weights were quantized: its pages stay while a tensor, the embeddings, lies in it."""
+    asked = skeleton.dtype_of(settings, config)
+    if hardware.gpu or not settings.model.load_in_4bit or settings.launch.sharded:
+        return 0
+    if (config.dtype or asked) != asked:
+        return 0  # every tensor was converted, that is copied
+    read = skeleton.checkpoint_bytes(str(settings.model.model_name_or_path or ""))
+    return max(0, (read or skeleton.numel(model) * asked.itemsize) - others)
 
 
 def _generation(settings, config, hardware, resident, gathered: tuple[int, int]) -> dict[str, int]:

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _UpdateType, _WeakRefInfo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TRL_VOCABULARY_CHUNK
 
 from .signatures import check_signatures
 
-__all__ = ["TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
+__all__ = ["HEAP_BLOCK", "TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
+
+# glibc takes no larger block from its heap: such a one is mapped, and given back when it is freed (mallopt(3)).
+HEAP_BLOCK = 32 * 2**20
 
 EXPECTED = {
     "MemTracker.track_external": (MemTracker.track_external, "self external"),
@@ -24,6 +27,10 @@ EXPECTED = {
     "MemTracker._update_peak_stats": (MemTracker._update_peak_stats, "self peak_state"),
     "MemTracker._track_resize": (MemTracker._track_resize, "self"),
     "MemTracker._restore_resize": (MemTracker._restore_resize, "self"),
+    "MemTracker._update_snap": (
+        MemTracker._update_snap,
+        "self u_type winfo old_mem_consumed old_reftype",
+    ),
     "MemTracker._track": (MemTracker._track, "self reftype t"),
 }
 
@@ -37,12 +44,15 @@ class PeakTracker(MemTracker):
     Attributes:
         place: what is running, in words of whoever runs it.
         peak_place: `place` at the peak.
+        small: bytes in use in blocks of less than `HEAP_BLOCK`.
+        peak_small: `small` at the peak.
     """
 
     def __init__(self):
         super().__init__()
         self.place: str | None = None
         self.peak_place: str | None = None
+        self.small = self.peak_small = 0
 
     def track(self, *kept: nn.Module | torch.Tensor | None) -> None:
         """Count what is there already."""
@@ -65,12 +75,24 @@ class PeakTracker(MemTracker):
     def _totals(snapshot: dict[Any, dict[str, int]]) -> list[int]:
         return [device["Total"] for device in snapshot.values()]
 
+    def _update_snap(
+        self,
+        u_type: _UpdateType,
+        winfo: _WeakRefInfo,
+        old_mem_consumed: int | None = None,
+        old_reftype: Any = None,
+    ) -> None:
+        before = sum(self._totals(self._curr_mem_snap))
+        super()._update_snap(u_type, winfo, old_mem_consumed, old_reftype)
+        if winfo.mem_consumed < HEAP_BLOCK:
+            self.small += sum(self._totals(self._curr_mem_snap)) - before
+
     def _update_peak_stats(self, peak_state) -> None:
         for device, snapshot in self._curr_mem_snap.items():
             if self._peak_mem.get(device, 0) < snapshot["Total"]:
                 self._peak_mem[device] = snapshot["Total"]
                 self._peak_mem_snap[device] = dict(snapshot)
-                self.peak_place = self.place
+                self.peak_place, self.peak_small = self.place, self.small
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -82,6 +104,7 @@ class PeakTracker(MemTracker):
         self._track_resize()
         self._peak_mem_snap = self.get_tracker_snapshot()
         self._peak_mem = {device: total["Total"] for device, total in self._peak_mem_snap.items()}
+        self.peak_small = self.small
         TorchDispatchMode.__enter__(self)
         return self
 
