@@ -114,7 +114,7 @@ def test_refused_before_the_base_is_loaded(tmp_path):
     config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, rollout_sync="adapter")
     with pytest.raises(RolloutError, match="use_dora"):
         EfficientGRPOTrainer(
-            "there-is-no-such-model",
+            str(tmp_path / "there-is-no-such-model"),  # by a name alone the Hub would be asked, for twenty seconds
             tiny.digit_share,
             config,
             tiny.prompts(),
