@@ -57,7 +57,7 @@ BENCHMARKS = {
 }
 TINY = {
     "prefix_sharing": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --points 512/512 --backends auto",
-    "prefix_sharing_2": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --points ragged --backends auto",
+    "prefix_sharing_2": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --points 512/512 --backends two_part",
     "lm_head": "--rounds 1 --tokens 32 --hidden 64 --vocabularies 128",
     "token_selection": "--runs 1 --vocabulary 64 --shape tiny",
 }

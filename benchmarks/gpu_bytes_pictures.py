@@ -35,7 +35,8 @@ def grid_table(grid: dict[str, dict]) -> str:
 
 def groups_table(groups: dict[str, dict]) -> str:
     """Series by card: the largest group of stock TRL and ours."""
-    cards = list(dict.fromkeys(card for rows in groups.values() for card, row in rows.items() if "largest" in row))
+    cards = {card for rows in groups.values() for card, row in rows.items() if "largest" in row}
+    cards = sorted(cards, key=lambda card: int(card.split()[0]))
     lines = ["| completions in the largest group: stock → ours | " + " | ".join(cards) + " |"]
     lines.append("|---" * (len(cards) + 1) + "|")
     for series in dict.fromkeys(name.rpartition(" ")[0] for name in groups):

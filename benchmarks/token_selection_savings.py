@@ -10,6 +10,7 @@ backward's projection too. Saved bytes are the distinct storages that autograd k
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -40,18 +41,26 @@ TARGETS = {
 
 
 class HeadClock:
-    """Seconds spent in `logprobs.score_positions`."""
+    """Seconds spent in `logprobs.score_positions`; for trainers that are made afterwards, whose models keep the function."""
 
     def __init__(self):
-        self.seconds, self.inner = 0.0, logprobs.score_positions
-        logprobs.score_positions = self
+        self.seconds, score = 0.0, logprobs.score_positions
 
-    def __call__(self, *args, **kwargs):
-        start = time.perf_counter()
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            self.seconds += time.perf_counter() - start
+        @functools.wraps(score)
+        def timed(hidden_NH, *args, **kwargs):
+            start = self.now(hidden_NH)
+            try:
+                return score(hidden_NH, *args, **kwargs)
+            finally:
+                self.seconds += self.now(hidden_NH) - start
+
+        logprobs.score_positions = timed
+
+    @staticmethod
+    def now(tensor: torch.Tensor) -> float:
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def two_groups(batch: dict) -> dict:
@@ -62,11 +71,10 @@ def two_groups(batch: dict) -> dict:
     return {**batch, **doubled, "num_items_in_batch": batch["num_items_in_batch"] * 2}
 
 
-def measure(trainer, args) -> dict[str, dict[str, list[float]]]:
+def measure(trainer, clock: HeadClock, args) -> dict[str, dict[str, list[float]]]:
     """Seconds, seconds of the LM head, saved bytes and share of scored tokens of each variant, a value per run."""
     one = make_batch(args.vocabulary, PROMPT, COMPLETION, GROUP, "equal", args.device, seed=1)
     two = two_groups(one)
-    clock = HeadClock()
     budgets = {}
     for name, options in VARIANTS.items():
         for key, value in {"token_selection": "all", "skip_zero_advantage": True, **options}.items():
@@ -132,8 +140,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     base = make_model(args).to(args.device)
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    clock = HeadClock()
     trainer = make_trainer(EfficientGRPOTrainer, peft.get_peft_model(base, lora), "auto", args, GROUP)
-    rows = table(measure(trainer, args))
+    rows = table(measure(trainer, clock, args))
     if args.output:
         machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
         setting = {"machine": machine, "torch": torch.__version__, "trl": trl.__version__, **vars(args)}

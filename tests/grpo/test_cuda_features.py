@@ -10,7 +10,7 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import lora, save_tiny_model, tiny_model, trainer
+from tests.tiny import lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 
 from .on_gpu import MARKS, a_star_po
@@ -147,15 +147,3 @@ def test_a_model_split_over_two_devices_equals_one(tmp_path):
         assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
     assert_equal(results[1], results[0])
     assert len(ours._prepare_inputs([ours.train_dataset[i] for i in ROWS])["completion_ids"]) == 8  # and generates
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_checkpoint_that_trl_spreads_over_the_gpus_trains(tmp_path):
-    """`python script.py` on a machine with several: TRL loads with `device_map="auto"`."""
-    model = save_tiny_model(tmp_path / "model")
-    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "run", model=model, bf16=True)
-    assert len({parameter.device for parameter in ours.model.parameters()}) > 1
-    ours.train()
-    losses = [row["loss"] for row in ours.state.log_history if "loss" in row]
-    assert len(losses) == 3 and torch.tensor(losses).isfinite().all()
-    assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
