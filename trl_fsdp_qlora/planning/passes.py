@@ -73,16 +73,14 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
     return _padded(rows, prompt, completion, on_gpu)
 
 
-def comparison_shapes(settings: Settings, on_gpu: bool) -> tuple[Shape, Shape]:
-    """What the first step compares, packed and padded: two completions of a prompt and one of another, as far as there are.
+def comparison_shape(settings: Settings, on_gpu: bool) -> Shape:
+    """What the first step compares, padded: two completions of a prompt and one of another, as far as there are.
 
-    See `scoring.request.PassRequest.few_rows`.
+    See `scoring.request.PassRequest.few_rows`. Packed they have fewer tokens, and that pass is over by then.
     """
     other = int(settings.groups > 1)
     rows = min(2, settings.num_generations, settings.per_device_train_batch_size) + other
-    prompt, completion = settings.prompt_tokens, settings.max_completion_length
-    packed = Shape(1, (1 + other) * prompt + rows * completion, rows * completion, True)
-    return packed, _padded(rows, prompt, completion, on_gpu)
+    return _padded(rows, settings.prompt_tokens, settings.max_completion_length, on_gpu)
 
 
 def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
@@ -99,8 +97,7 @@ def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu:
     if settings.launch.kind.startswith("zero"):
         grad = False  # DeepSpeed's backward cannot be undone, so that the values alone are compared
     settings = replace(settings, model=replace(settings.model, lora_dropout=0.0))
-    both = (measure(settings, config, shape, grad, on_gpu) for shape in comparison_shapes(settings, on_gpu))
-    return max(both, key=lambda one: one.peak)
+    return measure(settings, config, comparison_shape(settings, on_gpu), grad, on_gpu)
 
 
 def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bool, on_gpu: bool) -> PassBytes:
