@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.publishing.hub_server import TOKEN, hub
 from tests.tiny import save_tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -59,10 +60,10 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def python(*words: str, installed: Path, cwd: Path) -> str:
+def python(*words: str, installed: Path, cwd: Path, **more: str) -> str:
     """What a Python process in the folder `cwd` says, with the wheel and not the clone among its packages."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    environment["HF_HOME"] = str(cwd / ".hf")  # and no accelerate config of the machine's user
+    environment |= {"HF_HOME": str(cwd / ".hf"), **more}  # and no accelerate config of the machine's user
     run = subprocess.run(
         [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=400
     )
@@ -70,8 +71,8 @@ def python(*words: str, installed: Path, cwd: Path) -> str:
     return run.stdout + run.stderr
 
 
-def call(*words: str, installed: Path, cwd: Path) -> str:
-    return python("-m", "trl_fsdp_qlora", *words, installed=installed, cwd=cwd)
+def call(*words: str, installed: Path, cwd: Path, **more: str) -> str:
+    return python("-m", "trl_fsdp_qlora", *words, installed=installed, cwd=cwd, **more)
 
 
 def test_what_is_in_it(wheel):
@@ -134,7 +135,7 @@ def test_every_other_command_in_turn(installed, place):
         assert expected in said.partition(f"<<{line}>>")[2].partition("<<")[0], line
 
 
-def test_grpo_trains_with_data_and_rewards_of_ones_own(installed, place):
+def test_grpo_trains_with_data_and_rewards_of_ones_own_and_is_published(installed, place):
     data = "def load(split):\n    return [{'problem': f'{a}+1=', 'answer': a + 1} for a in range(40) if (a < 20) == (split == 'test')]\n"
     (place / "my_data.py").write_text(data)
     reward = "def short(completions, **columns):\n    return [-float(len(one[0]['content'])) for one in completions]\n"
@@ -151,3 +152,10 @@ def test_grpo_trains_with_data_and_rewards_of_ones_own(installed, place):
     card = (place / "out" / "README.md").read_text()
     assert f"trl-fsdp-qlora {words}" in card.replace("\n", " ")  # what anybody can type
     assert str(place) not in card and str(installed) not in card
+    with hub() as server:
+        client = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        words = "publish out --repo me/sums --base owner/tiny-base --base-folder base"
+        said = call(*words.split(), installed=installed, cwd=place, **client)
+        assert "plain PEFT in a fresh process gives the logits recorded when it was saved" in said
+        adapter = (place / "out" / "adapter_model.safetensors").read_bytes()
+        assert server.files("me/sums")["adapter_model.safetensors"] == adapter
