@@ -32,8 +32,8 @@ CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs 
 # On a CPU, what a process grows by beside tensors from its plan to its first step: pages of libraries that are touched then, and
 # their objects. Measured: 38 to 43 MiB (benchmarks/plan_error.py, cases `process` and `narrow`, 2026-11-22, torch 2.13).
 AT_WORK = 40 * 2**20
-# On a CPU, what the C library keeps in its heap beside tensors of less than 32 MiB at a pass's peak, as a share of those. Measured:
-# 0.1 to 0.7 of them, glibc 2.36 (benchmarks/plan_error.py, 2026-11-22). Larger blocks go back when they are freed.
+# On a CPU, what the C library keeps in its heap beside tensors of less than 32 MiB at a pass's peak, as a share of those. Fitted,
+# not derived: 0.1 to 0.7 of them, glibc 2.36 (benchmarks/plan_error.py, 2026-11-22). Larger blocks go back when they are freed.
 HEAP_SHARE = 0.6
 SLACK = 0.05  # share of what comes and goes that the caching allocator holds beside it; assumed
 
