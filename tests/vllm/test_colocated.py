@@ -39,9 +39,8 @@ def test_a_run_is_proven_and_moves_the_adapter_alone(start):
     trainer.train()
     adapter = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
     assert trainer.vllm_generation.last_sync["bytes"] == adapter
-    assert trainer.vllm_generation.last_sync["seconds"] == pytest.approx(
-        figures(trainer, "time/weight_sync_s")[-1], abs=0.01
-    )
+    # The trainer's figure is taken around the engine's own.
+    assert 0 < trainer.vllm_generation.last_sync["seconds"] <= figures(trainer, "time/weight_sync_s")[-1]
     assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
     staleness = figures(trainer, "rollout/staleness")
     assert len(staleness) == 3  # the first sync has none before it
