@@ -48,7 +48,8 @@ def test_what_a_part_started_ends_with_it(gpu, tmp_path, interruptible):
     The part itself is interrupted first and has a last word: pytest's is the list of what failed.
     """
     pid = tmp_path / "pid"
-    worker = "import time; time.sleep(600)"
+    # Deaf to interrupts, so that it has to be killed, and its own last word does not race with the part's.
+    worker = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
     script = (
         "import subprocess, sys, time\n"
         f"worker = subprocess.Popen([sys.executable, '-c', {worker!r}])\n"
