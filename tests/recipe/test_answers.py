@@ -75,6 +75,7 @@ def test_extract_answer(text, answer_format, answer):
     assert answers.extract_answer(text, answer_format) == answer
 
 
+@pytest.mark.processes  # math-verify's
 def test_gsm8k_gold_and_latex_gold():
     pytest.importorskip("math_verify")
     assert answers.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72

@@ -33,6 +33,7 @@ def test_a_config_by_name_and_the_scripts_own_words(tmp_path, monkeypatch):
     assert launch._with_paths(words) == ["--config_file", str(accelerate_config("cpu")), *words[2:]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("code", "status"), [("", 0), ("raise SystemExit(3)", 3)])
 def test_one_process(code, status, tmp_path):
     (tmp_path / "script.py").write_text(code)
