@@ -11,7 +11,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ConnectTimeoutError
 
 from tests.distributed.launch import free_port, launch
-from tests.vllm.serve import RecordedServer
+from tests.vllm.serve import WRONG_STARTS, RecordedServer
 from trl_fsdp_qlora.rollout import server as module
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.server import AdapterServer
@@ -39,15 +39,7 @@ def test_a_server_that_is_right():
         assert running.asked[0] == "/health" and running.asked[-1] == "/server_info"
 
 
-@pytest.mark.parametrize(
-    "wrong, named",
-    [
-        ({"max_lora_rank": None}, "--enable-lora"),
-        ({"max_lora_rank": 4}, "--max-lora-rank 8"),
-        ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
-        ({"replicas": 2}, "--data-parallel-size"),
-    ],
-)
+@pytest.mark.parametrize("wrong, named", WRONG_STARTS)
 def test_a_server_that_was_started_wrong(waits, wrong, named):
     with RecordedServer(**wrong) as running, pytest.raises(RolloutError, match=named):
         client(running.url)

@@ -69,6 +69,15 @@ class Server:
             return [model["id"] for model in json.load(answer)["data"]]
 
 
+# How a [`RecordedServer`] may have been started wrong, and what the error names.
+WRONG_STARTS = [
+    ({"max_lora_rank": None}, "--enable-lora"),
+    ({"max_lora_rank": 4}, "--max-lora-rank 8"),
+    ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
+    ({"replicas": 2}, "--data-parallel-size"),
+]
+
+
 class RecordedServer:
     """Answers as a vLLM 0.31 server does that was started in some wrong way.
 

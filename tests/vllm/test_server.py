@@ -10,22 +10,14 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import free_port, launch
 from tests.fsdp2_qlora import tiny as qlora
 from tests.vllm.runs import figures, grpo, on_quantized, on_server
-from tests.vllm.serve import RecordedServer
+from tests.vllm.serve import WRONG_STARTS, RecordedServer
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.engine_model import EngineModel
 from trl_fsdp_qlora.rollout.sync_proof import StaleRolloutError
 
 
-@pytest.mark.parametrize(
-    "wrong, named",
-    [
-        ({"max_lora_rank": None}, "--enable-lora"),
-        ({"max_lora_rank": 4}, "--max-lora-rank 8"),
-        ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
-        ({"replicas": 2}, "--data-parallel-size"),
-    ],
-)
+@pytest.mark.parametrize("wrong, named", WRONG_STARTS)
 def test_a_server_that_was_started_wrong(base, tmp_path, wrong, named):
     with RecordedServer(**wrong) as server, pytest.raises(RolloutError, match=named):
         grpo(base, tmp_path, **on_server(server.url))
