@@ -71,11 +71,15 @@ def test_the_longest_prompt_is_the_tokenizer_s(base, tmp_path):
 
 
 def test_a_recipe_says_planned_and_measured_after_its_first_step(base, tmp_path, monkeypatch, capsys):
+    """Of a file with words in it that YAML reads as truth values."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("prefix_sharing: off\nphase_metrics: on\nsave_strategy: no\n")
     words = (
-        f"--model_name_or_path {base} --dataset addition --held_out 8 --skip_accuracy true --output_dir {tmp_path} "
+        f"--config {recipe} "
+        f"--model_name_or_path {base} --dataset addition --held_out 8 --skip_accuracy true --output_dir {tmp_path / 'out'} "
         "--use_peft true --lora_target_modules all-linear --per_device_train_batch_size 8 --num_generations 4 "
         "--max_completion_length 4 --max_steps 2 --bf16 false --use_cpu true --report_to none --logging_steps 1 "
-        "--save_strategy no --disable_tqdm true --gradient_checkpointing false"
+        "--disable_tqdm true --gradient_checkpointing false"
     )
     monkeypatch.setattr(sys, "argv", [str(GRPO), *words.split()])
     record = {}
@@ -88,4 +92,5 @@ def test_a_recipe_says_planned_and_measured_after_its_first_step(base, tmp_path,
     assert said.count("memory of the first step on rank 0, planned and measured:") == 1
     lines = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith("  ") and "MiB" in line}
     assert {"generate", "forward_backward"} <= lines.keys()
+    assert not list((tmp_path / "out").glob("checkpoint-*")) and "prefix sharing: off" in said
     assert [entry["memory/planned_mib"] > 0 for entry in record["history"] if "loss" in entry] == [True, True]

@@ -11,6 +11,7 @@ from trl import GRPOConfig, ModelConfig
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
 from trl_fsdp_qlora.recipe import small_base
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_training
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.datasets import DatasetError
 from trl_fsdp_qlora.recipe.small_base import habit_dataset
@@ -47,6 +48,20 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path):
         parse(tmp_path, "just text")
     with pytest.raises(ConfigError, match="No such file"):
         parse_recipe(TYPES, ["--config", str(tmp_path / "missing.yaml")])
+
+
+def test_off_and_no_in_a_file_are_the_words_that_they_are_on_the_command_line(tmp_path):
+    """YAML reads them as truth values; a truth value that is none of a field's words stays an error."""
+    given = "dataset: addition\nmodel_name_or_path: m\n"
+    _, config, model = parse(tmp_path, f"{given}prefix_sharing: off\nphase_metrics: on\nsave_strategy: no\n")
+    assert (config.prefix_sharing, config.phase_metrics, config.save_strategy) == ("off", "on", "no")
+    assert EfficientGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, prefix_sharing=False).prefix_sharing == "off"
+    check_training(config, model)
+    _, config, model = parse(tmp_path, f"{given}prefix_sharing: on\n")
+    with pytest.raises(ConfigError, match="prefix_sharing='on' is not known; use one of auto, off"):
+        check_training(config, model)
+    with pytest.raises(ConfigError, match="save_strategy=True is none of no, steps"):
+        parse(tmp_path, f"{given}save_strategy: yes\n")
 
 
 def test_the_same_split_twice_is_refused():

@@ -7,7 +7,7 @@ from trl import GRPOConfig
 
 from ..fsdp2_qlora.generation import check_mode
 from ..run import redaction
-from ..run.config_fields import documented
+from ..run.config_fields import SWITCHES, documented, spelled
 from ..run.input_checks import batch_size_advice
 from ..run.telemetry import check_clock
 from ..scoring.head_choice import check_head_kernel
@@ -155,6 +155,8 @@ class EfficientGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        for name in SWITCHES:
+            setattr(self, name, spelled(getattr(self, name)))
         if self.num_generations < 1:
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; 8, say")
         accumulation = self.steps_per_generation or self.gradient_accumulation_steps

@@ -15,6 +15,7 @@ from trl import GRPOConfig, ModelConfig
 
 from ..recipe.arguments import ConfigError, ScriptArguments, read_yaml
 from ..run.accelerate_configs import accelerate_config, names
+from ..run.config_fields import SWITCHES, spelled
 
 PROMPT_TOKENS = 256  # where nothing better is known; `--prompt_tokens`
 # Fields of this package's configs and of A*-PO's that are read where they are set.
@@ -216,8 +217,9 @@ def from_yaml(
         "max_completion_length",
     ):
         values[name] = count(name, values[name])
-    if values["prefix_sharing"] is False:
-        values["prefix_sharing"] = "off"  # which YAML reads as a truth value
+    values |= {
+        name: spelled(values[name]) for name in SWITCHES if name in values
+    }  # no config is built that would do it
     if launch.kind == "single" and launch.mixed_precision is None and values.get("use_cpu"):
         launch = Launch(launch.kind, launch.processes, use_cpu=True)
     return Settings(model, values, launch, **more)

@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
+from ..run.config_fields import spelled
+
 DEBUG_ERRORS = "--debug_errors"
 _NUMBERS = {"int": "whole number", "float": "number"}
 
@@ -204,6 +206,8 @@ def _scalar(action: argparse.Action, value: Any, path: str) -> Any:
         raise ConfigError(f"{path}: {action.dest}={value!r} is neither true nor false")
     elif kind == "str" and isinstance(value, (list, dict)):
         raise ConfigError(f"{path}: {action.dest}={value!r} must be one word or text")
+    if action.choices is not None:
+        value = spelled(value, action.choices)
     if action.choices is not None and value not in action.choices:
         raise ConfigError(f"{path}: {action.dest}={value!r} is none of {', '.join(map(str, action.choices))}")
     return value
