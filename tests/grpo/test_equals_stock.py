@@ -24,6 +24,8 @@ from tests.tiny import (
     trainer,
 )
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.scoring import cpu_products
+from trl_fsdp_qlora.upstream.onednn import product
 
 # fp32, SGD: what differs is the order of additions. Three steps of lr 1e-2.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
@@ -91,6 +93,20 @@ def test_loss_types(tmp_path, loss_type, sharing):
 def test_options(tmp_path, changes, sharing):
     # With loss_type "grpo" a step is a mean over completions, so which micro-batch one falls into does not matter.
     assert_equal_runs(tmp_path, sharing=sharing, **{"loss_type": "grpo", **changes})
+
+
+@pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "checkpointed"])
+def test_products_by_another_library(tmp_path, changes, peft, monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    assert_equal_runs(tmp_path / "torch", peft=peft, sharing="auto", **changes)
+    calls = []
+    monkeypatch.setattr(cpu_products, "MANY_WEIGHTS", 1)
+    monkeypatch.setattr(cpu_products, "beats_mkl", lambda: True)
+    monkeypatch.setattr(cpu_products, "product", lambda *args: calls.append(1) or product(*args))
+    assert_equal_runs(tmp_path / "onednn", peft=peft, sharing="auto", **changes)
+    assert calls
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -9,9 +9,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from tests.rollout.test_decoding import PROMPTS, SIZES, build, greedy
-from trl_fsdp_qlora.rollout import decoding_weights
 from trl_fsdp_qlora.rollout.completions import complete
 from trl_fsdp_qlora.rollout.decoding_weights import FasterLayers, can_be_faster, faster_layers
+from trl_fsdp_qlora.scoring import cpu_products
+from trl_fsdp_qlora.scoring.cpu_products import faster_products
 
 # Sums of up to 48 products in another order, through four layers: logits of about 5 move by some units in the last
 # place (6e-7 each). A wrong adapter or layer moves them by tenths.
@@ -21,10 +22,11 @@ LAYERS = 4 * 7
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """The head's 64 x 32 weights are many: three blocks of 21 outputs, and one output left over."""
-    monkeypatch.setattr(decoding_weights, "BLOCK", 20)
-    monkeypatch.setattr(decoding_weights, "MANY_WEIGHTS", 64 * 32)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    """The head's 64 x 32 weights are many, and the processor is one that oneDNN serves better."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(cpu_products, "MANY_WEIGHTS", 64 * 32)
+    monkeypatch.setattr(cpu_products, "beats_mkl", lambda: True)
 
 
 def adapted(**changes):
@@ -68,7 +70,7 @@ def both(model) -> tuple[torch.Tensor, torch.Tensor, FasterLayers]:
 
 
 @pytest.mark.parametrize(
-    ("make", "adapters", "blocks"),
+    ("make", "adapters", "products"),
     [
         (build, 0, 1),
         (with_bias, 0, 1),
@@ -82,10 +84,10 @@ def both(model) -> tuple[torch.Tensor, torch.Tensor, FasterLayers]:
     ],
     ids=["full", "bias", "head's bias", "lora", "some layers", "head", "adapter off", "merged", "modules_to_save"],
 )
-def test_outputs_are_the_layers_own(make, adapters, blocks):
+def test_outputs_are_the_layers_own(make, adapters, products):
     model = make()
     found, expected, faster = both(model)
-    assert faster == FasterLayers(adapters, blocks)
+    assert faster == FasterLayers(adapters, products)
     torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
     if make is adapted:
         with model.disable_adapter(), torch.no_grad():
@@ -93,26 +95,20 @@ def test_outputs_are_the_layers_own(make, adapters, blocks):
         assert (base - found[:1]).abs().max() > 100 * ROUNDING  # the adapter does count
 
 
-@pytest.mark.parametrize("rows", [1, decoding_weights.FEW_ROWS, decoding_weights.FEW_ROWS + 1])
-@pytest.mark.parametrize("outputs", [1, 63, 64])
-def test_blocks_for_few_and_one_product_for_many_rows(rows, outputs, monkeypatch):
-    monkeypatch.setattr(decoding_weights, "MANY_WEIGHTS", 1)
-    layer, x = nn.Linear(32, outputs), torch.randn(rows, 1, 32)
-    calls = []
-    bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *args: calls.append(1) or bmm(*args))
-    with torch.no_grad(), faster_layers(nn.Sequential(layer)):
-        found = layer(x)
-    assert found.shape == (rows, 1, outputs) and found.is_contiguous()
-    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING)
-    assert len(calls) == (rows <= decoding_weights.FEW_ROWS)
-
-
-def test_without_mkl_weights_are_multiplied_whole(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+def test_where_torchs_own_product_is_as_good_only_adapters_are_faster(monkeypatch):
+    monkeypatch.setattr(cpu_products, "beats_mkl", lambda: False)
     assert can_be_faster(adapted()) == FasterLayers(LAYERS, 0)
     assert can_be_faster(build()).reason is not None
+
+
+def test_inside_a_step_that_multiplies_by_the_same_library():
+    model = adapted()
+    with faster_products(model) as count:
+        during = {name: vars(module).get("forward") for name, module in model.named_modules()}
+        found, expected, faster = both(model)
+        assert count and faster == FasterLayers(LAYERS, 1)
+        assert {name: vars(module).get("forward") for name, module in model.named_modules()} == during
+    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
 
 
 def two_adapters():
@@ -149,7 +145,7 @@ def hooked():
     ids=["dora", "lora_bias", "two adapters", "dropout", "hooks", "bfloat16"],
 )
 def test_what_is_not_a_plain_product_runs_as_before(make, monkeypatch):
-    monkeypatch.setattr(decoding_weights, "MANY_WEIGHTS", 2**18)  # the head, too
+    monkeypatch.setattr(cpu_products, "MANY_WEIGHTS", 2**16)  # the head, too
     model = make()
     assert can_be_faster(model).adapters == 0 and "no adapter" in can_be_faster(model).describe()
     torch.manual_seed(3)

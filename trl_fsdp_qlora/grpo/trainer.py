@@ -1,10 +1,9 @@
 """`EfficientGRPOTrainer`: `trl.GRPOTrainer`'s interface, with another way of computing the same numbers."""
 
-import functools
 import inspect
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 from accelerate.logging import get_logger
@@ -29,6 +28,7 @@ from ..run.identity import describe_run
 from ..run.startup import StartupCallback
 from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.contexts import with_tied_entropies
+from ..scoring.cpu_products import faster_products
 from ..scoring.request import Kind, PassRequest
 from .arguments import adapter_and_base, checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
@@ -63,7 +63,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
 
-    @functools.wraps(GRPOTrainer.__init__)
+    @wraps(GRPOTrainer.__init__)
     def __init__(self, *positional, **named):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
         given.pop("self")
@@ -210,12 +210,12 @@ class EfficientGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
     def training_step(self, model, inputs, num_items_in_batch):
-        with self.clock.phase("forward_backward"):
+        with self.clock.phase("forward_backward"), faster_products(self.model):
             self.sharding.before_micro_batch(self.model)
             return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluate(self, *args, **kwargs):
-        with self.clock.phase("evaluate"):
+        with self.clock.phase("evaluate"), faster_products(self.model):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args, **kwargs):
@@ -268,7 +268,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             request, *padded_batch(inputs), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
 
-    @functools.wraps(GRPOTrainer._get_per_token_logps_and_entropies)
+    @wraps(GRPOTrainer._get_per_token_logps_and_entropies)
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         stock = super()._get_per_token_logps_and_entropies
         request = rollout_pass(model, self.ref_model)
@@ -276,7 +276,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             return request.values
         call = inspect.signature(stock).bind(model, *args, **kwargs).arguments
         del call["model"]
-        return self._score(request.on(**call), functools.partial(padded_pass, stock, whole_rows=self._keeps_columns))
+        return self._score(request.on(**call), partial(padded_pass, stock, whole_rows=self._keeps_columns))
 
     def _score(self, request: PassRequest, padded):
         """What `request` asks for, in TRL's three values; the pass is a phase itself where it is not part of one."""

@@ -14,6 +14,7 @@ from ..publishing.card import hardware, software
 from ..run import redaction
 from ..run.checkpoints import resolve_resume
 from ..run.disk import disk_errors
+from ..scoring.cpu_products import faster_products
 from .arguments import ScriptArguments
 from .building import model_arguments, refusals_in_a_line
 from .data import load_problems, measured_prompts, prompts_of
@@ -137,7 +138,8 @@ def run_sft(
     record.put(**about, dataset=redaction.portable(script.dataset), accuracy_on=script.accuracy_on)
     if not script.skip_accuracy:
         trainer.add_callback(_Measure(measure, record))
-    trainer.train(resume_from_checkpoint=resume)
+    with faster_products(trainer.model):
+        trainer.train(resume_from_checkpoint=resume)
     with disk_errors(args.output_dir):
         trainer.save_model()
         record.put(history=trainer.state.log_history, finished_step=trainer.state.global_step)

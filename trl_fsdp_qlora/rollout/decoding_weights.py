@@ -1,10 +1,9 @@
-"""Linear layers of a model while completions are decoded on CPUs: adapters in two products, weights in batched blocks.
+"""Linear layers of a model while completions are decoded on CPUs: adapters in two products, weights by the faster library.
 
 A LoRA layer runs five small operations beside its base, with as many results; here the adapter takes one product and one
-that is added to the base's output in place. A weight is multiplied by few rows as a batch of blocks of its outputs: MKL's
-batched product takes half to four fifths of the time of one product of the same size (docs/LOG.md). What is computed
-is the layer's own sum of products, so outputs differ by a few units in the last place of the largest term. Weights are neither
-copied nor changed.
+that is added to the base's output in place. Weights are multiplied by oneDNN where that beats MKL ([`cpu_products`]). What is
+computed is the layer's own sum of products, so outputs differ by a few units in the last place of the largest term. Weights are
+neither copied nor changed.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
-# Outputs of a block, the rows up to which blocks are the faster, and the weights from which they are (`benchmarks/decoding_products.py`).
-BLOCK = 1024
-FEW_ROWS = 128
-MANY_WEIGHTS = 2**18
+from ..scoring.cpu_products import gains, replaced_forward
+from ..upstream.onednn import product
 
 
 @dataclass
@@ -31,12 +28,12 @@ class FasterLayers:
 
     Attributes:
         adapters: LoRA layers whose adapter takes two products.
-        blocks: layers whose weight is multiplied in blocks.
+        products: layers whose weight is multiplied by oneDNN.
         reason: why there are none, or `None`.
     """
 
     adapters: int = 0
-    blocks: int = 0
+    products: int = 0
     reason: str | None = None
 
     def describe(self) -> str:
@@ -44,7 +41,7 @@ class FasterLayers:
         if self.reason is not None:
             return f"layers as they are ({self.reason})"
         parts = [f"{self.adapters} adapters in two products"] if self.adapters else []
-        return " and ".join([*parts, *([f"{self.blocks} layers in blocks"] if self.blocks else [])])
+        return " and ".join([*parts, *([f"{self.products} layers by oneDNN"] if self.products else [])])
 
 
 def can_be_faster(model: nn.Module) -> FasterLayers:
@@ -64,9 +61,10 @@ def faster_layers(model: nn.Module) -> Iterator[FasterLayers]:
     chosen, faster = _choose(model)
     with ExitStack() as stack:
         for layer, adapter in chosen:
-            # An attribute of the object hides the class's method until it is removed.
+            # An attribute of the object hides the class's method until it is removed; training may have put one there.
+            before = vars(layer).get("forward")
             layer.forward = _faster(layer, adapter)
-            stack.callback(delattr, layer, "forward")
+            stack.callback(*((setattr, layer, "forward", before) if before else (delattr, layer, "forward")))
         yield faster
 
 
@@ -77,47 +75,18 @@ def _faster(layer: nn.Module, adapter: str | None) -> Callable:
     if adapter is not None:
         down = layer.lora_A[adapter].weight.detach().t()
         up = (layer.lora_B[adapter].weight.detach() * layer.scaling[adapter]).t().contiguous()
-    blocks = blocks_of(weight) if _gains_by_blocks(base) else None
+    multiply = product if gains(weight) else linear
 
     def forward(x, *args, **kwargs):
         # What says more than its input (mixed adapters in a batch), or is computed in another dtype, is the layer's own matter.
         if args or kwargs or x.dtype is not torch.float32 or torch.is_autocast_enabled("cpu"):
             return original(x, *args, **kwargs)
-        if blocks is not None and x.shape[:-1].numel() <= FEW_ROWS:
-            out = product_in_blocks(x, weight, blocks, bias)
-        else:
-            out = linear(x, weight, bias)
+        out = multiply(x, weight, bias)
         if down is not None:
             out.view(-1, out.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]) @ down, up)
         return out
 
     return forward
-
-
-def blocks_of(weight: torch.Tensor) -> torch.Tensor:
-    """The weight `(out, in)` as a batch of blocks `(B, in, out // B)`; up to B - 1 outputs are left over. No copy."""
-    # At least one block per thread: MKL shares the batch out among them.
-    count = min(len(weight), max(2, torch.get_num_threads(), len(weight) // BLOCK))
-    size = len(weight) // count
-    return weight[: count * size].view(count, size, -1).transpose(1, 2)
-
-
-def product_in_blocks(
-    x: torch.Tensor, weight: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """`x` `(…, in)` times `weight` `(out, in)`, whose first outputs are `blocks`, plus `bias`: `(…, out)`."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.bmm(rows.expand(len(blocks), -1, -1), blocks).transpose(0, 1).reshape(len(rows), -1)
-    if out.shape[1] < len(weight):
-        out = torch.cat([out, linear(rows, weight[out.shape[1] :])], -1)
-    if bias is not None:
-        out += bias
-    return out.view(*x.shape[:-1], -1)
-
-
-def _gains_by_blocks(base: nn.Linear) -> bool:
-    # Without MKL a batched product is a loop over its blocks.
-    return torch.backends.mkl.is_available() and base.weight.numel() >= MANY_WEIGHTS
 
 
 def _choose(model: nn.Module) -> tuple[list[tuple[nn.Module, str | None]], FasterLayers]:
@@ -127,12 +96,12 @@ def _choose(model: nn.Module) -> tuple[list[tuple[nn.Module, str | None]], Faste
         return [], FasterLayers(reason=reason)
     fits = [(layer, *_adapter_to_add(layer)) for layer in dict.fromkeys(_linear_layers(model))]
     chosen = [
-        (layer, name) for layer, exact, name in fits if exact and (name is not None or _gains_by_blocks(_base(layer)))
+        (layer, name) for layer, exact, name in fits if exact and (name is not None or gains(_base(layer).weight))
     ]
     if not chosen:
         return [], FasterLayers(reason="no adapter and no large layer that is a plain product")
     adapters = sum(name is not None for _, name in chosen)
-    return chosen, FasterLayers(adapters, blocks=sum(_gains_by_blocks(_base(layer)) for layer, _ in chosen))
+    return chosen, FasterLayers(adapters, products=sum(gains(_base(layer).weight) for layer, _ in chosen))
 
 
 def _refuses(model: nn.Module) -> str | None:
@@ -159,7 +128,7 @@ def _base(layer: nn.Module) -> nn.Module:
 
 def _is_plain(layer: nn.Module) -> bool:
     """A linear layer in float32 on the CPU whose forward nobody has changed."""
-    changed = "forward" in vars(layer) or layer._forward_pre_hooks or layer._forward_hooks
+    changed = replaced_forward(layer) or layer._forward_pre_hooks or layer._forward_hooks
     weight = layer.weight if type(layer) is nn.Linear else None
     # Of subclasses (DTensor, quantized weights) nothing is known.
     plain = weight is not None and type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype is torch.float32
@@ -170,7 +139,7 @@ def _adapter_to_add(layer: nn.Module) -> tuple[bool, str | None]:
     """Whether `layer` computes a plain product, and the adapter whose product has to be added to it."""
     if type(layer) is nn.Linear:
         return _is_plain(layer), None
-    changed = "forward" in vars(layer) or layer._forward_pre_hooks
+    changed = replaced_forward(layer) or layer._forward_pre_hooks
     if changed or not _is_plain(layer.get_base_layer()) or layer.fan_in_fan_out:
         return False, None
     active = [name for name in layer.active_adapters if name in layer.lora_A]

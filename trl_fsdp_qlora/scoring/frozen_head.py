@@ -15,6 +15,9 @@ they stay in the cache.
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..upstream.onednn import product
+from .cpu_products import gains
+
 # Together 8 MB in float32: large enough for the GEMMs to run at full rate, small enough for the last-level cache.
 TOKEN_TILE = 1024
 VOCABULARY_CHUNK = 1024
@@ -110,6 +113,9 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
     if sum_MN.is_cuda and right_KN.dtype in (torch.float16, torch.bfloat16):
         left_MK = left_MK.to(right_KN.dtype)
         torch.addmm(sum_MN, left_MK, right_KN, beta=beta, out_dtype=torch.float32, out=sum_MN)
+    elif sum_MN.dtype == left_MK.dtype == torch.float32 and gains(right_KN):
+        made_MN = product(left_MK, right_KN.t())
+        sum_MN.mul_(beta).add_(made_MN) if beta else sum_MN.copy_(made_MN)
     else:
         sum_MN.addmm_(left_MK.to(sum_MN.dtype), right_KN.to(sum_MN.dtype), beta=beta)
 
