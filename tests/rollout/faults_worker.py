@@ -4,8 +4,10 @@ import errno
 import json
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +17,10 @@ from trl.generation import vllm_client
 from tests import tiny
 from tests.distributed.launch import free_port
 from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
-from trl_fsdp_qlora.rollout.engine import AdapterEngine
+from trl_fsdp_qlora.rollout.engine import AdapterEngine, _Serving
+from trl_fsdp_qlora.rollout.stall import EngineStall
 from trl_fsdp_qlora.rollout.watch import SAMPLED, EngineWatch
+from trl_fsdp_qlora.upstream.vllm import VLLMGeneration
 
 
 def closed_port() -> str:
@@ -38,6 +42,7 @@ class Faults:
             peft_config=self.policy.peft_config["default"],
             max_lora_rank=8,
             versions=AdapterVersions("faults", self.out),
+            stall_timeout=0.4,
             model=self.policy,
             accelerator=self.accelerator,
             processing_class=None,
@@ -81,6 +86,24 @@ class Faults:
         engine.sync_weights()
         engine.vllm_client.base_url = closed_port()
         engine.generate([[5, 6], [5, 6]], None, 2)
+
+    def hangs_in_a_rollout(self):
+        engine = self.engine(self.right)
+        engine.sync_weights()
+        engine.generate([[5, 6], [5, 6]], None, 2)
+
+    def hangs_on_one_rank(self):
+        """A colocated engine, of rank 1 alone; the other rank's has answered."""
+        engine = self.engine(self.right)
+        wait = threading.Event().wait if self.accelerator.process_index else bool
+        llm = SimpleNamespace(llm_engine=SimpleNamespace(step=None), generate=lambda *_, **__: wait())
+        engine.mode, engine.llm = "colocate", _Serving(llm, EngineStall(0.4, on_cpu=True))
+        # TRL's own `generate` needs vLLM.
+        stock, VLLMGeneration.generate = VLLMGeneration.generate, lambda self, *_: self.llm.generate([])
+        try:
+            engine.generate([[5, 6], [5, 6]], None, 2)
+        finally:
+            VLLMGeneration.generate = stock
 
     def another_base(self):
         """Rank 1 alone was given completions of another policy."""

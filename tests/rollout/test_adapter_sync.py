@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from trl_fsdp_qlora.rollout import adapter_sync
 from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError, adapter_weights
 from trl_fsdp_qlora.rollout.engine import _Serving
 from trl_fsdp_qlora.rollout.engine_model import sampling
+from trl_fsdp_qlora.rollout.stall import EngineStall
 
 
 @pytest.fixture
@@ -99,6 +101,8 @@ def test_sleeping_frees_the_cache_and_keeps_the_weights():
     calls = []
 
     class Recorded:
+        llm_engine = SimpleNamespace(step=None)
+
         def sleep(self, **options):
             calls.append(("sleep", options))
 
@@ -111,7 +115,7 @@ def test_sleeping_frees_the_cache_and_keeps_the_weights():
         def generate(self, prompts, **options):
             calls.append(("generate", options))
 
-    llm = _Serving(Recorded())
+    llm = _Serving(Recorded(), EngineStall(0, on_cpu=True))
     llm.adapter = "adapter 7"
     # As VLLMGeneration.generate calls it with sleep mode on.
     llm.wake_up(tags=["kv_cache"])

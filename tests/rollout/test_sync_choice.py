@@ -6,14 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import LoraConfig
 
 from tests import tiny
+from tests.run.test_hub import Refusing
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
 from trl_fsdp_qlora.rollout import sync_choice
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError, served_rank
 from trl_fsdp_qlora.rollout.sync_choice import choose_sync, warnings_for
+from trl_fsdp_qlora.run import hub
 
 LORA = LoraConfig(r=16, target_modules="all-linear")
 
@@ -110,16 +113,20 @@ def test_what_vllm_cannot_serve_is_refused_by_name(changes, named):
         served_rank(LoraConfig(**{"r": 16, **changes}))
 
 
-def test_refused_before_the_base_is_loaded(tmp_path):
+def test_refused_before_the_base_is_loaded_and_without_a_network_at_once(tmp_path, monkeypatch):
+    session = Refusing()  # where a session of transformers would fail as well, but only after five more tries
+    monkeypatch.setattr(hub, "get_session", lambda: session)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, rollout_sync="adapter")
     with pytest.raises(RolloutError, match="use_dora"):
         EfficientGRPOTrainer(
-            str(tmp_path / "there-is-no-such-model"),  # by a name alone the Hub would be asked, for twenty seconds
+            "nobody/model",
             tiny.digit_share,
             config,
             tiny.prompts(),
             peft_config=LoraConfig(r=4, use_dora=True),
         )
+    assert session.asked == [constants.ENDPOINT]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class WholeEngine(AdapterEngine):
             base="whole",
             peft_config=policy.peft_config["default"],
             max_lora_rank=8,
+            stall_timeout=0,
             processing_class=None,
             mode="server",
             **options,

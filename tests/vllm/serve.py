@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryFile
 
+import psutil
+
 from tests.distributed.launch import free_port
 
 SETTINGS = {
@@ -64,6 +66,15 @@ class Server:
             return
         self.process.wait()
 
+    def suspend(self) -> None:
+        """Stop its engine; what takes requests and answers `/metrics` runs on."""
+        for engine in psutil.Process(self.process.pid).children(recursive=True):
+            engine.suspend()
+
+    def resume(self) -> None:
+        for engine in psutil.Process(self.process.pid).children(recursive=True):
+            engine.resume()
+
     def models(self) -> list[str]:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as answer:
             return [model["id"] for model in json.load(answer)["data"]]
@@ -79,10 +90,11 @@ WRONG_STARTS = [
 
 
 class RecordedServer:
-    """Answers as a vLLM 0.31 server does that was started in some wrong way.
+    """Answers as a vLLM 0.31 server does that was started in some wrong way, or whose engine hangs.
 
     Args:
         max_lora_rank, replicas, dev_mode: what it was started with.
+        steps: looks at `/metrics` between which its engine goes on; completions are answered after them.
         other: paths at which it answers otherwise: with this status, or with 0 not at all while a test lasts.
 
     Attributes:
@@ -94,6 +106,7 @@ class RecordedServer:
         max_lora_rank: int | None = 16,
         replicas: int = 1,
         dev_mode: bool = True,
+        steps: int = 0,
         other: Mapping[str, int] | None = None,
     ):
         lora = None if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
@@ -103,13 +116,22 @@ class RecordedServer:
             pages["/server_info"] = info
         # Without VLLM_ALLOW_RUNTIME_LORA_UPDATING there is no /v1/load_lora_adapter.
         missing = {"detail": "Not Found"}
-        asked, over = [], threading.Event()
+        choice = {"prompt_token_ids": [5, 6], "token_ids": [7], "logprobs": None}
+        pages |= {"/v1/completions": {"choices": [choice]}, "/metrics": None}
+        asked, over, drawn = [], threading.Event(), threading.Event()
         self.asked, self._over = asked, over
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 path = self.path.partition("?")[0]
                 asked.append(path)
+                looks = asked.count("/metrics")
+                if looks >= steps:
+                    drawn.set()
+                if path == "/metrics":
+                    pages[path] = f'vllm:generation_tokens_total{{model_name="base"}} {min(looks, steps)}'
+                elif path == "/v1/completions":
+                    drawn.wait()
                 status = (other or {}).get(path, 200 if path in pages else 404)
                 if status:
                     self.reply(status, pages.get(path, missing))
@@ -121,7 +143,7 @@ class RecordedServer:
                 self.do_GET()
 
             def reply(self, code, content):
-                body = json.dumps(content).encode()
+                body = (content if isinstance(content, str) else json.dumps(content)).encode()
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

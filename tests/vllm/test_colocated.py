@@ -1,5 +1,7 @@
 """GRPO, T-SPMO and A*-PO with vLLM in their process: same tokens as PEFT, every sync proven, faults caught before a step."""
 
+import threading
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -130,6 +132,28 @@ def test_an_engine_that_dies(start):
         trainer.train()
 
 
+def test_an_engine_that_hangs(start, monkeypatch):
+    """In the second rollout, after some tokens, for ever."""
+    made = Steps()
+    trainer = start(vllm_stall_timeout=2.0, max_steps=4, callbacks=[made])
+    engine, steps = trainer.vllm_generation.llm.llm_engine, 0
+    step = engine.step
+
+    def hangs():
+        nonlocal steps
+        steps += made.made
+        return threading.Event().wait() if steps == 5 else step()
+
+    monkeypatch.setattr(engine, "step", hangs)
+    with pytest.raises(RolloutError, match=r"did not generate: no step .* for 2 s .*resume_from_checkpoint"):
+        trainer.train()
+    assert made.made == 1
+    # The engine is shared with other tests.
+    monkeypatch.undo()
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
 def engine_of(model, folder, policy, tokenizer, width=64):
     from accelerate import Accelerator
 
@@ -141,6 +165,7 @@ def engine_of(model, folder, policy, tokenizer, width=64):
         peft_config=config,
         max_lora_rank=served_rank(config),
         versions=AdapterVersions("greedy", folder),
+        stall_timeout=50.0,
         model=policy,
         accelerator=Accelerator(cpu=True),
         processing_class=tokenizer,

@@ -18,6 +18,9 @@ class Recorded:
         self.has_cache = self.has_weights = True
         self.llm_engine = self
 
+    def step(self):
+        """Never asked for."""
+
     def add_lora(self, request):
         self.calls.append(f"add {request.lora_int_id}")
         return True
@@ -65,6 +68,7 @@ def engine(tmp_path, monkeypatch):
             peft_config=policy.peft_config["default"],
             max_lora_rank=8,
             versions=AdapterVersions("sleeps", tmp_path),
+            stall_timeout=50.0,
             model=policy,
             accelerator=Accelerator(cpu=True),
             processing_class=None,

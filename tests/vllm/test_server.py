@@ -100,6 +100,28 @@ def test_a_folder_that_is_gone(server, quantized_base, tmp_path):
         trainer.train()
 
 
+def test_a_server_whose_engine_hangs(server, quantized_base, tmp_path):
+    """Its processes answer, but for the one that computes, from the second rollout on."""
+    settings = {"max_steps": 4, "vllm_stall_timeout": 6.0, **on_server(server.url)}
+    trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, **settings)
+    client = trainer.vllm_generation.vllm_client
+    assert client.is_watched
+    generate = client.generate
+
+    def stopped(**request):
+        if trainer.state.global_step == 1:
+            server.suspend()
+        return generate(**request)
+
+    client.generate = stopped
+    try:
+        with pytest.raises(RolloutError, match=r"counted no token for 6 s.*resume_from_checkpoint"):
+            trainer.train()
+    finally:
+        server.resume()
+    assert trainer.state.global_step == 1
+
+
 def two_ranks(way, model, out, url="", timeout=240, check=True, **environment):
     out.mkdir()
     arguments = ["tests/vllm/rank.py", way, model, str(out), *([url] if url else [])]

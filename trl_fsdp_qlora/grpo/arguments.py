@@ -7,8 +7,9 @@ from transformers import PreTrainedConfig
 
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
-from ..rollout.sync_choice import choose_sync
+from ..rollout.sync_choice import Sync, choose_sync
 from ..run import input_checks as checks
+from ..run.hub import asked_once
 from ..run.nodes import check_nodes
 from ..upstream.transformers import model_name
 from .config import EfficientGRPOConfig
@@ -35,7 +36,10 @@ def _is_quantized_on_disk(model: str, args: Any) -> bool:
         return False  # nothing depends on it: no file is asked for
     where = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
     try:
-        config, _ = PreTrainedConfig.get_config_dict(model, **{key: options[key] for key in where if key in options})
+        with asked_once([model]):  # without a network transformers would ask for half a minute
+            config, _ = PreTrainedConfig.get_config_dict(
+                model, **{key: options[key] for key in where if key in options}
+            )
     except (OSError, ValueError):
         return False  # no such checkpoint, or an unreadable one: loading it says so in full
     return config.get("quantization_config") is not None
@@ -65,8 +69,8 @@ def check_dynamic_sampling(call: dict[str, Any]) -> None:
         )
 
 
-def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `trl.GRPOTrainer` to construct it with, from those the user gave.
+def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
+    """The arguments of `trl.GRPOTrainer` to construct it with, from those the user gave, and what vLLM is sent.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
@@ -87,10 +91,10 @@ def checked_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if rewards is not None:
         rewards = [checks.guard_reward(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
     quantization_config = call.get("quantization_config")
-    choose_sync(args, *adapter_and_base(call))  # refuses what vLLM cannot serve before anything is loaded
+    sync = choose_sync(args, *adapter_and_base(call))  # refuses what vLLM cannot serve before anything is loaded
     check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
     has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
     check_reference(needs_reference=args.beta != 0.0 and not has_adapter)
     model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
     loaded = {"model": model, "reward_funcs": rewards, "args": args, "quantization_config": quantization_config}
-    return {**call, **loaded}
+    return {**call, **loaded}, sync

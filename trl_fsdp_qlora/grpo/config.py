@@ -116,6 +116,14 @@ class EfficientGRPOConfig(GRPOConfig):
             "there 240). Raise it where server and run are started together."
         },
     )
+    vllm_stall_timeout: float = field(
+        default=50.0,
+        metadata={
+            "help": "With vLLM that is sent the adapter: seconds without progress (no step of a colocated engine, no token of "
+            "a server's) after which a rollout is given up and the run ends on all ranks; on a CPU, while it computes, ten "
+            "times as many. However long a rollout takes, it goes on while there is progress. 0: no limit."
+        },
+    )
     fsdp_gather: str = field(
         default="auto",
         metadata={
@@ -175,6 +183,10 @@ class EfficientGRPOConfig(GRPOConfig):
         check_mode(self.fsdp_gather)
         check_clock(self.phase_metrics)
         check_head_kernel(self.lm_head_kernel)
+        if not self.vllm_stall_timeout >= 0:
+            raise ValueError(
+                f"vllm_stall_timeout={self.vllm_stall_timeout} is no number of seconds; use 50, or 0 for no limit"
+            )
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
                 f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more, or "

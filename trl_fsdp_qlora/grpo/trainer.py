@@ -20,7 +20,7 @@ from ..rollout.correction import weighs_in_loss
 from ..rollout.engine_model import EngineModel
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import start_engine
-from ..rollout.sync_choice import choose_sync, warnings_for, withheld
+from ..rollout.sync_choice import warnings_for, withheld
 from ..rollout.watch import SAMPLED, EngineWatch, weighed
 from ..run import input_checks as checks
 from ..run import terminal
@@ -30,7 +30,7 @@ from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.contexts import with_tied_entropies
 from ..scoring.cpu_products import faster_products
 from ..scoring.request import Kind, PassRequest
-from .arguments import adapter_and_base, checked_arguments
+from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
 from .living_groups import LivingGroups
 from .padded_cut import padded_pass
@@ -67,8 +67,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def __init__(self, *positional, **named):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
         given.pop("self")
-        call = checked_arguments(given)
-        self.sync = choose_sync(call["args"], *adapter_and_base(given))
+        call, self.sync = checked_arguments(given)
         with checks.explained_lora_targets(call["model"]), withheld(call["args"], self.sync.mode == "adapter"):
             super().__init__(**call)
         self.card_info = CardInfo()

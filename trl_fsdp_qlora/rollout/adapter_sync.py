@@ -24,6 +24,8 @@ from ..fsdp2_qlora.adapters import gather_adapter
 # an adapter counts that part twice.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 _MEMORY = Path("/dev/shm")
+# How an error ends behind which there is nothing to repair in this process.
+RESUME = "What was trained is in the last checkpoint: resume_from_checkpoint goes on from it"
 
 
 class RolloutError(RuntimeError):

@@ -11,37 +11,67 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from requests.exceptions import RequestException
 
 from ..upstream.trl import ensure_master_addr_port
 from ..upstream.vllm import VLLMGeneration
-from .adapter_sync import AdapterVersions, RolloutError, adapter_weights
+from .adapter_sync import RESUME, AdapterVersions, RolloutError, adapter_weights
 from .server import AdapterServer
+from .stall import EngineStall
+
+logger = get_logger(__name__)
 
 
 class _Serving:
     """vLLM's `LLM` as `VLLMGeneration.generate` uses it: requests name the adapter, and sleeping keeps the weights.
 
     TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back.
+
+    Args:
+        llm: the engine.
+        stall: watches whatever the engine is asked to do.
     """
 
-    def __init__(self, llm):
-        self._llm = llm
+    def __init__(self, llm, stall: EngineStall):
+        self._llm, self._stall = llm, stall
         self.adapter = None
+        step = llm.llm_engine.step
+
+        def counted():
+            outputs = step()
+            stall.steps += 1
+            return outputs
+
+        llm.llm_engine.step = counted
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
 
     def generate(self, prompts, **options):
-        return self._llm.generate(prompts, lora_request=self.adapter, **options)
+        with self._stall.watching("generate"):
+            return self._llm.generate(prompts, lora_request=self.adapter, **options)
+
+    def load(self, request) -> bool:
+        """Answer with the adapter of a `LoRARequest` from now on, and forget the one before; whether vLLM took it."""
+        engine = self._llm.llm_engine
+        with self._stall.watching("load the adapter"):
+            if not engine.add_lora(request):
+                return False
+            if self.adapter is not None:
+                engine.remove_lora(self.adapter.lora_int_id)
+        self.adapter = request
+        return True
 
     def sleep(self, level: int = 2) -> None:
-        self._llm.sleep(level=0)
-        self._llm.release_kv_cache_memory()
+        with self._stall.watching("free its cache"):
+            self._llm.sleep(level=0)
+            self._llm.release_kv_cache_memory()
 
     def wake_up(self, tags=None) -> None:
-        self._llm.wake_up(tags=["kv_cache"])
+        with self._stall.watching("wake up"):
+            self._llm.wake_up(tags=["kv_cache"])
 
 
 class AdapterEngine(VLLMGeneration):
@@ -53,17 +83,28 @@ class AdapterEngine(VLLMGeneration):
         peft_config: of the adapter.
         max_lora_rank: from [`trl_fsdp_qlora.rollout.adapter_sync.served_rank`].
         versions: where versions of the adapter are written; used by rank 0.
+        stall_timeout: seconds without progress after which the engine is given up; 0 for none.
         **options: of `VLLMGeneration`.
 
     Raises:
         RolloutError: on every rank, when the server cannot be reached or cannot take adapters.
     """
 
-    def __init__(self, *, base: str, peft_config, max_lora_rank: int, versions: AdapterVersions, **options):
+    def __init__(
+        self,
+        *,
+        base: str,
+        peft_config,
+        max_lora_rank: int,
+        versions: AdapterVersions,
+        stall_timeout: float,
+        **options,
+    ):
         self.base = base
         self.peft_config = peft_config
         self.max_lora_rank = max_lora_rank
         self.versions = versions
+        self.stall_timeout = stall_timeout
         self.version = 0
         self.last_sync = {"seconds": 0.0, "bytes": 0}
         super().__init__(**options)
@@ -75,8 +116,15 @@ class AdapterEngine(VLLMGeneration):
             if self.mode == "server":
                 # Every rank: accuracy and V* are drawn by each for itself.
                 url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-                self.vllm_client = AdapterServer(url, self.group_port, self.server_timeout, self.max_lora_rank)
+                self.vllm_client = AdapterServer(
+                    url, self.group_port, self.server_timeout, self.max_lora_rank, self.stall_timeout
+                )
                 self.base = self.vllm_client.folder
+                if self.stall_timeout and not self.vllm_client.is_watched:
+                    logger.warning(
+                        f"the vLLM server at {url} does not tell how far its engine is, so a rollout in which it hangs is "
+                        "waited for without end. Start it without --disable-log-stats, or set vllm_stall_timeout: 0"
+                    )
             else:
                 self._start_colocated()
         self._llm_weights_sleeping = False
@@ -109,7 +157,7 @@ class AdapterEngine(VLLMGeneration):
                 "vllm_enable_sleep_mode=True needs vLLM 0.31 or newer, which can free the cache alone: older versions throw "
                 "the base away, too. Upgrade vLLM, or set vllm_enable_sleep_mode: false"
             )
-        self.llm = _Serving(llm)
+        self.llm = _Serving(llm, EngineStall(self.stall_timeout, on_cpu=ranks.device.type == "cpu"))
         if self.enable_sleep_mode:
             self.llm.sleep()
 
@@ -168,13 +216,8 @@ class AdapterEngine(VLLMGeneration):
         if self.mode == "colocate":
             from vllm.lora.request import LoRARequest
 
-            request = LoRARequest(name, version, folder)
-            engine = self.llm.llm_engine
-            if not engine.add_lora(request):
+            if not self.llm.load(LoRARequest(name, version, folder)):
                 raise RolloutError(f"vLLM refused the adapter in {folder}")
-            if self.version:
-                engine.remove_lora(self.version)
-            self.llm.adapter = request
         else:
             before, self.vllm_client.model = self.vllm_client.model, name
             if self.accelerator.is_main_process:
@@ -255,15 +298,11 @@ class AdapterEngine(VLLMGeneration):
         except (RequestException, ConnectionError) as error:
             problem = RolloutError(
                 f"the vLLM server did not {what}: {error}. Is it running, is vllm_server_base_url right, and is "
-                f"vllm_server_timeout ({self.server_timeout:g} s) enough for it to start? What was trained is in the last "
-                "checkpoint: resume_from_checkpoint goes on from it"
+                f"vllm_server_timeout ({self.server_timeout:g} s) enough for it to start? {RESUME}"
             )
             problem.__cause__ = error
         except Exception as error:  # whatever the engine died of; re-raised below, on all ranks
-            problem = RolloutError(
-                f"vLLM could not {what}: {type(error).__name__}: {error}. What was trained is in the last checkpoint: "
-                "resume_from_checkpoint goes on from it"
-            )
+            problem = RolloutError(f"vLLM could not {what}: {type(error).__name__}: {error}. {RESUME}")
             problem.__cause__ = error
         reasons = gather_object([None if problem is None else str(problem)])
         if problem is not None:

@@ -4,11 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from transformers import GenerationConfig
 
-from .adapter_sync import RolloutError
+from .adapter_sync import RESUME, RolloutError
 from .engine import AdapterEngine
-
-# Requests to a server at a time, each for one prompt.
-_CONCURRENCY = 64
+from .server import CONCURRENCY
 
 
 class EngineModel:
@@ -38,10 +36,7 @@ class EngineModel:
         except RolloutError:
             raise
         except Exception as error:
-            raise RolloutError(
-                f"vLLM could not generate: {type(error).__name__}: {error}. What was trained is in the last checkpoint: "
-                "resume_from_checkpoint goes on from it"
-            ) from error
+            raise RolloutError(f"vLLM could not generate: {type(error).__name__}: {error}. {RESUME}") from error
 
     def _ask_engine(self, prompt_ids: list[list[int]], settings: list[dict]) -> list[list[int]]:
         from vllm import SamplingParams
@@ -67,7 +62,7 @@ class EngineModel:
             )
             return drawn["completion_ids"][0]
 
-        with ThreadPoolExecutor(min(_CONCURRENCY, len(prompt_ids))) as pool:
+        with ThreadPoolExecutor(min(CONCURRENCY, len(prompt_ids))) as pool:
             return list(pool.map(one, range(len(prompt_ids))))
 
 

@@ -8,10 +8,12 @@ from requests.adapters import HTTPAdapter, ReadTimeoutError, Retry
 
 from ..upstream.vllm import VLLMClient
 from .adapter_sync import RolloutError
+from .server_stall import ServerStall, WatchedAdapter
 
 # A server that is gone is told within a minute: three tries of this long to connect, four seconds before the last, and one of
 # this long to load an adapter.
 _CONNECT_SECONDS, _LOAD_SECONDS = 10, 40
+CONCURRENCY = 64  # requests at a time that are made each for one prompt
 
 
 class _Tries(Retry):
@@ -24,6 +26,16 @@ class _Tries(Retry):
         return super().increment(method, url, response, error, **more)
 
 
+def _tries() -> _Tries:
+    return _Tries(
+        total=2,
+        backoff_factor=2,
+        status_forcelist=[502, 503],
+        allowed_methods=["POST", "GET"],
+        respect_retry_after_header=False,
+    )
+
+
 class AdapterServer(VLLMClient):
     """TRL's client of a vLLM server, for a server that holds a base and is given adapters.
 
@@ -32,17 +44,19 @@ class AdapterServer(VLLMClient):
         group_port: of `VLLMClient`; nothing is sent there.
         patience: seconds to wait until the server is up.
         max_lora_rank: the adapter's, as vLLM counts ranks.
+        stall_timeout: seconds without progress after which completions are no longer waited for; 0 for no limit.
 
     Attributes:
         base: the name under which it serves the base.
         folder: what it loaded the base from.
+        is_watched: completions are given up where its engine stands still.
 
     Raises:
         ConnectionError: it is not up.
         RolloutError: it cannot take such adapters; names what to start it with.
     """
 
-    def __init__(self, url: str, group_port: int, patience: float, max_lora_rank: int):
+    def __init__(self, url: str, group_port: int, patience: float, max_lora_rank: int, stall_timeout: float):
         super().__init__(base_url=url, group_port=group_port, connection_timeout=patience)
         models = self._get(f"{self.base_url}/v1/models")["data"]
         # Adapters of earlier runs are listed too, with the base as their parent.
@@ -50,6 +64,7 @@ class AdapterServer(VLLMClient):
         self.model = self.base = base["id"]
         self.folder = base.get("root") or base["id"]
         self._check(max_lora_rank)
+        self.is_watched = stall_timeout > 0 and self._watch(stall_timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server is up. TRL's waits without end where something else answers at the URL, or nothing does.
@@ -57,15 +72,8 @@ class AdapterServer(VLLMClient):
         Raises:
             ConnectionError: not in `total_timeout` seconds; with what was answered last.
         """
-        tries = _Tries(
-            total=2,
-            backoff_factor=2,
-            status_forcelist=[502, 503],
-            allowed_methods=["POST", "GET"],
-            respect_retry_after_header=False,
-        )
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(max_retries=tries))
+            self.session.mount(scheme, HTTPAdapter(max_retries=_tries()))
         deadline = time.monotonic() + total_timeout
         while True:
             patience = min(max(deadline - time.monotonic(), 1.0), _CONNECT_SECONDS)
@@ -112,6 +120,15 @@ class AdapterServer(VLLMClient):
                 f"the vLLM server at {self.base_url} has {replicas} data-parallel replicas, and an adapter reaches only "
                 "one of them. Restart it without --data-parallel-size, or raise --tensor-parallel-size instead"
             )
+
+    def _watch(self, stall_timeout: float) -> bool:
+        """Give up completions where the server's engine stands still; whether it tells how far it is."""
+        stall = ServerStall(self.base_url, stall_timeout)
+        if not stall.is_told():
+            return False
+        adapter = WatchedAdapter(stall, _CONNECT_SECONDS, max_retries=_tries(), pool_maxsize=CONCURRENCY)
+        self.session.mount(f"{self.base_url}/v1/completions", adapter)
+        return True
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load `folder` and answer with it from now on.

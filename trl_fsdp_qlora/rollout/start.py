@@ -44,6 +44,7 @@ def start_engine(args: Any, model: PeftModel, accelerator: Accelerator, tokenize
         peft_config=peft_config,
         max_lora_rank=served_rank(peft_config),
         versions=AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", Path(args.output_dir) / ".rollout"),
+        stall_timeout=args.vllm_stall_timeout,
         model=model,
         accelerator=accelerator,
         processing_class=tokenizer,
