@@ -19,7 +19,8 @@ with transformers' continuous batching, and this package as it does by default.
 Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases, anew after every pair of turns, so that what was
 measured is there when the machine gives out. Both trainers' weights are in the memory of either's turn; what a turn leaves
 free goes back to the system before the next, and the peak counts from there. On CPUs stock TRL's LM head computes prompt
-positions too, which on GPUs it leaves out.
+positions too, which on GPUs it leaves out. On AMD's processors this package multiplies by oneDNN, which stock could as
+well: `--torch_products` measures without it.
 """
 
 import argparse
@@ -45,6 +46,8 @@ from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import completion_text
 from trl_fsdp_qlora.run.manifest import write_json
 from trl_fsdp_qlora.run.telemetry import MIB, PeakMemory
+from trl_fsdp_qlora.scoring import cpu_products
+from trl_fsdp_qlora.upstream import onednn
 
 # Completions per step, per prompt, tokens of a completion, problems shown before the question.
 SETTINGS = {
@@ -284,6 +287,7 @@ def result_of(options, turns: dict[str, list[dict]]) -> dict:
         "setting": f"{options.setting}: {setting | changes}, early {options.early}",
         "gradient_checkpointing": options.gradient_checkpointing,
         "generation_only": options.generation_only,
+        "products": "torch's" if options.torch_products or not onednn.beats_mkl() else "oneDNN's",
         "threads": options.threads,
         "seconds": "CPU" if options.cpu_seconds else "wall",
         "hardware": hardware(),
@@ -302,6 +306,7 @@ def write(options, result: dict) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     name = f"end_to_end_{options.setting}" + ("_early" if options.early else "")
     name += "_continuous_batching" if options.continuous_batching else ""
+    name += "_torch_products" if options.torch_products else ""
     name += f"_generation_{options.tokens or SETTINGS[options.setting]['tokens']}" if options.generation_only else ""
     write_json(options.out / f"{name}.json", result)
     if not options.generation_only:
@@ -325,6 +330,7 @@ def main() -> None:
     parser.add_argument("--early_factor", type=float, default=1.03)
     parser.add_argument("--generation_only", action="store_true")
     parser.add_argument("--continuous_batching", action="store_true", help="in stock TRL")
+    parser.add_argument("--torch_products", action="store_true", help="here too, on AMD processors as well")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("end_to_end_run"), help="for the trainers' files")
     parser.add_argument("--out", type=Path, help="folder for the JSON and the picture; none is written without")
@@ -333,6 +339,8 @@ def main() -> None:
     if options.cpu_seconds:
         global CLOCK
         CLOCK = time.process_time
+    if options.torch_products:
+        cpu_products.beats_mkl = lambda: False
     compare(options)
 
 
