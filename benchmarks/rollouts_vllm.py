@@ -243,7 +243,9 @@ def greedy(trainer, prompts: int = 8, tokens: int = 64) -> dict:
     """Greedy completions of the engine and of PEFT under the adapter as it is now; where they part, how near a tie was."""
     tokenizer = trainer.processing_class
     policy = trainer.accelerator.unwrap_model(trainer.model).eval()
-    ids = [tokenizer(row["prompt"][0]["content"])["input_ids"] for row in trainer.train_dataset.select(range(prompts))]
+    rows = trainer.train_dataset.select(range(prompts))
+    options = {"add_generation_prompt": True, "return_dict": False}
+    ids = [tokenizer.apply_chat_template(row["prompt"], **options) for row in rows]
     ends = [tokenizer.eos_token_id]
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=ends, pad_token_id=ends[0])
     with trainer.generating() as (engine, _):
