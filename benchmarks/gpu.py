@@ -5,13 +5,14 @@
 Runs one part after the other, by worth, and goes on when one fails; leaves each part's log, the results of the benchmarks and a
 summary in `--output` (no folders in it, so that it can be copied whole). Parts, in this order:
 
-    tests            the tests marked `gpu`
+    tests            the tests marked `gpu` that are quick
     prefix_sharing   packed against padded rows, flash attention, bf16, the shape of Qwen3-0.6B
     prefix_sharing_2 the same in the shape of Qwen3-1.7B
     lm_head          bf16 log-probabilities under a frozen head against TRL's kernel: wanted >= 1.25x
     token_selection  what subsets and skipping save
     grpo             SmolLM2-135M-Instruct on SVAMP, LoRA, bf16           (needs --model and --data)
     qlora            the same from a 4-bit base                           (needs --model and --data)
+    slow_tests       the tests marked `gpu` that are slow: launches of a recipe and of every accelerate config
 
 A part has a process group of its own, which is ended with everything in it when its time is over: nothing keeps the GPU. A
 result is copied only if the part itself wrote it, also the rows that it wrote before it ran out of time; out of memory is a result,
@@ -55,6 +56,13 @@ BENCHMARKS = {
     ),
     "token_selection": ("benchmarks/token_selection_savings.py --device cuda", "", 0.4),
 }
+TESTS = "-m pytest -v -p no:cacheprovider"
+QUICK, SLOW = "gpu and not slow", "gpu and slow"
+# A rehearsal shows that the calls work; on an emulated device all tests take longer than it has.
+TINY_TESTS = {
+    QUICK: "tests/grpo/test_cuda.py tests/grpo/test_cuda_features.py tests/prefix_sharing tests/scoring",
+    SLOW: "tests/recipes/test_on_gpu.py -k checkpointing",
+}
 TINY = {
     "prefix_sharing": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --points 512/512 --backends auto",
     "prefix_sharing_2": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --points 512/512 --backends two_part",
@@ -72,7 +80,11 @@ RUNS = {"grpo": "", "qlora": "--load_in_4bit true --dtype bfloat16"}
 
 def parts(model: str | None, data: str | None, output: Path, tiny: bool = False) -> dict[str, Part]:
     """Command of each part, and the file of results it leaves."""
-    found = {"tests": Part(["-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"], None, 0.5)}
+
+    def tests(kind: str) -> Part:
+        return Part([*TESTS.split(), "-m", kind, *(TINY_TESTS[kind].split() if tiny else ())], None, 0.5)
+
+    found = {"tests": tests(QUICK)}
     for name, (command, size, share) in BENCHMARKS.items():
         stem = f"{name}_cuda"
         target = str(RESULTS / f"{stem}.json") if name == "lm_head" else stem
@@ -84,6 +96,7 @@ def parts(model: str | None, data: str | None, output: Path, tiny: bool = False)
             given = ["--model_name_or_path", model, "--dataset", data, "--output_dir", str(folder)]
             size = (TINY_RUN if tiny else FULL_RUN).split()
             found[name] = Part([*RECIPE.split(), *size, *more.split(), *given], folder / "metrics.json", 0.5)
+    found["slow_tests"] = tests(SLOW)
     return {name: Part([sys.executable, *part.command], part.leaves, part.share) for name, part in found.items()}
 
 

@@ -118,13 +118,15 @@ EMULATOR = BENCHMARKS.parents[1] / "shared" / "tools" / "fakegpu"
 
 
 @pytest.mark.skipif(not EMULATOR.is_dir(), reason="needs the emulated device's sources beside the clone")
-def test_the_change_to_the_emulated_device_applies(tmp_path):
-    """docs/gpu.md says with what the figures were counted; a change that does not apply cannot be repeated."""
+@pytest.mark.parametrize("changes", [["sizes"], ["kernels"], ["kernels", "sizes"]], ids="-".join)
+def test_the_changes_to_the_emulated_device_apply(tmp_path, changes):
+    """docs/gpu.md says with what was counted and tested; a change that does not apply cannot be repeated."""
     for name in ("emulate.py", "fakenccl.cpp"):
         shutil.copyfile(EMULATOR / name, tmp_path / name)
-    subprocess.run(["git", "apply", str(BENCHMARKS / "fakegpu_sizes.patch")], cwd=tmp_path, check=True)
-    assert (
-        "LARGE = " in (tmp_path / "emulate.py").read_text()
-        and "#define memcpy copy_" in (tmp_path / "fakenccl.cpp").read_text()
-    )
-    ast.parse((tmp_path / "emulate.py").read_text())
+    for change in changes:
+        subprocess.run(["git", "apply", str(BENCHMARKS / f"fakegpu_{change}.patch")], cwd=tmp_path, check=True)
+    text = (tmp_path / "emulate.py").read_text()
+    assert ("LARGE = " in text) == ("sizes" in changes) and ('"torch_attn"' in text) == ("kernels" in changes)
+    assert ("#define memcpy copy_" in (tmp_path / "fakenccl.cpp").read_text()) == ("sizes" in changes)
+    assert (tmp_path / "site").is_dir() == ("kernels" in changes)
+    ast.parse(text)

@@ -1,0 +1,79 @@
+"""A recipe on a CUDA device, launched as its header says: accuracy, a checkpoint, and going on from it."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+
+from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
+from tests.tiny import save_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+COMMON = (
+    "--held_out 20 --eval_problems 6 --lora_r 4 --max_steps 4 --max_completion_length 3 --logging_steps 1 --save_steps 2 "
+    "--save_total_limit 5 --bf16 true --use_cpu false --disable_tqdm true"
+)
+SIZES = "--per_device_train_batch_size 16 --accuracy_steps 2 --accuracy_batch_size 8"
+RECIPES = {
+    "GRPO": ("grpo", "grpo/config_quickstart", SIZES),
+    "GRPO, 4-bit base, checkpointing": (
+        "grpo",
+        "grpo/config_quickstart",
+        f"{SIZES} --load_in_4bit true --use_bnb_nested_quant true --gradient_checkpointing true",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    save_tiny_model(folder / "base")
+    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def launched(folder, output, recipe: str, devices: int, *more: str) -> dict:
+    """A recipe under `accelerate launch` on so many devices; what `metrics.json` holds."""
+    script, yaml, words = RECIPES[recipe]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    config = REPOSITORY / "accelerate_configs" / f"{'single_gpu' if devices == 1 else 'ddp'}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    if devices > 1:
+        command += ["--num_processes", str(devices), "--main_process_port", str(free_port())]
+    command += [str(REPOSITORY / "recipes" / f"{script}.py")]
+    command += ["--config", str(REPOSITORY / "recipes" / "small-base" / f"{yaml}.yaml")]
+    command += ["--model_name_or_path", str(folder / "base"), "--dataset", str(folder / "data.jsonl")]
+    command += [*COMMON.split(), *words.split(), "--output_dir", str(output), *more]
+    environment = rank_environment({"CUDA_VISIBLE_DEVICES": ",".join(visible[:devices])})
+    run_group([(command, environment)], timeout=280)
+    return json.loads((output / "metrics.json").read_text())
+
+
+def check(folder, tmp_path, recipe, devices):
+    whole = launched(folder, tmp_path / "whole", recipe, devices)
+    losses = {entry["step"]: entry["loss"] for entry in whole["history"] if "loss" in entry}
+    assert sorted(losses) == [1, 2, 3, 4] and torch.tensor(list(losses.values())).isfinite().all()
+    assert whole["before"]["n"] == whole["after"]["n"] == 6
+    assert [entry["step"] for entry in whole["history"] if "accuracy" in entry] == [2, 4]
+    assert (tmp_path / "whole" / "adapter_model.safetensors").is_file()
+    # What a run that was killed after its third step leaves.
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "killed" / "checkpoint-2")
+    resumed = launched(folder, tmp_path / "killed", recipe, devices, "--resume_from_checkpoint", "auto")
+    again = {entry["step"]: entry["loss"] for entry in resumed["history"] if "loss" in entry}
+    # The same kernels on the same numbers; a GPU may add in another order, in bfloat16's eight bits.
+    assert again == pytest.approx(losses, rel=2e-2, abs=2e-3)
+    assert resumed["after"]["n"] == 6
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_one_device(folder, tmp_path, recipe):
+    check(folder, tmp_path, recipe, 1)
