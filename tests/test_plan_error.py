@@ -13,6 +13,11 @@ def plan_error():
     return benchmark("plan_error")
 
 
+@pytest.fixture(scope="module")
+def cases():
+    return benchmark("plan_error_cases")
+
+
 def found(measured: float) -> dict:
     """A case of 400 MiB of process, 100 of weights and 300 that come and go, where `measured` MiB came."""
     process = {plan.PROCESS: 360 * MIB, plan.LIBRARIES: 40 * MIB}
@@ -44,19 +49,19 @@ def test_the_worst_and_the_lowest_error_keep_their_signs_and_failures_count_for_
     assert told["peak"]["worst"] == pytest.approx(807 / 900 - 1)
 
 
-def test_every_case_differs_and_there_are_enough(plan_error):
-    assert len(plan_error.CASES) >= 20
-    assert len({repr(case) for case in plan_error.CASES.values()}) == len(plan_error.CASES)
-    for model, _, spreading, changes in plan_error.CASES.values():
-        fields = plan_error.BASE | changes
-        assert model in {*plan_error.SHAPES, "smollm2"} and spreading in {"1", "2 ddp", "2 fsdp2"}
+def test_every_case_differs_and_there_are_enough(cases):
+    assert len(cases.CASES) >= 20
+    assert len({repr(case) for case in cases.CASES.values()}) == len(cases.CASES)
+    for model, _, spreading, changes in cases.CASES.values():
+        fields = cases.BASE | changes
+        assert model in {*cases.SHAPES, "smollm2"} and spreading in {"1", "2 ddp", "2 fsdp2"}
         assert fields["per_device_train_batch_size"] % fields["num_generations"] == 0
 
 
-def test_every_completion_has_an_advantage(plan_error):
+def test_every_completion_has_an_advantage(cases):
     """In groups of every size that cases have: one without is left out of a run, and counted by its plan."""
-    for group in {(plan_error.BASE | changes)["num_generations"] for *_, changes in plan_error.CASES.values()}:
-        rewards = plan_error.spread([""] * 2 * group)
+    for group in {(cases.BASE | changes)["num_generations"] for *_, changes in cases.CASES.values()}:
+        rewards = cases.spread([""] * 2 * group)
         for first in (0, group):
             mean = sum(rewards[first : first + group]) / group
             assert mean not in rewards

@@ -67,6 +67,7 @@ def test_a_model_that_cannot_be_reached_is_one_line(tmp_path, capsys, monkeypatc
         assert "config.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # a model of 80 layers
 def test_a_70b_from_its_config(llama_70b):
     plan = make_plan(RECIPE_70B, "fsdp2_qlora", "24GB x2", overrides={"model_name_or_path": llama_70b})
     # What the head of the recipe computes by hand, of the whole model: 31.88 GiB in 4 bits, 1.01 GiB of their state.

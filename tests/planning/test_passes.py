@@ -162,7 +162,10 @@ def test_small_blocks_are_those_that_a_heap_holds():
         small = torch.empty(HEAP_BLOCK - 1, dtype=torch.uint8)
         assert tracker.small == small.nbytes and tracker.now() == small.nbytes + large.nbytes
         del small
-        assert tracker.small == 0 and tracker.peak_small == HEAP_BLOCK - 1
+        assert tracker.small == 0 and tracker.peak_small == tracker.most_small == HEAP_BLOCK - 1
+        larger = torch.empty(3 * HEAP_BLOCK, dtype=torch.uint8)
+        assert tracker.peak() == large.nbytes + larger.nbytes and tracker.peak_small == 0  # freed before the peak
+        assert tracker.most_small == HEAP_BLOCK - 1
 
 
 def test_a_pass_without_gradients_peaks_where_it_was_planned(tmp_path):
@@ -187,6 +190,7 @@ def test_every_layer_adds_what_the_second_added(tmp_path):
     assert by_slope.per_layer > 0
 
 
+@pytest.mark.slow  # three passes at real lengths
 def test_sharing_and_checkpointing_are_cheaper(tmp_path):
     run = settings(folder(tmp_path))
     shared, padded = planned(run, True).peak, planned(run, False).peak

@@ -95,6 +95,7 @@ def test_what_is_spread_over_the_ranks(tmp_path):
     assert one[static.BUCKETS] == 0
 
 
+@pytest.mark.slow  # four plans
 def test_a_quantized_base_leaves_the_pages_of_its_file_on_a_cpu(tmp_path):
     """As many as the file has beyond the tensors that still lie in it; none where every tensor was converted."""
     AutoModelForCausalLM.from_config(config(), dtype=torch.float32).save_pretrained(tmp_path)

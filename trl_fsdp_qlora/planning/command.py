@@ -42,7 +42,7 @@ def run_plan(arguments: Sequence[str], types: Sequence[type] = ()) -> int:
         The exit status: 0 it fits, 1 it does not, 2 the input cannot be planned (one line on standard error says why).
     """
     own, rest = parser().parse_known_args(list(arguments))
-    from . import solve
+    from . import seconds, solve
     from .plan import make_plan
     from .table import show
 
@@ -60,6 +60,7 @@ def run_plan(arguments: Sequence[str], types: Sequence[type] = ()) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
     print(show(plan))
+    print(seconds.told(plan))
     if not plan.fits and plan.enough_cards:
         print("\n".join(f"makes it fit: {line}" for line in solve.ways(plan)) or "no single line makes it fit")
     if own.solve:

@@ -28,14 +28,54 @@ CARDS = {
     "rtx3090": 24,
     "rtx3070": 8,
 }
+# Dense bf16 TFLOP/s with sums in float32 (fp16 on t4 and v100, which have no bf16), and GB/s of memory, by NVIDIA's data sheets, for
+# GeForce cards by the white papers of Ampere GA102, Ada and Blackwell; of H100 and A100 the SXM boards'.
+_SPEEDS = {
+    "b200": (2250, 8000),
+    "h200": (989, 4800),
+    "h100": (989, 3350),
+    "a100-80": (312, 2039),
+    "a100-40": (312, 1555),
+    "l40s": (362, 864),
+    "a6000": (155, 768),
+    "a10": (125, 600),
+    "l4": (121, 300),
+    "t4": (65, 320),
+    "v100": (125, 900),
+    "rtx5090": (209, 1792),
+    "rtx4090": (165, 1008),
+    "rtx3090": (71, 936),
+    "rtx3070": (41, 448),
+}
 CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs by card and driver
 # On a CPU, what a process grows by beside tensors from its plan to its first step: pages of libraries that are touched then, and
 # their objects. Measured: 38 to 43 MiB (benchmarks/plan_error.py, cases `process` and `narrow`, 2026-11-22, torch 2.13).
 AT_WORK = 40 * 2**20
-# On a CPU, what the C library keeps in its heap beside tensors of less than 32 MiB at a pass's peak, as a share of those. Fitted,
-# not derived: 0.1 to 0.7 of them, glibc 2.36 (benchmarks/plan_error.py, 2026-11-22). Larger blocks go back when they are freed.
+# On a CPU, by what share the C library's heap outgrows the blocks of less than 32 MiB that a pass has at once. Fitted, not derived:
+# glibc 2.36 does not give a block that was asked for aligned, as torch asks, to the next request of its size, so that what was freed
+# is used again where neighbours were freed too. Layers that are computed twice leave more of it. Larger blocks go back.
+# docs/plan.md has the cases it was fitted on and the error of the others.
 HEAP_SHARE = 0.6
+HEAP_SHARE_CHECKPOINTING = 1.1
 SLACK = 0.05  # share of what comes and goes that the caching allocator holds beside it; assumed
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a card can do at most, and the shares of that which a run reaches.
+
+    Attributes:
+        flops: products' operations per second.
+        bandwidth: bytes of memory per second.
+        source: where the two are from.
+        compute, memory: shares of them that are reached, from the least to the most: assumed.
+    """
+
+    flops: float
+    bandwidth: float
+    source: str = "data sheet"
+    compute: tuple[float, float] = (0.3, 0.6)
+    memory: tuple[float, float] = (0.5, 0.8)
 
 
 @dataclass(frozen=True)
@@ -48,6 +88,7 @@ class Hardware:
         cards: how many there are.
         gpu: a card, with its own memory.
         host_memory: bytes of the host; `None` where it is not known.
+        speed: of one card; `None` where it is not known.
     """
 
     name: str
@@ -55,6 +96,7 @@ class Hardware:
     cards: int
     gpu: bool = True
     host_memory: int | None = None
+    speed: Speed | None = None
 
     def per_rank(self, processes: int) -> int:
         """Bytes that one rank may use."""
@@ -98,7 +140,21 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
 
 
 def _card(name: str, gigabytes: float, cards: int) -> Hardware:
-    return Hardware(name, int(gigabytes * GIB), cards)
+    return Hardware(name, int(gigabytes * GIB), cards, speed=_speed(name))
+
+
+def _speed(name: str) -> Speed | None:
+    return Speed(*(1e12 * _SPEEDS[name][0], 1e9 * _SPEEDS[name][1])) if name in _SPEEDS else None
+
+
+def _known(name: str) -> str:
+    """A name of [`CARDS`] in a driver's name of a card (`NVIDIA A100-SXM4-80GB`), or nothing."""
+    words = re.split(r"[\s-]+", name.lower())
+    if {"pcie", "nvl", "laptop"} & set(words):
+        return ""  # slower boards of the same name
+    words += [f"rtx{word}" for word in words]
+    found = next((card for card in CARDS if card.split("-")[0] in words), "")
+    return "a100-40" if found.startswith("a100") and "40gb" in words else found
 
 
 def what_is_there(processes: int = 1, use_cpu: bool = False) -> Hardware:
@@ -107,7 +163,14 @@ def what_is_there(processes: int = 1, use_cpu: bool = False) -> Hardware:
         return replace(_host(), cards=processes)
     properties = torch.cuda.get_device_properties(0)
     host = psutil.virtual_memory().total
-    return Hardware(properties.name, properties.total_memory, torch.cuda.device_count(), host_memory=host)
+    return Hardware(
+        properties.name,
+        properties.total_memory,
+        torch.cuda.device_count(),
+        True,
+        host,
+        _speed(_known(properties.name)),
+    )
 
 
 def _host() -> Hardware:

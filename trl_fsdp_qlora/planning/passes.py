@@ -7,6 +7,8 @@ run's own.
 
 import contextlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -45,12 +47,16 @@ class PassBytes:
         head: what the head's tiles are of it: 0 where the peak is elsewhere.
         per_layer: what each layer keeps for the backward.
         small: what of the peak lies in blocks that a C library takes from its heap.
+        heap: the most at once in such blocks, at the peak or at another time.
+        unwritten: what of a buffer of the head nothing is written to: a host gives no page of it, and `peak` has it not.
     """
 
     peak: int
     head: int
     per_layer: int
     small: int
+    heap: int
+    unwritten: int = 0
 
     @property
     def activations(self) -> int:
@@ -89,6 +95,11 @@ def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
     return Shape(rows, prompt + completion, scored, False)
 
 
+def loss(settings: Settings, config: PretrainedConfig, packed: bool, on_gpu: bool, grad: bool = True) -> PassBytes:
+    """Bytes of the loss's forward and backward, or without `grad` of a scoring pass on the same tokens."""
+    return measure(settings, config, loss_shape(settings, packed, on_gpu), grad, on_gpu)
+
+
 def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu: bool) -> PassBytes:
     """Bytes of the first step's comparison of packed with padded rows, at its peak (`prefix_sharing.self_check.compare`).
 
@@ -101,7 +112,7 @@ def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu:
 
 
 def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bool, on_gpu: bool) -> PassBytes:
-    """Bytes of a pass of the whole model.
+    """Bytes of a pass of the whole model, measured once for all plans with these modules.
 
     Args:
         settings: of the run.
@@ -110,14 +121,21 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bo
         grad: forward and backward; otherwise a forward alone.
         on_gpu: whose kernels' tiles are counted.
     """
+    return _measure(skeleton.modules(settings, config), shape, grad, on_gpu)
+
+
+@lru_cache(maxsize=256)
+def _measure(of: skeleton.Modules, shape: Shape, grad: bool, on_gpu: bool) -> PassBytes:
+    settings, config = of.settings, of.config
     layers = config.get_text_config().num_hidden_layers
     two = _run(settings, config, min(2, layers), shape, grad, on_gpu)
     if not grad or layers <= 2:
-        return PassBytes(two.peak, two.head, two.kept, two.small)
+        return PassBytes(two.peak, two.head, two.kept, two.small, two.heap, two.unwritten)
     one = _run(settings, config, 1, replace(shape, scored=0), grad, on_gpu, backward=False)
     slope = two.kept - one.kept
-    small = two.small + (layers - 2) * (two.kept_small - one.kept_small)
-    return PassBytes(two.peak + (layers - 2) * slope, two.head, slope, small)
+    others = (layers - 2) * (two.kept_small - one.kept_small)
+    peak, small, heap = two.peak + (layers - 2) * slope, two.small + others, two.heap + others
+    return PassBytes(peak, two.head, slope, small, heap, two.unwritten)
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,9 @@ class _Run:
     head: int
     kept: int
     small: int
+    heap: int
     kept_small: int
+    unwritten: int
 
 
 def _run(settings, config, layers, shape: Shape, grad, on_gpu, backward: bool = True) -> _Run:
@@ -146,16 +166,26 @@ def _run(settings, config, layers, shape: Shape, grad, on_gpu, backward: bool = 
             with tracker:
                 before, small = tracker.now(), tracker.small
                 with torch.set_grad_enabled(grad), _autocast(settings):
-                    values, kept, kept_small, tiles = _forward(model, shape, on_gpu, tracker, settings)
+                    forward = _forward(model, shape, on_gpu, tracker, settings)
                 if grad and backward:
-                    values.sum().backward()
-            head = tiles if tracker.peak_place == "head" else 0
-            peak_small = max(0, tracker.peak_small - small)
-            return _Run(tracker.peak() - before, head, kept - before, peak_small, kept_small - small)
+                    forward.values.sum().backward()
+            head = forward.tiles if tracker.peak_place == "head" else 0
+            small_at_peak, heap = (max(0, most - small) for most in (tracker.peak_small, tracker.most_small))
+            kept, kept_small = forward.kept - before, forward.kept_small - small
+            return _Run(tracker.peak() - before, head, kept, small_at_peak, heap, kept_small, forward.unwritten)
 
 
-def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) -> tuple[torch.Tensor, int, int, int]:
-    """What a backward starts from, bytes in use behind the last layer (all, in small blocks), and what the head's tiles add."""
+class _Forward(NamedTuple):
+    """What a backward starts from; bytes in use behind the last layer, all and in small blocks; what the head's tiles add."""
+
+    values: torch.Tensor
+    kept: int
+    kept_small: int
+    tiles: int = 0
+    unwritten: int = 0
+
+
+def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) -> _Forward:
     mask = torch.ones((1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length), dtype=torch.bool)
     ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
     positions = torch.zeros_like(ids)
@@ -164,16 +194,17 @@ def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) ->
     ).last_hidden_state
     kept, kept_small = tracker.now(), tracker.small
     if not shape.scored:
-        return out, kept, kept_small, 0
+        return _Forward(out, kept, kept_small)
     hidden = out.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
     del out
     weight = skeleton.causal_model(model).get_output_embeddings().weight
     before = tracker.now()
-    values = _head(hidden, weight, shape, on_gpu, tracker, settings)
-    return values, kept, kept_small, max(0, tracker.peak() - before)
+    values, unwritten = _head(hidden, weight, shape, on_gpu, tracker, settings)
+    return _Forward(values, kept, kept_small, max(0, tracker.peak() - before), unwritten)
 
 
-def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> torch.Tensor:
+def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> tuple[torch.Tensor, int]:
+    """Log-probabilities, and the bytes of the kernel's buffer that nothing is written to."""
     kernel = choose_head_kernel(
         settings.lm_head_kernel,
         "cuda" if on_gpu else "cpu",
@@ -185,23 +216,24 @@ def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: S
     if shape.packed and kernel != "trl":
         keep = torch.is_grad_enabled() and hidden_NH.requires_grad
         tiles = stand_ins.tiles(on_gpu, kernel == "fused")
-        return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, tiles, keep, tracker)
-    from ..upstream.memory import TRL_VOCABULARY_CHUNK
+        return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, tiles, keep, tracker), 0
+    from ..upstream.memory import TRL_TOKEN_CHUNK, TRL_VOCABULARY_CHUNK
     from ..upstream.trl import ChunkedLogProbFunction
 
     chunk = VOCABULARY_TILE if shape.packed else TRL_VOCABULARY_CHUNK
     if on_gpu:
-        return stand_ins.TrainedHead.apply(hidden_NH, weight_VH, chunk, tracker)
+        return stand_ins.TrainedHead.apply(hidden_NH, weight_VH, chunk, tracker), 0
 
     # The buffer is as wide as the chunk, however small the vocabulary: a host never gives the pages that nothing is written to.
-    chunk = min(chunk, -(-len(weight_VH) // _PAGE) * _PAGE)
+    written = min(chunk, -(-len(weight_VH) // _PAGE) * _PAGE)
+    unwritten = min(TRL_TOKEN_CHUNK, len(hidden_NH)) * (chunk - written) * 4
     targets = torch.zeros(len(hidden_NH), dtype=torch.long)
     tracker.place = "head"
     values, *_ = ChunkedLogProbFunction.apply(
-        hidden_NH, weight_VH, None, targets, 1.0, chunk, None, 1.0, ("log_probs", "entropy")
+        hidden_NH, weight_VH, None, targets, 1.0, written, None, 1.0, ("log_probs", "entropy")
     )
     tracker.place = None
-    return values
+    return values, unwritten
 
 
 def _as_trained(model: nn.Module, settings: Settings) -> None:

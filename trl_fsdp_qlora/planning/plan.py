@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from . import components, passes, skeleton, static
-from .hardware import AT_WORK, CONTEXT, HEAP_SHARE, SLACK, Hardware, read_hardware
+from .hardware import AT_WORK, CONTEXT, HEAP_SHARE, HEAP_SHARE_CHECKPOINTING, SLACK, Hardware, read_hardware
 from .settings import Settings, from_config, from_yaml, read_launch
 
 ACTIVATIONS = "activations"
@@ -41,6 +41,8 @@ class Plan:
         shm: bytes of `/dev/shm` that the ranks of a node use to talk to each other.
         parameters: `(of the base, trained)`.
         notes: what was assumed.
+        packed: the loss is computed on packed rows.
+        unwritten: bytes of a buffer of the loss that nothing is written to: an allocator counts them, a host's pages do not.
     """
 
     settings: Settings = field(repr=False)
@@ -54,6 +56,7 @@ class Plan:
     parameters: tuple[int, int]
     notes: tuple[str, ...] = ()
     packed: bool = True
+    unwritten: int = 0
 
     def total(self, phase: str) -> int:
         """Bytes of a phase at its peak."""
@@ -113,7 +116,7 @@ def make_plan(
 
 def plan_settings(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> Plan:
     """As [`make_plan`], from parts."""
-    model = skeleton.build(settings, config)
+    model = skeleton.whole(skeleton.modules(settings, config))
     whole = static.whole_bytes(model, settings)
     held = static.rank_bytes(whole, settings)
     packed = settings.prefix_sharing != "off"
@@ -134,6 +137,7 @@ def plan_settings(settings: Settings, config: PretrainedConfig, hardware: Hardwa
         (skeleton.numel(model), trained),
         _notes(settings, hardware),
         packed,
+        passes.loss(settings, config, packed, hardware.gpu).unwritten,
     )
 
 
@@ -176,6 +180,8 @@ def _phases(
     if settings.scores_again:
         phases["score"] = resident | optimizer | gathered | {ENGINE: resting}
         phases["score"] |= _pass(settings, config, hardware, packed, False)
+    if not hardware.gpu:
+        _leave_heap(phases, _heap(settings, _fullest(settings, config, hardware, packed, True)))
     process = _process(hardware)  # after the passes: what planning them leaves in it is in the run as well
     for name, parts in phases.items():
         parts |= process if name != "load" else {PROCESS: process[PROCESS]}
@@ -185,12 +191,31 @@ def _phases(
 
 def _pass(settings, config, hardware: Hardware, packed: bool, grad: bool) -> dict[str, int]:
     """Of the loss, or without gradients a scoring pass; and what the first step's comparison, which comes before, needs beyond."""
-    own = passes.measure(settings, config, passes.loss_shape(settings, packed, hardware.gpu), grad, hardware.gpu)
-    fullest = own
-    if packed:
-        fullest = max(own, passes.comparison(settings, config, grad, hardware.gpu), key=lambda one: one.peak)
+    own = passes.loss(settings, config, packed, hardware.gpu, grad)
+    fullest = _fullest(settings, config, hardware, packed, grad)
     parts = {ACTIVATIONS: own.activations, HEAD: own.head, COMPARISON: fullest.peak - own.peak}
-    return parts if hardware.gpu else parts | {ROOM: math.ceil(HEAP_SHARE * fullest.small)}
+    return parts if hardware.gpu else parts | {ROOM: max(0, _heap(settings, fullest) - fullest.small)}
+
+
+def _leave_heap(phases: dict[str, dict[str, int]], heap: int) -> None:
+    """Put what the fullest pass leaves in the heap beside the phases that follow it: what they need themselves lies in it."""
+    for name in ("generate", "optimizer", "save"):
+        coming = sum(phases[name].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS))
+        phases[name][ROOM] = max(0, heap - coming)
+
+
+def _fullest(settings, config, hardware: Hardware, packed: bool, grad: bool) -> passes.PassBytes:
+    """The loss's pass, or the first step's comparison where that needs more."""
+    own = passes.loss(settings, config, packed, hardware.gpu, grad)
+    if not packed:
+        return own
+    return max(own, passes.comparison(settings, config, grad, hardware.gpu), key=lambda one: one.peak)
+
+
+def _heap(settings: Settings, most: passes.PassBytes) -> int:
+    """What the C library's heap grows to in a pass on a CPU, and stays at."""
+    share = HEAP_SHARE_CHECKPOINTING if settings.gradient_checkpointing else HEAP_SHARE
+    return math.ceil((1 + share) * most.heap)
 
 
 def _file_pages(settings, config, model: nn.Module, hardware: Hardware, others: int) -> int:

@@ -7,6 +7,8 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -107,6 +109,32 @@ def _quantize(model: nn.Module, compute_dtype: torch.dtype, nested: bool) -> Non
             module.__class__ = FourBitLinear
             module.weight = nn.Parameter(torch.empty(size, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
             module.state_bytes, module.compute_dtype = state, compute_dtype
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What a run's modules and passes hang on. How many ranks there are is no part of it: plans for other numbers share them.
+
+    Attributes:
+        key: all of it; [`modules`] writes it.
+        settings, config: of a run with this key.
+    """
+
+    key: tuple
+    settings: Settings = field(compare=False, repr=False)
+    config: PretrainedConfig = field(compare=False, repr=False)
+
+
+def modules(settings: Settings, config: PretrainedConfig) -> Modules:
+    """The [`Modules`] of a run. A setting that `build` or `passes` starts to read belongs into the key."""
+    fields = (settings.mixed, settings.gradient_checkpointing, settings.lm_head_kernel, settings.launch.kind)
+    return Modules((repr(settings.model), *fields, config.to_json_string(use_diff=False)), settings, config)
+
+
+@lru_cache(maxsize=1)
+def whole(of: Modules) -> nn.Module:
+    """The model with all its layers, built once; nobody changes it."""
+    return build(of.settings, of.config)
 
 
 def build(settings: Settings, config: PretrainedConfig, layers: int | None = None) -> nn.Module:

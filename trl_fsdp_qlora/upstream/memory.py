@@ -12,11 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _UpdateType, _WeakRefInfo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE as TRL_TOKEN_CHUNK
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TRL_VOCABULARY_CHUNK
 
 from .signatures import check_signatures
 
-__all__ = ["HEAP_BLOCK", "TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
+__all__ = ["HEAP_BLOCK", "TRL_TOKEN_CHUNK", "TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
 
 # glibc takes no larger block from its heap: such a one is mapped, and given back when it is freed (mallopt(3)).
 HEAP_BLOCK = 32 * 2**20
@@ -46,13 +47,14 @@ class PeakTracker(MemTracker):
         peak_place: `place` at the peak.
         small: bytes in use in blocks of less than `HEAP_BLOCK`.
         peak_small: `small` at the peak.
+        most_small: `small` at its own peak.
     """
 
     def __init__(self):
         super().__init__()
         self.place: str | None = None
         self.peak_place: str | None = None
-        self.small = self.peak_small = 0
+        self.small = self.peak_small = self.most_small = 0
 
     def track(self, *kept: nn.Module | torch.Tensor | None) -> None:
         """Count what is there already."""
@@ -88,6 +90,7 @@ class PeakTracker(MemTracker):
             self.small += sum(self._totals(self._curr_mem_snap)) - before
 
     def _update_peak_stats(self, peak_state) -> None:
+        self.most_small = max(self.most_small, self.small)
         for device, snapshot in self._curr_mem_snap.items():
             if self._peak_mem.get(device, 0) < snapshot["Total"]:
                 self._peak_mem[device] = snapshot["Total"]
@@ -104,7 +107,7 @@ class PeakTracker(MemTracker):
         self._track_resize()
         self._peak_mem_snap = self.get_tracker_snapshot()
         self._peak_mem = {device: total["Total"] for device, total in self._peak_mem_snap.items()}
-        self.peak_small = self.small
+        self.peak_small = self.most_small = self.small
         TorchDispatchMode.__enter__(self)
         return self
 
