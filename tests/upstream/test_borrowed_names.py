@@ -26,6 +26,7 @@ ELSEWHERE = {
     "_buffers": "torch.nn.Module: its own buffers, without those of its children",
     "_cdata": "torch: identity of a storage",
     "_convert_weight_packed_for_cpu_inverse": "bitsandbytes: layout of 4-bit weights on CPUs",
+    "_current_frames": "sys: where each thread is",
     "_exit": "os: ends a process at once",
     "_flash_attention_backward": "torch: an operator",
     "_flash_attention_forward": "torch: an operator",
