@@ -72,6 +72,7 @@ def synced(model_path, out, world_size, quantized=0):
     unset_hf_deepspeed_config()  # a scenario before may have left ZeRO-3's, under which a model is cut as it is loaded
     # An adapter of rank 3 is cut unevenly.
     policy = get_peft_model(load(model_path), tiny.lora(r=3))
+    tiny.without_repacking(policy)  # whose products are bfloat16's
     grpo_trainer.start_engine = whole_engine.start_whole(policy)
     adapters._AT_ONCE = 500  # elements: several collectives of several tensors each
     arguments = common(out, world_size, max_steps=3, num_generations=4, max_completion_length=12, learning_rate=1e-2)
