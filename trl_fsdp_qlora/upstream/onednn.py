@@ -1,7 +1,7 @@
 """oneDNN's product of float32 matrices: torch has it built in, and on x86 calls MKL instead.
 
 Torch hands half types to oneDNN, and float32 only under its compiler, by the private operator borrowed here. On AMD's
-processors MKL takes slower kernels, half as fast or less for every size that matters here (`benchmarks/onednn_products.py`).
+processors MKL takes slower kernels, about half as fast at the sizes that matter here (`benchmarks/onednn_products.py`).
 On Intel's it is at home and stays; on others torch does not have it.
 """
 
