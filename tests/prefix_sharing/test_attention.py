@@ -1,11 +1,14 @@
 """Backends on their own: float64 gradients by finite differences, and a dense mask as oracle."""
 
+import json
 import os
+import sys
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from tests.distributed.launch import rank_environment, run_group
 from trl_fsdp_qlora.prefix_sharing import cascade, flex
 from trl_fsdp_qlora.prefix_sharing.layout import pack
 
@@ -115,6 +118,21 @@ def test_cuda_backends_equal_dense_mask(name, backend):
     ours = torch.autograd.grad((out * weight.bfloat16()).sum(), leaves)
     for a, b in zip(ours, reference, strict=True):
         assert (a.double() - b).abs().max() <= 2e-2 * b.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: FlexAttention is compiled")
+def test_flex_is_compiled_for_rows_of_every_layout(tmp_path):
+    """In a process without an emulated device's dispatch mode: Dynamo, inductor and Triton run, whatever the kernels do."""
+    more = {"EMULATE": "0", "TRITON_INTERPRET": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    more["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    command = [sys.executable, "-m", "tests.prefix_sharing.flex_run"]
+    [(_, text)] = run_group([(command, rank_environment(more))], timeout=280)
+    found = json.loads(text.splitlines()[-1])
+    assert found["breaks"] == 0
+    assert found["graphs"][-1] <= 5, "a layout was compiled anew"  # three of the kernel, two of the mask
 
 
 def test_cascade_merges_in_float32_in_half_precision(monkeypatch):

@@ -39,7 +39,7 @@ def attend(call) -> torch.Tensor:
         q,
         k,
         v,
-        score_mod=None if call.softcap is None else softcap_score(call.softcap),
+        score_mod=None if call.softcap is None else softcap_score(call.softcap, q.device),
         block_mask=_block_mask(call.layout, call.window, q.device),
         scale=call.scaling,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -52,11 +52,14 @@ def _compiled() -> Callable:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def softcap_score(softcap: float) -> Callable:
+@functools.cache
+def softcap_score(softcap: float, device: torch.device) -> Callable:
     """FlexAttention score function of a tanh cap."""
+    # A tensor: Dynamo makes a symbol of a captured number where shapes are dynamic, which FlexAttention does not take.
+    cap = torch.tensor(softcap, device=device)
 
     def score(score, batch, head, query, key):
-        return softcap * torch.tanh(score / softcap)
+        return cap * torch.tanh(score / cap)
 
     return score
 
