@@ -5,12 +5,12 @@
 
 LoRA r=16 on all linear layers, float32, `--prompts` prompts × 8 completions per step. Parts:
 
-- `steps`: ours with vLLM and stock TRL with `generate` (stock's vLLM path does not run on a CPU), completions of exactly
-  `--completion` tokens. They take turns of one optimizer step, so that a drifting machine hits both alike. Then the engine's
+- `steps`: ours with vLLM and stock TRL with `generate` (stock's vLLM path does not run on a CPU), completions of up to
+  `--completion` tokens, which end where they end. They take turns of one optimizer step, so that a drifting machine hits both alike. Then the engine's
   greedy tokens beside those of PEFT.
 - `one_pass`: the same, ours with and without TRL's pass for old log-probabilities.
 - `fsdp2`: two gloo ranks, the base sharded, an engine each: seconds and bytes of a sync. Wants two free cores.
-- `curves`: `--steps` steps with vLLM and with `generate` for each of `--seeds`; completions end where they end. A run that
+- `curves`: `--steps` steps with vLLM and with `generate` for each of `--seeds`. A run that
   is in the file already is not made again.
 
 Results go to `rollouts_vllm.json` in `--out` after every point, each part under its name, with a picture for `steps` and
@@ -100,11 +100,9 @@ def partial_credit(completions, answer, **columns) -> list[float]:
     return [float(hit) - 1e-3 * len(text[0]["content"]) for hit, text in zip(right, completions, strict=True)]
 
 
-def build(cls, config_cls, options, folder: str, seed: int = 0, exact_length: bool = True, **extra):
+def build(cls, config_cls, options, folder: str, seed: int = 0, **extra):
     torch.manual_seed(seed)
     vllm = extra.get("use_vllm", False)
-    if exact_length:
-        extra["generation_kwargs"] = {("min_tokens" if vllm else "min_new_tokens"): options.completion}
     if vllm:
         extra |= {"vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_gpu_memory_utilization": 0.3}
         extra |= {"vllm_importance_sampling_mode": "token_truncate"}
@@ -269,9 +267,7 @@ def curves(options, folder: str, results: Results) -> None:
             label = f"{name}, seed {seed}"
             if label in runs:
                 continue
-            trainer = build(
-                EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, seed, exact_length=False, use_vllm=use_vllm
-            )
+            trainer = build(EfficientGRPOTrainer, EfficientGRPOConfig, options, folder, seed, use_vllm=use_vllm)
             if use_vllm:
                 trainer.vllm_generation.version = i * 10**6
             trainer.train()
