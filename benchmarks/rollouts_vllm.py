@@ -177,7 +177,9 @@ class Results:
 
     def draw(self, picture) -> None:
         if self.folder is not None:
-            picture(self.all[self.part]).savefig(self.folder / f"rollouts_vllm_{self.part}.png", dpi=110)
+            picture(self.all[self.part]).savefig(
+                self.folder / f"rollouts_vllm_{self.part}.png", dpi=110, bbox_inches="tight"
+            )
 
 
 def turns(options, made: dict, results: Results, summarize) -> None:
