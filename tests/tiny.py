@@ -1,13 +1,17 @@
 """Models, data and trainers small enough for a second."""
 
 import functools
+import json
 
+import pytest
+import torch
 from peft import LoraConfig
 from trl import GRPOConfig
 
 from trl_fsdp_qlora.recipe.answers import completion_text
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
+from trl_fsdp_qlora.scoring import cpu_products
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
@@ -22,6 +26,21 @@ def save_tiny_model(folder, seed: int = 0) -> str:
     tiny_model(seed).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def save_recipe_files(folder) -> None:
+    """What a recipe starts from: `base`, a checkpoint of [`tiny_model`], and `data.jsonl`, sums below ten."""
+    save_tiny_model(folder / "base")
+    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def serve_by_onednn(monkeypatch, many_weights: int = 1) -> None:
+    """Let layers of `many_weights` and more be multiplied by oneDNN, whatever the processor; skips where torch has none."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(cpu_products, "MANY_WEIGHTS", many_weights)
+    monkeypatch.setattr(cpu_products, "beats_mkl", lambda: True)
 
 
 @functools.cache

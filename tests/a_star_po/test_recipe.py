@@ -8,7 +8,7 @@ import pytest
 from trl import ModelConfig
 
 from tests.distributed.launch import run_script
-from tests.tiny import save_tiny_model
+from tests.tiny import save_recipe_files
 from trl_fsdp_qlora import AStarPOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
@@ -48,9 +48,7 @@ def test_the_papers_and_the_reports_settings():
 @pytest.mark.processes
 @pytest.mark.slow
 def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
-    save_tiny_model(tmp_path / "base")
-    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_recipe_files(tmp_path)
     text = (
         "--model_name_or_path base --dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 "
         "--lora_target_modules all-linear --max_completion_length 3 --bf16 false --use_cpu true --max_steps 2 "

@@ -20,6 +20,7 @@ from tests.tiny import (
     lora,
     prompts,
     save_tiny_model,
+    serve_by_onednn,
     tiny_model,
     trainer,
 )
@@ -98,12 +99,9 @@ def test_options(tmp_path, changes, sharing):
 @pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "checkpointed"])
 def test_products_by_another_library(tmp_path, changes, peft, monkeypatch):
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("torch was built without oneDNN")
     assert_equal_runs(tmp_path / "torch", peft=peft, sharing="auto", **changes)
     calls = []
-    monkeypatch.setattr(cpu_products, "MANY_WEIGHTS", 1)
-    monkeypatch.setattr(cpu_products, "beats_mkl", lambda: True)
+    serve_by_onednn(monkeypatch)
     monkeypatch.setattr(cpu_products, "product", lambda *args: calls.append(1) or product(*args))
     assert_equal_runs(tmp_path / "onednn", peft=peft, sharing="auto", **changes)
     assert calls

@@ -1,6 +1,5 @@
 """What a recipe tells its user: the card that reproduces the run, Ctrl-C, and nothing but lines in a log file."""
 
-import json
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ from huggingface_hub import ModelCard
 from trl import ModelConfig
 
 from tests.distributed.launch import _end_all, _Rank, accelerate_launch, rank_environment, run_script
-from tests.tiny import save_tiny_model
+from tests.tiny import save_recipe_files
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
@@ -24,9 +23,7 @@ from .test_recipe_runs import ROOT, SETTINGS
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first_hour")
-    save_tiny_model(folder / "base")
-    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_recipe_files(folder)
     words = [*" ".join(SETTINGS).replace("--disable_tqdm true", "").split(), "--model_name_or_path", "base"]
     pairs = dict(zip([word.removeprefix("--") for word in words[::2]], map(yaml.safe_load, words[1::2]), strict=True))
     pairs |= {"prompt_template": "Add: {question}", "per_device_train_batch_size": 8, "learning_rate": 0.01}

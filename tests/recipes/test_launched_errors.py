@@ -1,13 +1,12 @@
 """A user's error in real processes: told once, without a traceback of the script, and without the launcher's."""
 
-import json
 import runpy
 import sys
 
 import pytest
 
 from tests.distributed.launch import run_launcher
-from tests.tiny import save_tiny_model
+from tests.tiny import save_recipe_files
 from trl_fsdp_qlora.recipe import script as recipe_script
 
 from .test_recipe_runs import ROOT
@@ -21,9 +20,7 @@ LINE = "error: lora_target_modules: Target modules {'q_prj'} not found in the ba
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launched")
-    save_tiny_model(folder / "base")
-    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_recipe_files(folder)
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import REPOSITORY, free_port, rank_environment, run_group
-from tests.tiny import save_tiny_model
+from tests.tiny import save_recipe_files
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,9 +38,7 @@ RECIPES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
-    save_tiny_model(folder / "base")
-    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_recipe_files(folder)
     return folder
 
 

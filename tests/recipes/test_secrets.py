@@ -1,6 +1,5 @@
 """Secrets planted wherever a user can put one, and everything that a run leaves or prints searched for them."""
 
-import json
 import re
 import shlex
 import zipfile
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import accelerate_launch
-from tests.tiny import save_tiny_model
+from tests.tiny import save_recipe_files
 
 from .test_recipe_runs import SETTINGS
 
@@ -43,9 +42,7 @@ def contents(folder: Path):
 def test_nothing_that_a_run_leaves_or_prints_holds_a_secret(tmp_path, monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    save_tiny_model(tmp_path / "base")
-    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_recipe_files(tmp_path)
     (tmp_path / "again.yaml").write_text(f"hub_token: {TOKEN_AGAIN}\n")
     out = tmp_path / "home" / "alice" / "out"
     # The last of an option wins; a sentence as run name, so that the line has to be quoted.

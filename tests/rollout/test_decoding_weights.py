@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from tests.rollout.test_decoding import PROMPTS, SIZES, build, greedy
+from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.rollout.completions import complete
 from trl_fsdp_qlora.rollout.decoding_weights import FasterLayers, can_be_faster, faster_layers
 from trl_fsdp_qlora.scoring import cpu_products
@@ -23,10 +24,7 @@ LAYERS = 4 * 7
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """The head's 64 x 32 weights are many, and the processor is one that oneDNN serves better."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("torch was built without oneDNN")
-    monkeypatch.setattr(cpu_products, "MANY_WEIGHTS", 64 * 32)
-    monkeypatch.setattr(cpu_products, "beats_mkl", lambda: True)
+    serve_by_onednn(monkeypatch, 64 * 32)
 
 
 def adapted(**changes):

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.scoring import cpu_products
 from trl_fsdp_qlora.scoring.cpu_products import faster_products, replaced_forward
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
@@ -21,10 +22,7 @@ ROUNDING = {"rtol": 0, "atol": 4e-5}
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
     """Every layer counts as large, and the processor as one that oneDNN serves better."""
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("torch was built without oneDNN")
-    monkeypatch.setattr(cpu_products, "MANY_WEIGHTS", 1)
-    monkeypatch.setattr(cpu_products, "beats_mkl", lambda: True)
+    serve_by_onednn(monkeypatch)
 
 
 @pytest.fixture

@@ -144,7 +144,10 @@ def _card(name: str, gigabytes: float, cards: int) -> Hardware:
 
 
 def _speed(name: str) -> Speed | None:
-    return Speed(*(1e12 * _SPEEDS[name][0], 1e9 * _SPEEDS[name][1])) if name in _SPEEDS else None
+    if name not in _SPEEDS:
+        return None
+    teraflops, gigabytes = _SPEEDS[name]
+    return Speed(1e12 * teraflops, 1e9 * gigabytes)
 
 
 def _known(name: str) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
-from ..scoring.cpu_products import gains, replaced_forward
+from ..scoring.cpu_products import gains, is_plain, replaced_forward
 from ..upstream.onednn import product
 
 
@@ -129,10 +129,7 @@ def _base(layer: nn.Module) -> nn.Module:
 def _is_plain(layer: nn.Module) -> bool:
     """A linear layer in float32 on the CPU whose forward nobody has changed."""
     changed = replaced_forward(layer) or layer._forward_pre_hooks or layer._forward_hooks
-    weight = layer.weight if type(layer) is nn.Linear else None
-    # Of subclasses (DTensor, quantized weights) nothing is known.
-    plain = weight is not None and type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype is torch.float32
-    return plain and weight.device.type == "cpu" and weight.numel() > 0 and not changed
+    return type(layer) is nn.Linear and is_plain(layer.weight) and layer.weight.numel() > 0 and not changed
 
 
 def _adapter_to_add(layer: nn.Module) -> tuple[bool, str | None]:

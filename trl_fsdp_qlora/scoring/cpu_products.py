@@ -17,11 +17,16 @@ from ..upstream.onednn import beats_mkl, product
 MANY_WEIGHTS = 2**16
 
 
-def gains(weight: torch.Tensor) -> bool:
-    """Whether `x @ weight.T` is faster by [`product`]: a plain float32 matrix on the CPU, large enough."""
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether `weight` is a float32 tensor on the CPU and nothing more."""
     # Of subclasses (DTensor, quantized weights) nothing is known.
     plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype is torch.float32
-    return plain and weight.device.type == "cpu" and weight.numel() >= MANY_WEIGHTS and beats_mkl()
+    return plain and weight.device.type == "cpu"
+
+
+def gains(weight: torch.Tensor) -> bool:
+    """Whether `x @ weight.T` is faster by [`product`]: a plain matrix, large enough."""
+    return is_plain(weight) and weight.numel() >= MANY_WEIGHTS and beats_mkl()
 
 
 @contextmanager
@@ -31,8 +36,10 @@ def faster_products(model: nn.Module) -> Iterator[int]:
     A block has to hold the backward too where gradients are checkpointed: it runs the forward again. Layers whose forward
     somebody has replaced stay as they are, and all are themselves again afterwards, also after an exception.
     """
+    # Where nothing can be gained no module is looked at: this runs for every micro-batch.
+    modules = model.modules() if beats_mkl() else ()
     # `nn.Linear` itself: what a subclass does is its own matter. A LoRA layer's base is one, and is called as one.
-    chosen = [x for x in model.modules() if type(x) is nn.Linear and "forward" not in vars(x) and gains(x.weight)]
+    chosen = [x for x in modules if type(x) is nn.Linear and "forward" not in vars(x) and gains(x.weight)]
     with ExitStack() as stack:
         for layer in chosen:
             # An attribute of the object hides the class's method until it is removed.
