@@ -107,7 +107,7 @@ class Faults:
 
     def another_base(self):
         """Rank 1 alone was given completions of another policy."""
-        watch = EngineWatch(self.accelerator, half=False, keeps_versions=False)
+        watch = EngineWatch(self.accelerator, keeps_versions=False)
         policy_BC = -torch.ones(2, 3)
         wrong = 0.0 if self.accelerator.is_main_process else 1.0
         inputs = {SAMPLED: policy_BC + wrong, "completion_mask": torch.ones(2, 3)}

@@ -15,6 +15,8 @@ class WholeEngine(AdapterEngine):
         policy: whole, with an adapter of the shape that is trained.
     """
 
+    end = 1  # what min_tokens bans; none of the random tokens
+
     def __init__(self, policy: PeftModel, **options):
         self.policy = policy.eval()
         super().__init__(
@@ -40,9 +42,11 @@ class WholeEngine(AdapterEngine):
         completions, logps = [], []
         for prompt in prompts:
             length = int(torch.randint(3, 13, (), generator=generator))
-            completion = torch.randint(3, 40, (length,), generator=generator)
+            completion = torch.randint(3, min(40, self.policy.config.vocab_size), (length,), generator=generator)
             row = torch.cat([torch.tensor(prompt), completion])[None]
-            scores = self.policy(row).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            logits = self.policy(row).logits[0, len(prompt) - 1 : -1]
+            logits[: self.generation_kwargs.get("min_tokens", 0), self.end] = -torch.inf
+            scores = logits.log_softmax(-1)
             completions.append(completion.tolist())
             logps.append(scores.gather(1, completion[:, None]).tolist())
         return prompts, completions, logps, None

@@ -52,6 +52,31 @@ def test_a_run_is_proven_and_moves_the_adapter_alone(start):
     assert trainer.vllm_generation.versions.root.is_dir()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"generation_kwargs": {"min_tokens": 8}},
+        {"top_p": 0.8, "repetition_penalty": 1.2},
+        {
+            "generation_kwargs": {"logit_bias": {9: 3.0}, "bad_words": ["7"], "presence_penalty": 0.5},
+            "temperature": 0.8,
+        },
+    ],
+    ids=["min_tokens", "top_p", "logit_bias"],
+)
+def test_what_vllm_draws_from_need_not_be_the_policy(start, changes):
+    trainer = start(max_steps=4, **changes)
+    trainer.train()
+    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
+    assert len(figures(trainer, "rollout/staleness")) == 3
+    assert max(map(abs, figures(trainer, "rollout/staleness"))) < 1e-2
+    # The completions that are trained on come from another distribution, and its weights say so.
+    assert max(figures(trainer, "sampling/sampling_logp_difference/mean") or [1.0]) > 1e-3
+    assert max(abs(x - 1) for x in figures(trainer, "sampling/importance_sampling_ratio/mean")) > 1e-3
+    if "min_tokens" in changes.get("generation_kwargs", {}):
+        assert min(figures(trainer, "completions/min_length")) >= 8
+
+
 def skip_sync(engine):
     load = engine._load
 
@@ -88,6 +113,15 @@ def test_a_wrong_adapter_is_caught_before_a_step_is_made_on_it(start, fault, ste
     with pytest.raises(StaleRolloutError, match=r"nats on average; after the first sync it was"):
         trainer.train()
     assert made.made == steps  # those on good rollouts
+
+
+def test_a_wrong_adapter_is_caught_under_min_tokens(start):
+    made = Steps()
+    trainer = start(max_steps=6, callbacks=[made], generation_kwargs={"min_tokens": 8})
+    skip_sync(trainer.vllm_generation)
+    with pytest.raises(StaleRolloutError):
+        trainer.train()
+    assert made.made == 2
 
 
 def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypatch):

@@ -18,6 +18,7 @@ from ..publishing.pushing import checks_push, push
 from ..publishing.saving import record_sharded, saving_adapter
 from ..rollout.correction import weighs_in_loss
 from ..rollout.engine_model import EngineModel
+from ..rollout.reshaped import own_draws
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import start_engine
 from ..rollout.sync_choice import warnings_for, withheld
@@ -87,8 +88,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         if self.sync.mode == "adapter":
             self.use_vllm, self._last_loaded_step = True, -1
             self.vllm_generation = start_engine(self.args, self.model, self.accelerator, self._tokenizer)
-        half = self.accelerator.mixed_precision != "no" or self.accelerator.device.type != "cpu"
-        self.watch = EngineWatch(self.accelerator, half, keeps_versions=is_peft_model(self.model))
+        draws = own_draws(self.args, getattr(self, "vllm_generation", None))
+        self.watch = EngineWatch(self.accelerator, is_peft_model(self.model), draws)
         for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
 
@@ -254,12 +255,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _score_completions(self, request: PassRequest, inputs):
         """Log-probabilities, entropies and router loss of a micro-batch, on completions that are the policy's for sure."""
-        watched = self.model.training and self.watch.due and SAMPLED in inputs
-        before = partial(self._padded_batch, PassRequest(Kind.PROBE, request.model))
-        old_BC = self.watch.probe(inputs, request.scored_BC, before) if watched else None
+        again = partial(self._padded_batch, PassRequest(Kind.PROBE, request.model))
+        judge = self.watch.begin(inputs, request.scored_BC, again) if self.model.training else None
         values = self._padded_batch(request, inputs)
-        if watched:
-            self._add_metrics(self.watch.judge(inputs, values[0], request.scored_BC, old_BC))
+        if judge is not None:
+            self._add_metrics(judge(values[0]))
         return values
 
     def _padded_batch(self, request: PassRequest, inputs):

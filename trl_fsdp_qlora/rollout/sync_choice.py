@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 
 from .adapter_sync import RolloutError, served_rank
+from .reshaped import reshaping_warning
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +105,8 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
             f"{args.max_completion_length} tokens: the weight is exp(sum of all differences), which long completions push "
             "out of any clip; consider token_truncate"
         )
-    if corrected and (args.top_p < 1.0 or args.top_k > 0 or (args.min_p or 0.0) > 0.0):
-        found.append(
-            "top_p, top_k or min_p with an importance-sampling correction: the engine never draws the tokens they cut, "
-            "and no weight can bring those back; use top_p: 1.0, top_k: 0"
-        )
+    if (reshaped := reshaping_warning(args)) is not None:
+        found.append(reshaped)
     if sync.mode == "adapter" and args.learning_rate < LOW_ADAPTER_RATE:
         found.append(
             f"learning_rate={args.learning_rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"

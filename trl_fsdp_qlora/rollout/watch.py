@@ -19,15 +19,18 @@ class EngineWatch:
     """Proof of each sync ([`SyncProof`]), and the adapter of the sync before to compare with.
 
     Args:
-        accelerator: of the trainer; its ranks decide together.
-        half: engine or trainer computes in half precision.
+        accelerator: of the trainer; its ranks decide together. Engine and trainer compute in half precision under its autocast
+            and on devices.
         keeps_versions: keep the trainable weights of two syncs (an adapter; of a whole model it would be too much).
+        draws: gives for the loss's inputs others to look at, where the run's completions are not drawn from the policy
+            ([`trl_fsdp_qlora.rollout.reshaped.OwnDraws`]).
     """
 
-    def __init__(self, accelerator: Accelerator, half: bool, keeps_versions: bool):
+    def __init__(self, accelerator: Accelerator, keeps_versions: bool, draws: Callable | None = None):
         self.accelerator = accelerator
-        self.proof = SyncProof(half)
+        self.proof = SyncProof(half=accelerator.mixed_precision != "no" or accelerator.device.type != "cpu")
         self.keeps_versions = keeps_versions
+        self.draws = draws
         self.version = 0
         self.due = False
         self._current: AdapterSnapshot | None = None
@@ -49,18 +52,37 @@ class EngineWatch:
         finally:
             self._previous.exchange()
 
-    def probe(self, inputs: dict[str, Any], scored_BC: torch.Tensor | None, score: Callable) -> torch.Tensor | None:
-        """Log-probabilities of the first rows under the adapter before, with zeros elsewhere; `None` where none is kept.
+    def begin(self, inputs: dict[str, Any], scored_BC: torch.Tensor | None, score: Callable) -> Callable | None:
+        """Call it before a training pass, and the result with what that pass gave. Collective after a sync.
 
         Args:
             inputs: of the loss.
-            scored_BC: tokens whose values the loss wants; the probe takes rows that have some.
-            score: gives for a batch of those rows, first of all, log-probabilities `(rows, C)`; called without gradient.
+            scored_BC: tokens whose values the loss wants; the proof takes those.
+            score: gives for a batch of rows, first of all, log-probabilities `(rows, C)`; called without gradient.
+
+        Returns:
+            [`judge`] of the policy's log-probabilities `(B, C)`; `None` where nothing is to be proven.
+
+        Raises:
+            StaleRolloutError: where the proof looks at completions of its own.
         """
+        if not self.due or SAMPLED not in inputs:
+            return None
+        if self.draws is None:
+            old_BC = self._probe(inputs, scored_BC, score, PROBE_ROWS)
+            return lambda policy_BC: self.judge(inputs, policy_BC, scored_BC, old_BC)
+        own = self.draws(inputs)
+        with torch.no_grad():
+            policy_BC = score(own)[0]
+        figures = self.judge(own, policy_BC, None, self._probe(own, None, score, len(policy_BC)))
+        return lambda _: figures
+
+    def _probe(self, inputs: dict[str, Any], scored_BC: torch.Tensor | None, score: Callable, most: int):
+        """Log-probabilities of the first rows under the adapter before, NaN in others; `None` where none is kept."""
         if self._previous is None:
             return None
         rows_B = torch.ones_like(inputs["completion_mask"][:, 0]) if scored_BC is None else scored_BC.any(1)
-        rows = rows_B.nonzero()[:, 0].tolist()[:PROBE_ROWS] or [0]
+        rows = rows_B.nonzero()[:, 0].tolist()[:most] or [0]
         keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         with self.weights_before(), torch.no_grad():
             values = score({key: inputs[key][rows] for key in keys})[0]
