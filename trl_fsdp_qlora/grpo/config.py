@@ -119,9 +119,9 @@ class EfficientGRPOConfig(GRPOConfig):
     vllm_stall_timeout: float = field(
         default=50.0,
         metadata={
-            "help": "With vLLM that is sent the adapter: seconds without progress (no step of a colocated engine, no token of "
-            "a server's) after which a rollout is given up and the run ends on all ranks; on a CPU, while it computes, ten "
-            "times as many. However long a rollout takes, it goes on while there is progress. 0: no limit."
+            "help": "With vLLM: seconds without progress (no step of a colocated engine, no token of a server's) after which a "
+            "rollout is given up and the run ends on all ranks; on a CPU, while it computes, ten times as many. However long a "
+            "rollout takes, it goes on while there is progress. 0: no limit."
         },
     )
     fsdp_gather: str = field(

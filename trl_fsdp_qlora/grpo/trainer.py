@@ -20,7 +20,7 @@ from ..rollout.correction import weighs_in_loss
 from ..rollout.engine_model import EngineModel
 from ..rollout.reshaped import own_draws
 from ..rollout.rollout import GenerateSettings, Rollout
-from ..rollout.start import start_engine
+from ..rollout.start import limit_stalls, start_engine
 from ..rollout.sync_choice import warnings_for, withheld
 from ..rollout.watch import SAMPLED, EngineWatch, weighed
 from ..run import input_checks as checks
@@ -98,6 +98,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
         self.add_callback(self.telemetry)
         if self.use_vllm:
+            limit_stalls(self.vllm_generation, self.args.vllm_stall_timeout)
             self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
 
     def _start_scoring(self) -> None:

@@ -16,12 +16,57 @@ from accelerate.utils import broadcast_object_list, gather_object
 from requests.exceptions import RequestException
 
 from ..upstream.trl import ensure_master_addr_port
-from ..upstream.vllm import VLLMGeneration
+from ..upstream.vllm import VLLMGeneration, leave_groups_that_are_gone
 from .adapter_sync import RESUME, AdapterVersions, RolloutError, adapter_weights
-from .server import AdapterServer
+from .server import AdapterServer, not_watched
 from .stall import EngineStall
 
 logger = get_logger(__name__)
+
+
+def count_steps(llm, stall: EngineStall) -> None:
+    """Have the steps of vLLM's `LLM` counted by what watches it."""
+    step = llm.llm_engine.step
+
+    def counted():
+        outputs = step()
+        stall.steps += 1
+        return outputs
+
+    llm.llm_engine.step = counted
+
+
+@contextmanager
+def together(what: str, server_timeout: float = 0.0):
+    """What fails inside on one rank fails on every rank, with that rank's reason; no rank waits for another. Collective.
+
+    Args:
+        what: vLLM is to do, for the error.
+        server_timeout: of the server that may be asked inside, for the error.
+
+    Raises:
+        RolloutError: on every rank.
+    """
+    problem = None
+    try:
+        yield
+    except RolloutError as error:
+        problem = error
+    except (RequestException, ConnectionError) as error:
+        problem = RolloutError(
+            f"the vLLM server did not {what}: {error}. Is it running, is vllm_server_base_url right, and is "
+            f"vllm_server_timeout ({server_timeout:g} s) enough for it to start? {RESUME}"
+        )
+        problem.__cause__ = error
+    except Exception as error:  # whatever the engine died of; re-raised below, on all ranks
+        problem = RolloutError(f"vLLM could not {what}: {type(error).__name__}: {error}. {RESUME}")
+        problem.__cause__ = error
+    reasons = gather_object([None if problem is None else str(problem)])
+    if problem is not None:
+        raise problem
+    other = next(((rank, reason) for rank, reason in enumerate(reasons) if reason is not None), None)
+    if other is not None:
+        raise RolloutError(f"rank {other[0]}: {other[1]}")
 
 
 class _Serving:
@@ -37,14 +82,7 @@ class _Serving:
     def __init__(self, llm, stall: EngineStall):
         self._llm, self._stall = llm, stall
         self.adapter = None
-        step = llm.llm_engine.step
-
-        def counted():
-            outputs = step()
-            stall.steps += 1
-            return outputs
-
-        llm.llm_engine.step = counted
+        count_steps(llm, stall)
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
@@ -121,10 +159,7 @@ class AdapterEngine(VLLMGeneration):
                 )
                 self.base = self.vllm_client.folder
                 if self.stall_timeout and not self.vllm_client.is_watched:
-                    logger.warning(
-                        f"the vLLM server at {url} does not tell how far its engine is, so a rollout in which it hangs is "
-                        "waited for without end. Start it without --disable-log-stats, or set vllm_stall_timeout: 0"
-                    )
+                    logger.warning(not_watched(url))
             else:
                 self._start_colocated()
         self._llm_weights_sleeping = False
@@ -157,6 +192,7 @@ class AdapterEngine(VLLMGeneration):
                 "vllm_enable_sleep_mode=True needs vLLM 0.31 or newer, which can free the cache alone: older versions throw "
                 "the base away, too. Upgrade vLLM, or set vllm_enable_sleep_mode: false"
             )
+        leave_groups_that_are_gone(llm)
         self.llm = _Serving(llm, EngineStall(self.stall_timeout, on_cpu=ranks.device.type == "cpu"))
         if self.enable_sleep_mode:
             self.llm.sleep()
@@ -287,26 +323,5 @@ class AdapterEngine(VLLMGeneration):
             answer["logprob_token_ids"][mine],
         )
 
-    @contextmanager
     def _together(self, what: str):
-        """What fails inside on one rank fails on every rank, with that rank's reason; no rank waits for another."""
-        problem = None
-        try:
-            yield
-        except RolloutError as error:
-            problem = error
-        except (RequestException, ConnectionError) as error:
-            problem = RolloutError(
-                f"the vLLM server did not {what}: {error}. Is it running, is vllm_server_base_url right, and is "
-                f"vllm_server_timeout ({self.server_timeout:g} s) enough for it to start? {RESUME}"
-            )
-            problem.__cause__ = error
-        except Exception as error:  # whatever the engine died of; re-raised below, on all ranks
-            problem = RolloutError(f"vLLM could not {what}: {type(error).__name__}: {error}. {RESUME}")
-            problem.__cause__ = error
-        reasons = gather_object([None if problem is None else str(problem)])
-        if problem is not None:
-            raise problem
-        other = next(((rank, reason) for rank, reason in enumerate(reasons) if reason is not None), None)
-        if other is not None:
-            raise RolloutError(f"rank {other[0]}: {other[1]}")
+        return together(what, self.server_timeout)

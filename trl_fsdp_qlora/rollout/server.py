@@ -36,6 +36,30 @@ def _tries() -> _Tries:
     )
 
 
+def watch_completions(client: VLLMClient, stall_timeout: float) -> bool:
+    """Have a client give up completions where its server's engine stands still; whether the server tells how far it is.
+
+    Args:
+        client: of a server that is up.
+        stall_timeout: seconds without progress that are too many.
+    """
+    stall = ServerStall(client.base_url, stall_timeout)
+    if not stall.is_told():
+        return False
+    adapter = WatchedAdapter(stall, _CONNECT_SECONDS, max_retries=_tries(), pool_maxsize=CONCURRENCY)
+    for endpoint in ("v1/completions", "inference/v1/generate"):
+        client.session.mount(f"{client.base_url}/{endpoint}", adapter)
+    return True
+
+
+def not_watched(url: str) -> str:
+    """The warning where [`watch_completions`] cannot."""
+    return (
+        f"the vLLM server at {url} does not tell how far its engine is, so a rollout in which it hangs is waited for without "
+        "end. Start it without --disable-log-stats, or set vllm_stall_timeout: 0"
+    )
+
+
 class AdapterServer(VLLMClient):
     """TRL's client of a vLLM server, for a server that holds a base and is given adapters.
 
@@ -64,7 +88,7 @@ class AdapterServer(VLLMClient):
         self.model = self.base = base["id"]
         self.folder = base.get("root") or base["id"]
         self._check(max_lora_rank)
-        self.is_watched = stall_timeout > 0 and self._watch(stall_timeout)
+        self.is_watched = stall_timeout > 0 and watch_completions(self, stall_timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server is up. TRL's waits without end where something else answers at the URL, or nothing does.
@@ -120,15 +144,6 @@ class AdapterServer(VLLMClient):
                 f"the vLLM server at {self.base_url} has {replicas} data-parallel replicas, and an adapter reaches only "
                 "one of them. Restart it without --data-parallel-size, or raise --tensor-parallel-size instead"
             )
-
-    def _watch(self, stall_timeout: float) -> bool:
-        """Give up completions where the server's engine stands still; whether it tells how far it is."""
-        stall = ServerStall(self.base_url, stall_timeout)
-        if not stall.is_told():
-            return False
-        adapter = WatchedAdapter(stall, _CONNECT_SECONDS, max_retries=_tries(), pool_maxsize=CONCURRENCY)
-        self.session.mount(f"{self.base_url}/v1/completions", adapter)
-        return True
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load `folder` and answer with it from now on.

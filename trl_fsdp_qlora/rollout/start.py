@@ -11,9 +11,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 
+from ..upstream.vllm import VLLMGeneration, leave_groups_that_are_gone
 from .adapter_sync import AdapterVersions, RolloutError, served_rank
 from .dequantized_base import DONE, dequantized_base, has_packed_base
-from .engine import AdapterEngine
+from .engine import AdapterEngine, count_steps, together
+from .server import not_watched, watch_completions
+from .stall import EngineStall
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,47 @@ def start_engine(args: Any, model: PeftModel, accelerator: Accelerator, tokenize
             "which `trl-fsdp-qlora dequantize --model_name_or_path ...` writes, or rollouts come from another rounding"
         )
     return engine
+
+
+def limit_stalls(engine: Any, seconds: float) -> None:
+    """Give up TRL's own engine, which is sent whole weights, where it stands still, as an [`AdapterEngine`] does by itself.
+
+    Completions of a server are waited for as long as it counts tokens, by the rank that asks; everything else as long as
+    weights are passed on or steps of the engine end, on every rank.
+
+    Args:
+        engine: of the trainer; anything but TRL's is left alone.
+        seconds: without progress that are too many; 0 for no limit.
+    """
+    if not isinstance(engine, VLLMGeneration) or isinstance(engine, AdapterEngine):
+        return
+    colocated = engine.mode == "colocate"
+    if colocated:
+        leave_groups_that_are_gone(engine.llm)
+    if not seconds:
+        return
+    stall = EngineStall(seconds, on_cpu=engine.accelerator.device.type == "cpu")
+    sync, passed_on, generate = engine.sync_weights, engine._iter_named_params, engine.generate
+
+    def counted_params():
+        for named in passed_on():
+            stall.steps += 1
+            yield named
+
+    def watched_sync() -> None:
+        with stall.watching("take the weights"):
+            sync()
+
+    def watched_generate(*args, **kwargs) -> tuple:
+        with together("generate"), stall.watching("generate"):
+            return generate(*args, **kwargs)
+
+    engine._iter_named_params, engine.sync_weights = counted_params, watched_sync
+    if colocated:
+        count_steps(engine.llm, stall)
+        engine.generate = watched_generate
+    elif engine.accelerator.is_main_process and not watch_completions(engine.vllm_client, seconds):
+        logger.warning(not_watched(engine.vllm_client.base_url))
 
 
 def _shared_dequantized(model: PeftModel, accelerator: Accelerator, tokenizer) -> str:

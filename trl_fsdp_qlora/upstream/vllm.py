@@ -1,12 +1,24 @@
 """What is borrowed from TRL's vLLM code and from vLLM itself, checked when it is first used."""
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from trl.experimental.async_grpo.async_grpo_trainer import round_lora_rank, validate_lora_for_vllm_sync
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 
 from .trl import check_seams
 
-__all__ = ["VLLMClient", "VLLMGeneration", "extract_logprobs", "round_lora_rank", "validate_lora_for_vllm_sync"]
+__all__ = [
+    "VLLMClient",
+    "VLLMGeneration",
+    "extract_logprobs",
+    "leave_groups_that_are_gone",
+    "round_lora_rank",
+    "validate_lora_for_vllm_sync",
+]
 
 _INIT = (
     "self model accelerator processing_class mode structured_outputs_regex server_base_url server_host server_port "
@@ -17,6 +29,7 @@ _INIT = (
 EXPECTED = {
     "VLLMGeneration.__init__": (VLLMGeneration.__init__, _INIT),
     "VLLMGeneration._init_vllm": (VLLMGeneration._init_vllm, "self"),
+    "VLLMGeneration._iter_named_params": (VLLMGeneration._iter_named_params, "self"),
     "VLLMGeneration.sync_weights": (VLLMGeneration.sync_weights, "self"),
     "VLLMGeneration.generate": (VLLMGeneration.generate, "self prompts images num_generations profiler"),
     "VLLMClient.check_server": (VLLMClient.check_server, "self total_timeout retry_interval"),
@@ -31,3 +44,21 @@ EXPECTED = {
     "validate_lora_for_vllm_sync": (validate_lora_for_vllm_sync, "model"),
 }
 check_seams(EXPECTED)
+
+
+def leave_groups_that_are_gone(llm: Any) -> None:
+    """Let vLLM's `LLM` in this process end without a traceback after `torch.distributed.destroy_process_group()`.
+
+    When its engine is collected, or the process ends, vLLM destroys process groups of its own, which that call has taken along.
+    """
+    client = getattr(llm.llm_engine, "engine_core", None)
+    finalizer = getattr(client, "_finalizer", None)
+    ending = None if finalizer is None else finalizer.detach()
+    if ending is not None:
+        _, shut_down, args, kwargs = ending
+        client._finalizer = weakref.finalize(client, _while_there_are_groups, shut_down, *args, **kwargs)
+
+
+def _while_there_are_groups(shut_down: Callable, *args, **kwargs) -> None:
+    if torch.distributed.is_initialized():
+        shut_down(*args, **kwargs)
