@@ -159,6 +159,14 @@ def test_other_layers_stay(make):
         assert count == 0 and vars(layer) == before
 
 
+def test_a_model_on_another_device_is_not_walked(monkeypatch):
+    """Every micro-batch asks, also on a GPU beside a processor that oneDNN serves."""
+    model = nn.Sequential(nn.Linear(20, 30, device="meta"), nn.Linear(30, 20, device="meta"))
+    monkeypatch.setattr(model, "modules", lambda: pytest.fail("walked"))
+    with faster_products(model) as count:
+        assert count == 0
+
+
 def test_autocast_and_other_inputs_go_the_usual_way(counted):
     layer = nn.Linear(20, 30)
     with faster_products(nn.Sequential(layer)):

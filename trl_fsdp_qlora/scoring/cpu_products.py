@@ -36,8 +36,11 @@ def faster_products(model: nn.Module) -> Iterator[int]:
     A block has to hold the backward too where gradients are checkpointed: it runs the forward again. Layers whose forward
     somebody has replaced stay as they are, and all are themselves again afterwards, also after an exception.
     """
-    # Where nothing can be gained no module is looked at: this runs for every micro-batch.
-    modules = model.modules() if beats_mkl() else ()
+    # Where nothing can be gained no module is looked at: this runs for every micro-batch. A model that begins on another
+    # device ends there too: what is offloaded to the host is multiplied on the device.
+    first = next(model.parameters(), None)
+    on_cpu = first is not None and first.device.type == "cpu"
+    modules = model.modules() if on_cpu and beats_mkl() else ()
     # `nn.Linear` itself: what a subclass does is its own matter. A LoRA layer's base is one, and is called as one.
     chosen = [x for x in modules if type(x) is nn.Linear and "forward" not in vars(x) and gains(x.weight)]
     with ExitStack() as stack:
