@@ -144,6 +144,7 @@ def test_the_machine(monkeypatch):
     assert levels(environment.build_against_driver("2.13.0", "12.8", driver=True)) == []
     assert levels(environment.build_against_driver("2.13.0+cpu", None, driver=False)) == []
     assert levels(environment.capability_of("Tesla T4", (7, 5))) == ["warning"]
+    assert "here it is computed" in next(environment.capability_of("Tesla T4", (7, 5))).text
     assert levels(environment.capability_of("A100", (8, 0))) == ["ok"]
     assert levels(environment.open_files(1024, 4096)) == ["warning"]
     assert "(at most 4096 here)" in next(environment.open_files(1024, 4096)).text

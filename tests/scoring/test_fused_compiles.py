@@ -19,7 +19,7 @@ POINTERS = {
 NUMBERS = {"logit_scale", "softcap", "inverse_temperature", "factor", "inverse_cap"}
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [75, 80, 90, 100])
 @pytest.mark.parametrize("name", ["_fold", "_finish"])
 def test_compiles(name, capability):
     import triton

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl_fsdp_qlora.scoring import frozen_head
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, score_positions
+from trl_fsdp_qlora.upstream.older_gpus import let_trl_cast
 from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
 from .float64 import assert_equal, gradient, reference
@@ -72,6 +73,7 @@ def test_bfloat16_gradient_is_no_further_from_float64_than_trls():
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_cuda_bfloat16_gradient_is_no_further_from_float64_than_trls(softcap, kernel, monkeypatch):
     monkeypatch.undo()  # tiles of their real size
+    let_trl_cast()  # as the trainer does
     torch.manual_seed(0)
     hidden = torch.randn(128, 896, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(49152, 896, device="cuda") * 0.05).bfloat16()

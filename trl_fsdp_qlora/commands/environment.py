@@ -147,7 +147,8 @@ def capability_of(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "hardware",
-            f"{shown} has no bfloat16, TRL's default, and emulates it slowly: set bf16: false and fp16: true in the recipe, "
+            f"{shown} has no bfloat16, TRL's default, and emulates it slowly (in stock TRL the first backward of GRPO stops "
+            "there, here it is computed): set bf16: false and fp16: true in the recipe, "
             "mixed_precision: fp16 in the accelerate config; FlashAttention 2 needs 8.0 too (attn_implementation: sdpa)",
         )
     else:

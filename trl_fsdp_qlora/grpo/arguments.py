@@ -11,6 +11,7 @@ from ..rollout.sync_choice import Sync, choose_sync
 from ..run import input_checks as checks
 from ..run.hub import asked_once
 from ..run.nodes import check_nodes
+from ..upstream.older_gpus import let_trl_cast
 from ..upstream.transformers import model_name
 from .config import EfficientGRPOConfig
 
@@ -81,6 +82,7 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     if args is None:
         args = EfficientGRPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-GRPO")
     checks.check_processes(args.world_size)
+    let_trl_cast()
     check_nodes(args.output_dir)
     if call.get("train_dataset") is not None:
         needs_prompt = call.get("environment_factory") is None

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..fsdp2_qlora.prepare import dense_shapes
+from ..upstream.older_gpus import lacks_bf16
 from .redaction import redact
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
@@ -76,7 +77,10 @@ def _counts(args: Any, steps: int) -> list[tuple[str, str]]:
 def _precision(args: Any, model: torch.nn.Module) -> str:
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-    return dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
+    said = dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
+    if "bfloat16" in said and lacks_bf16(args.device):
+        said += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
+    return said
 
 
 def _hardware(args: Any) -> str:

@@ -15,6 +15,7 @@ they stay in the cache.
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..upstream.older_gpus import refuses_wide_sum
 from ..upstream.onednn import product
 from .cpu_products import gains
 
@@ -110,7 +111,8 @@ def _accumulator_dtype(compute_dtype: torch.dtype) -> torch.dtype:
 
 def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor, beta: float = 1.0) -> None:
     """`sum = beta * sum + left @ right` in the precision of `sum`: a product is never rounded to a half type."""
-    if sum_MN.is_cuda and right_KN.dtype in (torch.float16, torch.bfloat16):
+    half = right_KN.dtype in (torch.float16, torch.bfloat16)
+    if sum_MN.is_cuda and half and not refuses_wide_sum(sum_MN.device, right_KN.dtype):
         left_MK = left_MK.to(right_KN.dtype)
         torch.addmm(sum_MN, left_MK, right_KN, beta=beta, out_dtype=torch.float32, out=sum_MN)
     elif sum_MN.dtype == left_MK.dtype == torch.float32 and gains(right_KN):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import trl
 from packaging.version import Version
 from trl.chat_template_utils import parse_response
+from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import unwrap_model_for_generation
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -81,6 +82,7 @@ EXPECTED: dict[str, tuple[Callable, str]] = {
         ChunkedLogProbFunction.forward,
         "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
     ),
+    "chunked_logprob._addmm_fp32": (chunked_logprob._addmm_fp32, "acc a b"),  # see `older_gpus.py`
     "RepeatSampler.__init__": (
         RepeatSampler.__init__,
         "self data_source mini_repeat_count batch_size repeat_count shuffle seed",

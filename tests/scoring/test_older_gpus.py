@@ -1,0 +1,79 @@
+"""bf16 below compute capability 8.0: torch refuses to sum its products in float32 there, so the operands are cast.
+
+`tests/grpo/test_cuda.py` trains on such a device where there is one.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from trl.kernels import chunked_logprob
+
+from trl_fsdp_qlora.run.startup import _precision
+from trl_fsdp_qlora.scoring.frozen_head import add_product
+from trl_fsdp_qlora.upstream import older_gpus
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make this process see one GPU of the given compute capability."""
+
+    def see(*capability):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(chunked_logprob, "_addmm_fp32", chunked_logprob._addmm_fp32)
+        older_gpus.let_trl_cast()
+
+    return see
+
+
+@pytest.fixture
+def summed(monkeypatch):
+    """Dtypes of the operands that torch was asked to sum in float32 as they are."""
+    found = []
+    monkeypatch.setattr(torch, "addmm", lambda total, left, right, **more: found.append((left.dtype, right.dtype)))
+    return found
+
+
+def products(dtype):
+    """One of this package's frozen head and one of TRL's, on fake tensors."""
+    with FakeTensorMode():
+        total = torch.empty(8, 8, device="cuda")
+        left, right = torch.empty(2, 8, 8, device="cuda", dtype=dtype)
+        add_product(total, left, right)
+        chunked_logprob._addmm_fp32(total, left, right)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_bf16_operands_are_cast(capability, gpu, summed):
+    gpu(*capability)
+    products(torch.bfloat16)  # fake tensors of different dtypes cannot be multiplied either
+    assert not summed
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_others_stay_as_they_are(capability, dtype, gpu, summed):
+    gpu(*capability)
+    products(dtype)
+    assert summed == [(dtype, dtype)] * 2
+
+
+def test_trls_function_is_replaced_once_and_only_where_it_has_to_be(gpu):
+    gpu(8, 6)
+    assert not hasattr(chunked_logprob._addmm_fp32, "__wrapped__")
+    gpu(7, 5)
+    replaced = chunked_logprob._addmm_fp32
+    older_gpus.let_trl_cast()
+    assert chunked_logprob._addmm_fp32 is replaced and hasattr(replaced, "__wrapped__")
+
+
+def test_the_start_up_block_says_so(gpu):
+    class Args:
+        bf16, fp16, device = True, False, torch.device("cuda", 0)
+
+    said = {}
+    for capability in ((7, 5), (8, 0)):
+        gpu(*capability)
+        said[capability] = _precision(Args, torch.nn.Linear(2, 2))
+    assert said[7, 5].endswith("; this GPU has no bfloat16 and emulates it: fp16: true is faster")
+    assert "emulates" not in said[8, 0]
