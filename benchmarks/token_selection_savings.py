@@ -73,7 +73,7 @@ def two_groups(batch: dict) -> dict:
 
 def measure(trainer, clock: HeadClock, args) -> dict[str, dict[str, list[float]]]:
     """Seconds, seconds of the LM head, saved bytes and share of scored tokens of each variant, a value per run."""
-    one = make_batch(args.vocabulary, PROMPT, COMPLETION, GROUP, "equal", args.device, seed=1)
+    one = make_batch(args.vocabulary, PROMPT, args.completion, GROUP, "equal", args.device, seed=1)
     two = two_groups(one)
     budgets = {}
     for name, options in VARIANTS.items():
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--completion", type=int, default=COMPLETION, help="tokens of each completion")
     parser.add_argument("--output", help="file stem under benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
