@@ -11,11 +11,12 @@ from pathlib import Path
 
 from trl_fsdp_qlora.recipe.small_base import build_small_base
 from trl_fsdp_qlora.recipe.small_tasks import TASKS
+from trl_fsdp_qlora.run.one_line import OneLineParser
 from trl_fsdp_qlora.run.terminal import no_bars_in_files
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--task", default="addition", choices=list(TASKS))
     parser.add_argument("--seed", type=int, default=0)

@@ -7,6 +7,7 @@ Only a table stands here, so that `--help` imports nothing: a command is importe
 """
 
 import difflib
+import logging
 import sys
 from importlib import import_module
 from typing import NamedTuple
@@ -65,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(COMMANDS)}"
         print(f"error: trl-fsdp-qlora has no command {name!r}{hint}", file=sys.stderr)
         return 2
+    # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     return getattr(import_module(f".{command.module}", __package__), command.function)(words)
 
 

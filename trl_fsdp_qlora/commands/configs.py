@@ -1,14 +1,13 @@
 """`trl-fsdp-qlora config`: the accelerate configs of this package, for `accelerate launch --config_file`."""
 
-import argparse
-
 from ..run.accelerate_configs import accelerate_config, names
+from ..run.one_line import OneLineParser
 from .words import refuse
 
 
 def config(words: list[str]) -> int:
     """Print the path of the config that `words` names, or the names of all."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="trl-fsdp-qlora config", description="The path of an accelerate config, or the names of all."
     )
     parser.add_argument("name", nargs="?", help=f"one of: {', '.join(names())}")

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 from ..run.accelerate_configs import accelerate_config
+from ..run.one_line import refuse_misspelled
 from ..run.redaction import redact
 from .environment import Finding, environment_findings
 from .scripts import LAUNCHER, default_config, with_recipe
@@ -28,6 +29,7 @@ def doctor(words: list[str]) -> int:
     warnings.simplefilter("ignore")  # libraries about each other: the findings are what is asked for
     try:
         launcher, rest = take([word for word in words if word != "--json"], LAUNCHER)
+        refuse_misspelled(rest, ("--json",))
         rest = with_recipe(rest)
         with contextlib.redirect_stdout(sys.stderr):  # what libraries log when they are imported is no finding
             found = list(environment_findings())

@@ -1,18 +1,16 @@
 """`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit."""
 
-import argparse
 import os
 from pathlib import Path
 
+from ..run.one_line import OneLineParser
 from .catalog import Recipe, all_recipes, find
 from .words import refuse
 
 
 def recipes(words: list[str]) -> int:
     """List all recipes, print the one that `words` names, or copy it."""
-    parser = argparse.ArgumentParser(
-        prog="trl-fsdp-qlora recipes", description="List the recipes; print one, or copy it here."
-    )
+    parser = OneLineParser(prog="trl-fsdp-qlora recipes", description="List the recipes; print one, or copy it here.")
     parser.add_argument("name", nargs="?", help="of a recipe, e.g. small-base/grpo/quickstart")
     parser.add_argument("--copy", action="store_true", help="write the recipe's YAML here, to be edited")
     parser.add_argument("--to", type=Path, default=Path(), metavar="PATH", help="folder or file for --copy")

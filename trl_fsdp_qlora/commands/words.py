@@ -4,6 +4,7 @@ import sys
 from collections.abc import Collection, Sequence
 
 from ..run.launch import USER_ERROR
+from ..run.one_line import refuse_misspelled
 
 
 def refuse(reason: str) -> int:
@@ -16,7 +17,7 @@ def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str]
     """(`{option: its value}` of those in `options`, the other words), from `--option VALUE` and `--option=VALUE`.
 
     Raises:
-        ValueError: the last word is an option that waits for its value, or one is given twice.
+        ValueError: the last word is an option that waits for its value, or one is given twice or nearly spelled.
     """
     taken: dict[str, str] = {}
     rest, waiting = [], None
@@ -34,4 +35,5 @@ def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str]
             rest.append(word)
     if waiting is not None:
         raise ValueError(f"{waiting} needs a value")
+    refuse_misspelled(rest, options)
     return taken, rest

@@ -1,22 +1,21 @@
 """`trl-fsdp-qlora plan`: whether a recipe fits, before anything is loaded."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from ..recipe.arguments import ConfigError
 from ..run.launch import USER_ERROR
+from ..run.one_line import OneLineParser, refuse_misspelled
 
 _DOES_NOT_FIT = 1
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OneLineParser:
     """Of the command's own options; every other `--field value` is a field of the recipe."""
-    words = argparse.ArgumentParser(
+    words = OneLineParser(
         prog="trl-fsdp-qlora plan",
         description="Bytes of each phase of a run, and whether it fits; needs no weights and no GPU.",
         epilog="Any field of the recipe can follow: --max_completion_length 512. Exit status: 0 fits, 1 does not, 2 bad input.",
-        allow_abbrev=False,
     )
     words.add_argument("--config", help="the recipe's YAML file")
     words.add_argument("--accelerate_config", help="file, or one of this package's names")
@@ -41,17 +40,17 @@ def run_plan(arguments: Sequence[str], types: Sequence[type] = ()) -> int:
     Returns:
         The exit status: 0 it fits, 1 it does not, 2 the input cannot be planned (one line on standard error says why).
     """
-    own, rest = parser().parse_known_args(list(arguments))
+    words = parser()
+    own, rest = words.parse_known_args(list(arguments))
     from . import seconds, solve
     from .plan import make_plan
     from .table import show
 
     try:
+        _check_own(words, own, rest)
         overrides = _fields(rest)
         more = {"overrides": overrides, "processes": own.num_processes, "types": types}
         if own.prompt_tokens is not None:
-            if own.prompt_tokens < 1:
-                raise ConfigError(f"--prompt_tokens {own.prompt_tokens} must be at least 1")
             more |= {"prompt_tokens": own.prompt_tokens, "prompt_source": "given"}
         if own.config is None and not overrides:
             raise ConfigError("plan needs a recipe: --config FILE.yaml")
@@ -72,6 +71,16 @@ def run_plan(arguments: Sequence[str], types: Sequence[type] = ()) -> int:
         if plan.hardware.gpu:
             print(f"fewest cards that it fits: {solve.fewest_cards(plan) or 'none'}")
     return 0 if plan.fits else _DOES_NOT_FIT
+
+
+def _check_own(words: OneLineParser, own, rest: Sequence[str]) -> None:
+    try:
+        refuse_misspelled(rest, [option for action in words._actions for option in action.option_strings])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for name in ("num_processes", "prompt_tokens"):
+        if getattr(own, name) is not None and getattr(own, name) < 1:
+            raise ConfigError(f"--{name} {getattr(own, name)} must be at least 1")
 
 
 def _fields(words: Sequence[str]) -> dict[str, str]:

@@ -44,6 +44,8 @@ def read_config(name: str | None, revision: str | None = None) -> PretrainedConf
             return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
+        if "Unrecognized model" in reason and not Path(name).is_dir():
+            reason = "no folder here, and without config.json on the Hub"
         raise ConfigError(
             f"model_name_or_path={name!r}: its config cannot be read ({reason}); a folder with its config.json is enough: "
             "--model_name_or_path FOLDER"
@@ -196,14 +198,24 @@ def checkpoint_bytes(name: str) -> int | None:
     """Bytes of the weights in a local folder, from the headers of its safetensors files; `None` where there are none.
 
     A header says where each tensor starts and ends, so no weight is read (safetensors' documentation of the format).
+
+    Raises:
+        ConfigError: a file has no such header.
     """
     total = 0
     for path in sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(
-            item["data_offsets"][1] - item["data_offsets"][0] for key, item in header.items() if key[:2] != "__"
-        )
+        try:
+            with path.open("rb") as file:
+                length = min(int.from_bytes(file.read(8), "little"), path.stat().st_size)
+                header = json.loads(file.read(length))
+            total += sum(
+                item["data_offsets"][1] - item["data_offsets"][0] for key, item in header.items() if key[:2] != "__"
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise ConfigError(
+                f"{path} has no header of safetensors: the file is cut off or of another kind (of git's LFS, a pointer); "
+                "fetch it again, or plan from a folder with config.json alone"
+            ) from None
     return total or None
 
 

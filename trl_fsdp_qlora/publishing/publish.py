@@ -1,6 +1,5 @@
 """Publish an adapter: check it, upload it in one commit, download it again, and prove that it loads."""
 
-import argparse
 import filecmp
 import json
 import sys
@@ -20,6 +19,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from ..run.one_line import OneLineParser
 from ..run.redaction import redact
 from .folder import CARD, CONFIG, PublishError, Staged, stage
 from .logits import LogitsError, prove
@@ -200,7 +200,7 @@ def run_publish(arguments: list[str]) -> int:
     Returns:
         The exit status: 0, or 2 where nothing, or nothing that could be checked, was published.
     """
-    parser = argparse.ArgumentParser("trl-fsdp-qlora publish", description=__doc__)
+    parser = OneLineParser("trl-fsdp-qlora publish", description=__doc__)
     parser.add_argument("adapter", help="folder of the adapter")
     parser.add_argument(
         "--repo", required=True, help="repository on the Hub, owner/name; made where it does not exist"

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
+from typing import NoReturn
 
 import psutil
 
-from .accelerate_configs import accelerate_config, names
+from .accelerate_configs import accelerate_config
 
 USER_ERROR = 2  # exit status of a script that has said in one line what its user did wrong
 _ENDING = 60.0  # seconds that processes have to end after Ctrl-C
@@ -31,9 +32,13 @@ def launch(words: Sequence[str]) -> int:
 
     # It reports each rank that ended, with a number in the place of the reason.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    arguments = launch_command_parser().parse_args(_with_paths(words))
+    logging.getLogger("accelerate.commands.launch").addFilter(_tells_more_than_threads)
+    parser = launch_command_parser()
+    parser.error = _refuse  # its own has two hundred lines of usage
+    if not words:
+        parser.error("no script; trl-fsdp-qlora launch --config_file ddp my_script.py")
     try:
-        launch_command(arguments)
+        launch_command(parser.parse_args(_with_paths(words)))
     except CalledProcessError as ended:
         return _status({0: ended.returncode})
     except ChildFailedError as ended:
@@ -49,11 +54,27 @@ def launch(words: Sequence[str]) -> int:
     return 0
 
 
+def _tells_more_than_threads(record: logging.LogRecord) -> bool:
+    """Whether accelerate says more than that it chose the number of threads, in three lines, before every run on a CPU."""
+    chosen = record.getMessage()
+    return chosen.count("\t`--") != 1 or "`--num_cpu_threads_per_process`" not in chosen
+
+
+def _refuse(reason: str) -> NoReturn:
+    print(f"error: accelerate launch: {' '.join(reason.split())}", file=sys.stderr)
+    raise SystemExit(USER_ERROR)
+
+
 def _with_paths(words: Sequence[str]) -> list[str]:
+    """`words` with the path of a config of this package where `--config_file` names one.
+
+    Raises:
+        ValueError: it is neither a file nor such a name; has the nearest.
+    """
     words = list(words)
     for place, word in enumerate(words):
         before = words[place - 1] if place else ""
-        if before == "--config_file" and word in names() and not Path(word).exists():
+        if before == "--config_file" and not Path(word).exists():
             words[place] = str(accelerate_config(word))
         if word.endswith(".py"):  # what follows is the script's
             break

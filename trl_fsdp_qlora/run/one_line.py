@@ -1,0 +1,45 @@
+"""A command line that is refused in one line, with the nearest option: argparse answers with its whole usage."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Collection, Iterable
+from typing import NoReturn
+
+from .launch import USER_ERROR
+
+# No field of a recipe is as near to an option of a command, but for one of transformers': tests/commands/test_bad_input.py.
+_CLOSE = 0.85
+_FIELDS = ("--accelerator_config", "--accelerator-config")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` whose errors are one line: what is wrong, and the nearest option where one is unknown."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(unknown[1].split("=")[0], options, 1, 0.5)
+            message = f"unknown option {unknown[1]!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        print(f"error: {self.prog}: {' '.join(message.split())}; --help has the options", file=sys.stderr)
+        self.exit(USER_ERROR)
+
+
+def refuse_misspelled(words: Iterable[str], options: Collection[str]) -> None:
+    """Refuse a word that is nearly one of a command's own `options`, which are not known where the other words are read.
+
+    Raises:
+        ValueError: names both.
+    """
+    for word in words:
+        name = word.split("=")[0]
+        if not name.startswith("--") or name in (*options, *_FIELDS):
+            continue
+        near = difflib.get_close_matches(name, options, 1, _CLOSE)
+        if near:
+            raise ValueError(f"command line: unknown key {name!r}; did you mean {near[0]!r}?")
