@@ -1,4 +1,4 @@
-"""Real FSDP2 on CPU processes, for tests only.
+"""Real FSDP2 on CPU processes, for tests only; and DeepSpeed, which needs less for it.
 
 Accelerate turns an FSDP config on the CPU into plain DDP without a word: `AcceleratorState` sets
 `distributed_type = MULTI_CPU` and drops the plugin. `force_fsdp` sets both back, so that `accelerator.prepare` takes the
@@ -47,3 +47,11 @@ def force_fsdp() -> None:
             PartialState._shared_state["distributed_type"] = self.distributed_type
 
     AcceleratorState.__init__ = init
+
+
+def without_deepspeeds_operator():
+    """Let DeepSpeed communicate over gloo, as it does off Linux, instead of compiling an operator for a minute."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.distributed.fsdp_on_gloo import force_fsdp
+from tests.distributed.fsdp_on_gloo import force_fsdp, without_deepspeeds_operator
 
 force_fsdp()
 
@@ -37,14 +37,6 @@ SCENARIOS = {
         other.synced,
     )
 }
-
-
-def without_deepspeeds_operator():
-    """Let DeepSpeed communicate over gloo, as it does off Linux, instead of compiling an operator for a minute."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def main(model_path, out, *specifications):

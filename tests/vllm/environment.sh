@@ -37,7 +37,7 @@ for requirement in email.message_from_bytes(wheel.read(name)).get_all("Requires-
 for name, found in lines.items():
     (folder / f"{name}.txt").write_text("\n".join(found))
 PYTHON
-grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|gguf|math-verify|matplotlib|hypothesis|pytest|pytest-timeout|pytest-xdist)==' \
+grep -E '^(trl|peft|accelerate|datasets|bitsandbytes|deepspeed|gguf|math-verify|matplotlib|hypothesis|pytest|pytest-timeout|pytest-xdist)==' \
     constraints.txt > "$download/tested.txt"
 outside "what vLLM needs cannot be installed" \
     $pip install --no-compile -r "$download/tested.txt" -r "$download/requirements.txt" "torch==$torch" "transformers==$transformers"

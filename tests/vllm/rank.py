@@ -1,4 +1,4 @@
-"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, tp or dies."""
+"""One rank of a run with vLLM: rank.py WAY MODEL OUT [URL]; WAY is ddp, fsdp, zero3, tp or dies."""
 
 import json
 import os
@@ -6,13 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-from tests.distributed.fsdp_on_gloo import force_fsdp
+from tests.distributed.fsdp_on_gloo import force_fsdp, without_deepspeeds_operator
 
 force_fsdp()
 
 import torch  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
 
+from tests.rollout.whole_engine import is_sharded, whole_bytes  # noqa: E402
 from tests.vllm.runs import figures, on_quantized, on_server  # noqa: E402
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError  # noqa: E402
 from trl_fsdp_qlora.rollout.completions import generate  # noqa: E402
@@ -31,11 +31,8 @@ def dies_in_a_rollout(trainer) -> None:
     client.generate = killed
 
 
-def adapter_bytes(model) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)  # of a DTensor: whole
-
-
 def main(way: str, model: str, out: str, url: str = "") -> None:
+    without_deepspeeds_operator()
     settings = {"per_device_train_batch_size": 4, "max_steps": 4, **(on_server(url) if url else {})}
     if way == "tp":
         settings |= {"vllm_tensor_parallel_size": 2}
@@ -63,8 +60,8 @@ def main(way: str, model: str, out: str, url: str = "") -> None:
         names = ("rollout/logp_difference/mean", "rollout/staleness", "time/weight_sync_s", "loss")
         result |= {name: figures(trainer, name) for name in names}
         result["bytes"] = trainer.vllm_generation.last_sync["bytes"]
-        result["adapter_bytes"] = adapter_bytes(trainer.model)
-        result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+        result["adapter_bytes"] = sum(whole_bytes(p) for p in trainer.model.parameters() if p.requires_grad)
+        result["sharded"] = all(map(is_sharded, trainer.model.parameters()))
     (Path(out) / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized() and "error" not in result:
         torch.distributed.destroy_process_group()

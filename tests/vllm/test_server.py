@@ -7,7 +7,7 @@ import pytest
 from transformers import GenerationConfig
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
-from tests.distributed.launch import free_port, launch
+from tests.distributed.launch import REPOSITORY, free_port, launch, run_launcher
 from tests.fsdp2_qlora import tiny as qlora
 from tests.vllm.runs import figures, grpo, on_quantized, on_server
 from tests.vllm.serve import WRONG_STARTS, RecordedServer
@@ -128,6 +128,8 @@ def two_ranks(way, model, out, url="", timeout=240, check=True, **environment):
     outputs = launch(*arguments, timeout=timeout, environment=environment, check=check)
     written = [out / f"rank{rank}.json" for rank in range(2)]
     assert all(path.is_file() for path in written), "\n".join(text[-3000:] for _, text in outputs)
+    if check:  # what vLLM says while a process ends is none of its exit code
+        assert not any("Traceback" in text for _, text in outputs), "\n".join(text[-3000:] for _, text in outputs)
     return [json.loads(path.read_text()) for path in written]
 
 
@@ -154,6 +156,18 @@ def test_two_fsdp2_ranks_with_a_4_bit_base(server, quantized_base, tmp_path):
     results = two_ranks("fsdp", quantized_base[0], tmp_path / "out", server.url, **fsdp_environment())
     assert_proven(results, sharded=True)
     assert results[0]["reason"] == "the base is quantized"
+
+
+@pytest.mark.slow
+def test_two_zero3_ranks(server, quantized_base, tmp_path):
+    pytest.importorskip("deepspeed")
+    words = ["accelerate", "--config_file", REPOSITORY / "accelerate_configs/zero3_cpu.yaml"]
+    words += ["--main_process_port", free_port(), REPOSITORY / "tests/vllm/rank.py"]
+    run = run_launcher(*words, "zero3", quantized_base[1], tmp_path, server.url, cwd=REPOSITORY, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert_proven(results, sharded=True)
+    assert results[0]["reason"] == "the base is sharded"
 
 
 @pytest.mark.slow
