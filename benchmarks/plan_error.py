@@ -1,10 +1,11 @@
 """How far a plan is from what its run then takes: small runs here, each in a process of its own.
 
-    python benchmarks/plan_error.py [--smollm2 FOLDER] [--only NAME ...] [--output benchmarks/results/plan_error.json]
+    python benchmarks/plan_error.py [--smollm2 FOLDER] [--only NAME ...] [--again] [--output benchmarks/results/plan_error.json]
 
 Each case is a recipe's run of three optimizer steps on the CPU, built by the functions that recipes/grpo.py calls, in float32. A plan
 takes every completion to be as long as it may be and none to be left out, so that completions here may not end early
-(`min_new_tokens`) and their rewards differ. Results are written after every case, and a case that is there already is not run again.
+(`min_new_tokens`) and their rewards differ. Results are written after every case, and a case that is there already is not run again;
+with `--again` it is planned anew, by the code as it is now, beside what was measured then (and with the process of then).
 
 Two quantities are compared, of rank 0:
 
@@ -31,12 +32,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from plan_error_cases import CASES, make_model
+from plan_error_cases import BASE, CASES, make_model
 
 RESULTS = Path(__file__).parent / "results" / "plan_error.json"
 WORKER = Path(__file__).with_name("plan_error_worker.py")
 MIB = 2**20
-SECONDS = 480.0  # of a case, before it is ended
+SECONDS = 900.0  # of a case, before it is ended
 # Phases of a plan -> phases on the trainer's clock.
 PHASES = {
     "generate": ("generate",),
@@ -87,6 +88,24 @@ def run_case(name: str, model_folder: str) -> dict[str, Any]:
         if any(codes) or not outs[0].is_file():
             return {"failed": f"exit codes {codes}: {logs[0].read_text()[-600:]}"}
         return json.loads(outs[0].read_text())
+
+
+def planned_again(name: str, model_folder: str, found: dict[str, Any]) -> dict[str, Any]:
+    """`found` with the plan that the code makes now."""
+    from trl_fsdp_qlora.planning.hardware import what_is_there
+    from trl_fsdp_qlora.planning.plan import PROCESS, make_plan
+    from trl_fsdp_qlora.planning.settings import Launch, from_yaml
+
+    _, _, spreading, changes = CASES[name]
+    ranks, kind = int(spreading[0]), spreading[2:] or "single"
+    fields = BASE | changes | {"model_name_or_path": model_folder, "bf16": False, "use_cpu": True}
+    settings = from_yaml(None, fields, Launch(kind, ranks, use_cpu=True), prompt_tokens=found["tokens"])
+    plan = make_plan(settings, hardware=what_is_there(ranks, use_cpu=True))
+    process = found["planned"]["optimizer"][PROCESS]
+    phases = {phase: parts | {PROCESS: process} for phase, parts in plan.phases.items()}
+    resident = {phase: sum(parts.values()) / MIB for phase, parts in phases.items()}
+    planned = {"planned": phases, "resident_planned": resident, "unwritten": plan.unwritten / MIB}
+    return found | planned | {"planned_on": datetime.date.today().isoformat()}
 
 
 def parts_of(planned: dict[str, int]) -> tuple[float, float]:
@@ -168,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smollm2", help="folder of SmolLM2-135M-Instruct; its cases are left out without")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="; ".join(CASES))
+    parser.add_argument("--again", action="store_true", help="plan anew what was measured; runs nothing")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     from trl_fsdp_qlora.publishing.card import hardware, software
@@ -183,11 +203,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
             shape = CASES[name][0]
-            if "planned" not in content["cases"].get(name, {}):
+            there = "planned" in content["cases"].get(name, {})
+            if arguments.again and not there:
+                continue
+            if arguments.again or not there:
                 path = arguments.smollm2 if shape == "smollm2" else str(Path(folder, shape))
                 if not Path(path).is_dir():
                     make_model(Path(path), shape)
-                content["cases"][name] = run_case(name, path) | {"date": datetime.date.today().isoformat()}
+                if there:
+                    content["cases"][name] = planned_again(name, path, content["cases"][name])
+                else:
+                    content["cases"][name] = run_case(name, path) | {"date": datetime.date.today().isoformat()}
                 content["summary"] = summary(content["cases"])
                 write_json(arguments.output, content)
             show(name, content["cases"][name])

@@ -120,6 +120,7 @@ class Meter:
 
 def worker(name: str, model_folder: str, out: str) -> None:
     """Plan and run a case; rank 0 writes what it found to `out`."""
+    from accelerate.utils import DistributedType
     from trl import ModelConfig
 
     from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -140,7 +141,11 @@ def worker(name: str, model_folder: str, out: str) -> None:
     script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words)
     tokenizer = check_recipe(script, config, model)
     train = prompts(tokens)
+    kind = config.distributed_state.distributed_type
+    if spreading.endswith("fsdp2"):
+        config.distributed_state.distributed_type = DistributedType.FSDP  # which a plan on a GPU reads off the launch
     plan = plan_first(script, config, model, train, tokenizer)
+    config.distributed_state.distributed_type = kind
     before = status("VmRSS", "RssAnon", "RssFile")
     given = model_arguments(config, model)
     trainer = EfficientGRPOTrainer(model.model_name_or_path, [spread], config, train, **given)

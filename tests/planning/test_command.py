@@ -9,7 +9,7 @@ from tests.planning.models import folder, settings
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning import skeleton, static
 from trl_fsdp_qlora.planning.command import run_plan
-from trl_fsdp_qlora.planning.hardware import GIB, read_hardware
+from trl_fsdp_qlora.planning.hardware import CONTEXT, GIB, read_hardware
 from trl_fsdp_qlora.planning.plan import make_plan
 from trl_fsdp_qlora.planning.settings import from_config, from_yaml, read_launch
 from trl_fsdp_qlora.planning.table import show
@@ -39,6 +39,20 @@ def test_the_exit_status_says_whether_it_fits(tiny, capsys):
     assert "it fits" in fits and "together" in fits and "forward_backward" in fits
     assert run_plan(words(tiny, "--hardware", "0.1GB")) == 1
     assert "it does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # some five plans
+def test_more_memory_than_there_is_has_the_table_and_what_makes_it_fit(tiny, tmp_path, capsys):
+    path = tmp_path / "large.yaml"
+    path.write_text(
+        f"model_name_or_path: {tiny}\nuse_peft: true\nlora_target_modules: all-linear\nbf16: false\nprefix_sharing: off\n"
+        "num_generations: 4\nper_device_train_batch_size: 16\nmax_completion_length: 64\n"
+    )
+    needed = make_plan(str(path), hardware="24GB").peak
+    assert run_plan(["--config", str(path), "--hardware", f"{(CONTEXT + 0.8 * (needed - CONTEXT)) / GIB:.4f}GB"]) == 1
+    said = capsys.readouterr().out
+    assert "it does not fit" in said and "together" in said
+    assert "makes it fit: per_device_train_batch_size: 8, gradient_accumulation_steps: 2" in said
 
 
 @pytest.mark.parametrize(

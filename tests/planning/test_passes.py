@@ -78,9 +78,9 @@ def batch(run):
 
 
 def measured(run, model, packed: bool, grad: bool = True) -> int:
-    """Peak bytes of a pass on real tensors above the model and its gradients."""
+    """Peak bytes of a pass on real tensors above the model, and its gradients where micro-batches before it made them."""
     for parameter in model.parameters():
-        if parameter.requires_grad and grad:
+        if parameter.requires_grad and grad and run.gradient_accumulation_steps > 1:
             parameter.grad = torch.zeros_like(parameter)
     ids, mask = batch(run)
     labels = ids.clone()
@@ -100,7 +100,7 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
 
 
 def planned(run, packed: bool, grad: bool = True) -> passes.PassBytes:
-    return passes.measure(run, config(), passes.loss_shape(run, packed, False), grad, False)
+    return passes.loss(run, config(), packed, False, grad)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,27 @@ def test_a_loss_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_
     run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, use_peft=use_peft)
     peak = planned(run, packed).peak
     assert peak == pytest.approx(measured(run, built(run), packed), rel=NEAR)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_there_from_where_a_pass_makes_them(tmp_path, checkpointing, accumulation):
+    """Of full training: none as a step's only backward begins, all as it ends, and all the time where others went before it."""
+    run = settings(
+        folder(tmp_path),
+        gradient_checkpointing=checkpointing,
+        use_peft=False,
+        gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=4,
+        max_completion_length=16 if checkpointing else 40,
+    )
+    found, model = planned(run, True), built(run)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert found.peak == pytest.approx(measured(run, model, True), rel=NEAR)
+    assert found.activations + found.head + found.gradients == found.peak
+    # Without checkpointing the peak is where the backward begins; with it and few tokens where it ends.
+    ends = checkpointing and accumulation == 1
+    assert (found.gradients > 0.8 * gradients) if ends else (found.gradients < 0.3 * gradients)
 
 
 @pytest.mark.parametrize("groups, grad", [(2, True), (1, True), (2, False)])
@@ -161,11 +182,15 @@ def test_small_blocks_are_those_that_a_heap_holds():
         large = torch.empty(HEAP_BLOCK, dtype=torch.uint8)
         small = torch.empty(HEAP_BLOCK - 1, dtype=torch.uint8)
         assert tracker.small == small.nbytes and tracker.now() == small.nbytes + large.nbytes
+        small_bytes = small.nbytes
         del small
-        assert tracker.small == 0 and tracker.peak_small == tracker.most_small == HEAP_BLOCK - 1
+        assert tracker.small == 0 and tracker.take() == (large.nbytes + small_bytes, None, 0, small_bytes, small_bytes)
         larger = torch.empty(3 * HEAP_BLOCK, dtype=torch.uint8)
-        assert tracker.peak() == large.nbytes + larger.nbytes and tracker.peak_small == 0  # freed before the peak
-        assert tracker.most_small == HEAP_BLOCK - 1
+        larger_bytes = larger.nbytes
+        again = torch.empty(HEAP_BLOCK - 1, dtype=torch.uint8)
+        del again, larger
+        assert tracker.take() == (large.nbytes + larger_bytes + small_bytes, None, 0, small_bytes, small_bytes)
+        assert tracker.take() == (large.nbytes, None, 0, 0, 0)  # anew from what is there
 
 
 def test_a_pass_without_gradients_peaks_where_it_was_planned(tmp_path):
@@ -185,8 +210,9 @@ def test_every_layer_adds_what_the_second_added(tmp_path):
     run = settings(folder(tmp_path))
     by_slope = planned(run, True)
     shape = passes.loss_shape(run, True, False)
-    whole = passes._run(run, config(), LAYERS, shape, True, False)
-    assert by_slope.peak == pytest.approx(whole.peak, rel=0.01)  # small tensors of the whole model, positions say
+    whole = passes._run(run, config(), LAYERS, shape, True, False, True)
+    most = max(whole.begin.total, whole.end.total) - whole.before.total
+    assert by_slope.peak == pytest.approx(most, rel=0.01)  # small tensors of the whole model, positions say
     assert by_slope.per_layer > 0
 
 

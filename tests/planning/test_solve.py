@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.planning.models import folder, settings
-from trl_fsdp_qlora.planning import solve
+from trl_fsdp_qlora.planning import passes, solve
 from trl_fsdp_qlora.planning.hardware import Hardware
-from trl_fsdp_qlora.planning.plan import make_plan
+from trl_fsdp_qlora.planning.plan import at_least, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
-from trl_fsdp_qlora.planning.solve import changed, fewest_cards, largest, ways
+from trl_fsdp_qlora.planning.solve import changed, fewest_cards, fits, largest, ways
 
 pytestmark = pytest.mark.slow  # some ten plans each
 
@@ -35,6 +35,17 @@ def test_each_way_makes_it_fit(tmp_path):
     assert "gradient_checkpointing: true" in lines and len(lines) <= 3
     assert any(line.startswith("per_device_train_batch_size: 16, gradient_accumulation_steps: 2") for line in lines)
     assert not changed(plan, gradient_checkpointing=False).fits
+
+
+def test_what_cannot_fit_whatever_its_passes_take_is_not_measured(tmp_path):
+    card = Hardware("a card", 2**20, 1)
+    plan = make_plan(settings(folder(tmp_path, num_hidden_layers=2)), hardware=card)
+    assert at_least(plan.settings, plan.config, card) <= plan.peak
+    before = passes._measure.cache_info().misses
+    assert not ways(plan) and not plan.fits
+    assert passes._measure.cache_info().misses == before
+    roomy = replace(plan, hardware=replace(card, memory=plan.peak))
+    assert fits(roomy, seed=1) and not fits(replace(roomy, hardware=replace(card, memory=plan.peak - 1)), seed=1)
 
 
 def test_the_fewest_cards_hold_it_and_fewer_do_not(tmp_path, monkeypatch):

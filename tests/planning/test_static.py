@@ -1,14 +1,16 @@
 """Static bytes against modules that were really built, and 4-bit bytes against a model that was really quantized."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.planning.models import config, folder, settings
-from trl_fsdp_qlora.planning import skeleton, static
+from trl_fsdp_qlora.planning import components, skeleton, static
 from trl_fsdp_qlora.planning.hardware import Hardware
-from trl_fsdp_qlora.planning.plan import FILE, make_plan
+from trl_fsdp_qlora.planning.plan import FILE, GATHERED, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.recipe.checks import lora_config
 
@@ -93,6 +95,23 @@ def test_what_is_spread_over_the_ranks(tmp_path):
         assert all(held[name] == -(-whole[name] // 4) for name in spread)
     assert planned(settings(tmp_path, Launch("ddp", 2)))[static.BUCKETS] == one[static.TRAINED]
     assert one[static.BUCKETS] == 0
+
+
+def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
+    """What benchmarks/plan_error.py found of two ranks: the shards stay, and gloo receives a layer in two buffers."""
+    run = settings(folder(tmp_path), Launch("fsdp2", 2, use_cpu=True))
+    model = skeleton.build(run, skeleton.read_config(run.model.model_name_or_path))
+    layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    layer = sum(parameter.nbytes for parameter in layers[0].parameters())
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    root = whole - len(layers) * layer
+    assert components.gathered_bytes(model, run, False) == (root + 2 * layer, whole, 2 * layer, 3 * root)
+    assert components.gathered_bytes(model, run, True) == (root + 2 * layer, whole, layer, 2 * root)
+    assert components.gathered_bytes(model, settings(tmp_path), True) == (0, 0, 0, 0)
+    plan = make_plan(
+        replace(run, values=run.values | {"fsdp_gather": "once"}), hardware=Hardware("a host", 2**40, 2, gpu=False)
+    )
+    assert plan.phases["generate"][GATHERED] == whole + 2 * layer
 
 
 @pytest.mark.slow  # four plans

@@ -1,5 +1,7 @@
 """What comes and goes beside activations: cache of generation, logits, gathered weights, the engine's share."""
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -29,6 +31,19 @@ def prompts_at_once(settings: Settings) -> int:
     return max(1, settings.rollout_rows // settings.num_generations)
 
 
+def _token_bytes(settings: Settings, config: PretrainedConfig) -> int:
+    """Keys and values of one token in one layer."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * heads * width * compute_bytes(settings, config)
+
+
+def prompts_cache_bytes(settings: Settings, config: PretrainedConfig, rows: int) -> int:
+    """Bytes of the keys and values that a prefill of `rows` prompts leaves, in all layers."""
+    return _token_bytes(settings, config) * rows * settings.prompt_tokens * config.get_text_config().num_hidden_layers
+
+
 def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int]:
     """Bytes of keys and values of all rows that a rank generates at once, at full length.
 
@@ -40,16 +55,14 @@ def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = Fal
         `(whole, what grows of one layer)`.
     """
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     length = settings.max_completion_length + (0 if shared else settings.prompt_tokens)
     window = getattr(text, "sliding_window", None) or length
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    token = 2 * heads * width * compute_bytes(settings, config)
+    token = _token_bytes(settings, config)
     rows = token * settings.rollout_rows
     layers = [rows * (min(length, window) if kind == "sliding_attention" else length) for kind in kinds]
-    prompts = token * prompts_at_once(settings) * settings.prompt_tokens if shared else 0
-    return sum(layers) + prompts * len(layers), max(layers)
+    prompts = prompts_cache_bytes(settings, config, prompts_at_once(settings)) if shared else 0
+    return sum(layers) + prompts, max(layers)
 
 
 def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> int:
@@ -65,14 +78,26 @@ def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = 
     return logits + layer * (1 if shared else max(1, text.num_attention_heads // heads))
 
 
-def gathered_bytes(model: nn.Module, settings: Settings) -> tuple[int, int]:
-    """`(for training, whole model)`: bytes of weights that a rank of a sharded model has together at a time.
+class Gathered(NamedTuple):
+    """Bytes of weights that a rank of a sharded model has together at a time, beside its shards.
 
-    For training: the embeddings, head and norms, which the root keeps, and two layers (one computing, the next on its
-    way). Nothing where the launch shards no weights.
+    Attributes:
+        training: the embeddings, head and norms, which the root keeps, and two layers (one computing, the next on its way).
+        whole: the whole model.
+        transit: what a layer is received in before it is copied to where it is used.
+        root: what the root's weights are received in and copied to, before any layer comes.
     """
+
+    training: int = 0
+    whole: int = 0
+    transit: int = 0
+    root: int = 0
+
+
+def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gathered:
+    """Nothing where the launch shards no weights. FSDP2 receives a unit in one buffer, gloo in two."""
     if not settings.launch.sharded or settings.launch.processes == 1:
-        return 0, 0
+        return Gathered()
     itemsize = 2 if settings.mixed else None
     causal = causal_model(model)
     names = set(getattr(causal, "_no_split_modules", None) or ())
@@ -87,7 +112,9 @@ def gathered_bytes(model: nn.Module, settings: Settings) -> tuple[int, int]:
 
     inside = [weights(layer) for layer in layers]
     whole = weights(model)
-    return whole - sum(inside) + 2 * max(inside, default=0), whole
+    root, layer = whole - sum(inside), max(inside, default=0)
+    buffers = 0 if settings.launch.kind != "fsdp2" else 1 if on_gpu else 2
+    return Gathered(root + 2 * layer, whole, buffers * layer, (1 + buffers) * root)
 
 
 def gathers_once(settings: Settings, whole: int, free: int) -> bool:

@@ -1,14 +1,15 @@
-"""Bytes of a pass: two layers of the model run on fake tensors, the others by the slope from one layer to two.
+"""Bytes of a pass: two layers of the model run on fake tensors, the others by the slope from the first to the second.
 
-What a layer leaves behind for the backward is the difference between the forwards of two layers and one, so a model of L layers
-peaks (L - 2) of these above the model of two. Nothing is allocated and no weight is read; the number of tokens is the
-run's own.
+What a layer leaves behind for the backward is what is there after the second layer and was not after the first, so a model of L
+layers has (L - 2) of these more than the model of two as its backward begins. Towards its end they are gone, and (L - 2) layers'
+gradients are there. The larger of the two is the peak. Nothing is allocated and no weight is read; the number of tokens
+is the run's own.
 """
 
 import contextlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from ..scoring.head_choice import choose_head_kernel
 from ..scoring.logprobs import VOCABULARY_TILE
 from . import skeleton, stand_ins
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from ..upstream.memory import Peak
 
 _PAGE = 1024  # float32 numbers of a page of memory
 
@@ -40,11 +44,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes above what is resident (weights, gradients), for all layers.
+    """Bytes above what is resident (weights, and gradients where they lie there already), for all layers.
 
     Attributes:
         peak: the most at once.
         head: what the head's tiles are of it: 0 where the peak is elsewhere.
+        gradients: what of it are gradients that this pass is the first to make.
         per_layer: what each layer keeps for the backward.
         small: what of the peak lies in blocks that a C library takes from its heap.
         heap: the most at once in such blocks, at the peak or at another time.
@@ -53,6 +58,7 @@ class PassBytes:
 
     peak: int
     head: int
+    gradients: int
     per_layer: int
     small: int
     heap: int
@@ -60,7 +66,12 @@ class PassBytes:
 
     @property
     def activations(self) -> int:
-        return self.peak - self.head
+        return self.peak - self.head - self.gradients
+
+
+def makes_gradients(settings: Settings) -> bool:
+    """Whether a pass that finds no gradients makes whole ones; where weights or gradients are spread, a rank has parts of them."""
+    return settings.launch.kind in ("single", "ddp")
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
@@ -97,21 +108,24 @@ def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
 
 def loss(settings: Settings, config: PretrainedConfig, packed: bool, on_gpu: bool, grad: bool = True) -> PassBytes:
     """Bytes of the loss's forward and backward, or without `grad` of a scoring pass on the same tokens."""
-    return measure(settings, config, loss_shape(settings, packed, on_gpu), grad, on_gpu)
+    first = makes_gradients(settings) and settings.gradient_accumulation_steps == 1
+    return measure(settings, config, loss_shape(settings, packed, on_gpu), grad, on_gpu, first)
 
 
 def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu: bool) -> PassBytes:
     """Bytes of the first step's comparison of packed with padded rows, at its peak (`prefix_sharing.self_check.compare`).
 
-    One pass follows the other, nothing draws in them, and the gradients lie where those of the step will.
+    One pass follows the other, nothing draws in them, and the gradients of the first lie aside while the second makes its own.
     """
     if settings.launch.kind.startswith("zero"):
         grad = False  # DeepSpeed's backward cannot be undone, so that the values alone are compared
     settings = replace(settings, model=replace(settings.model, lora_dropout=0.0))
-    return measure(settings, config, comparison_shape(settings, on_gpu), grad, on_gpu)
+    return measure(settings, config, comparison_shape(settings, on_gpu), grad, on_gpu, makes_gradients(settings))
 
 
-def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bool, on_gpu: bool) -> PassBytes:
+def measure(
+    settings: Settings, config: PretrainedConfig, shape: Shape, grad: bool, on_gpu: bool, first: bool = False
+) -> PassBytes:
     """Bytes of a pass of the whole model, measured once for all plans with these modules.
 
     Args:
@@ -120,36 +134,49 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, grad: bo
         shape: of the input.
         grad: forward and backward; otherwise a forward alone.
         on_gpu: whose kernels' tiles are counted.
+        first: it finds no gradients, and makes them.
     """
-    return _measure(skeleton.modules(settings, config), shape, grad, on_gpu)
+    return _measure(skeleton.modules(settings, config), shape, grad, on_gpu, grad and first)
 
 
 @lru_cache(maxsize=256)
-def _measure(of: skeleton.Modules, shape: Shape, grad: bool, on_gpu: bool) -> PassBytes:
-    settings, config = of.settings, of.config
-    layers = config.get_text_config().num_hidden_layers
-    two = _run(settings, config, min(2, layers), shape, grad, on_gpu)
-    if not grad or layers <= 2:
-        return PassBytes(two.peak, two.head, two.kept, two.small, two.heap, two.unwritten)
-    one = _run(settings, config, 1, replace(shape, scored=0), grad, on_gpu, backward=False)
-    slope = two.kept - one.kept
-    others = (layers - 2) * (two.kept_small - one.kept_small)
-    peak, small, heap = two.peak + (layers - 2) * slope, two.small + others, two.heap + others
-    return PassBytes(peak, two.head, slope, small, heap, two.unwritten)
+def _measure(of: skeleton.Modules, shape: Shape, grad: bool, on_gpu: bool, first: bool) -> PassBytes:
+    layers = of.config.get_text_config().num_hidden_layers
+    run = _run(of.settings, of.config, min(2, layers), shape, grad, on_gpu, first)
+    others = max(0, layers - 2) if grad else 0
+    begin = run.begin.above(run.before, others * run.slope, 0, others * run.slope_small)
+    end = run.end.above(run.before, others * run.gradients, others * run.gradients, others * run.gradients_small)
+    peak = max(begin, end, key=lambda one: one.total)
+    head = run.tiles if peak.place == "head" else 0
+    heap = max(begin.most_small, end.most_small)
+    return PassBytes(peak.total, head, peak.gradients, run.slope, peak.small, heap, run.unwritten)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
-    peak: int
-    head: int
-    kept: int
-    small: int
-    heap: int
-    kept_small: int
+    """What a pass of a few layers took.
+
+    Attributes:
+        before: what lay there.
+        begin, end: the peak up to the moment when the second layer's backward is done, and from then on.
+        slope, slope_small: what the second layer keeps for its backward, all and in small blocks.
+        gradients, gradients_small: of a layer, where this pass makes them.
+        tiles: what the head's tiles add.
+        unwritten: see [`PassBytes`].
+    """
+
+    before: "Peak"
+    begin: "Peak"
+    end: "Peak"
+    slope: int
+    slope_small: int
+    gradients: int
+    gradients_small: int
+    tiles: int
     unwritten: int
 
 
-def _run(settings, config, layers, shape: Shape, grad, on_gpu, backward: bool = True) -> _Run:
+def _run(settings, config, layers, shape: Shape, grad, on_gpu, first: bool) -> _Run:
     from ..upstream.memory import FakeTensorMode, PeakTracker
 
     with skeleton.quiet(), torch.random.fork_rng(devices=[]):
@@ -159,28 +186,73 @@ def _run(settings, config, layers, shape: Shape, grad, on_gpu, backward: bool = 
         fake(model, mode)
         with mode:
             for parameter in model.parameters():
-                if parameter.requires_grad and grad:
+                if parameter.requires_grad and grad and not first:
                     parameter.grad = torch.zeros_like(parameter)
             tracker = PeakTracker()
             tracker.track(model)
             with tracker:
-                before, small = tracker.now(), tracker.small
+                before = tracker.take()
+                watch = _Watch(model, layers, tracker, first)
                 with torch.set_grad_enabled(grad), _autocast(settings):
                     forward = _forward(model, shape, on_gpu, tracker, settings)
-                if grad and backward:
+                if grad:
                     forward.values.sum().backward()
-            head = forward.tiles if tracker.peak_place == "head" else 0
-            small_at_peak, heap = (max(0, most - small) for most in (tracker.peak_small, tracker.most_small))
-            kept, kept_small = forward.kept - before, forward.kept_small - small
-            return _Run(tracker.peak() - before, head, kept, small_at_peak, heap, kept_small, forward.unwritten)
+                end = tracker.take()
+            gradients = watch.layer_gradients()
+            return _Run(before, watch.begin or end, end, *watch.slope(), *gradients, forward.tiles, forward.unwritten)
+
+
+class _Watch:
+    """Looks at a pass where its second layer ends: in the forward, and in the backward, which then comes to the first.
+
+    Attributes:
+        begin: the peak so far when the second layer's backward is done; `None` without a backward or a second layer.
+    """
+
+    def __init__(self, model: nn.Module, layers: int, tracker, first: bool):
+        self.tracker, self.begin = tracker, None
+        self._after: list[tuple[int, int]] = []
+        stacks = (part for part in skeleton.backbone(model).modules() if isinstance(part, nn.ModuleList))
+        self._layers = next(stack for stack in stacks if len(stack) == layers)
+        for layer in self._layers:
+            layer.register_forward_hook(self._layer_done)
+        self._trained = [p for p in self._layers[-1].parameters() if p.requires_grad] if first else []
+        for parameter in model.parameters() if first else ():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_made)
+
+    def _layer_done(self, _layer, _inputs, output) -> None:
+        if len(self._after) == len(self._layers):
+            return  # computed again for the backward
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._after.append((self.tracker.now(), self.tracker.small))
+        if len(self._after) == 1 and len(self._layers) > 1 and hidden.requires_grad:
+            hidden.register_hook(self._back_at_first)
+
+    def _back_at_first(self, _grad) -> None:
+        self.begin = self.tracker.take()
+
+    def _gradient_made(self, parameter) -> None:
+        self.tracker.gradients += parameter.grad.nbytes
+
+    def slope(self) -> tuple[int, int]:
+        """What the last layer left, all and in small blocks."""
+        if len(self._after) < 2:
+            return 0, 0
+        (one, one_small), (two, two_small) = self._after[-2:]
+        return two - one, two_small - one_small
+
+    def layer_gradients(self) -> tuple[int, int]:
+        from ..upstream.memory import HEAP_BLOCK
+
+        sizes = [parameter.nbytes for parameter in self._trained]
+        return sum(sizes), sum(size for size in sizes if size < HEAP_BLOCK)
 
 
 class _Forward(NamedTuple):
-    """What a backward starts from; bytes in use behind the last layer, all and in small blocks; what the head's tiles add."""
+    """What a backward starts from, what the head's tiles add, and what of its buffer nothing is written to."""
 
     values: torch.Tensor
-    kept: int
-    kept_small: int
     tiles: int = 0
     unwritten: int = 0
 
@@ -192,15 +264,14 @@ def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) ->
     out = skeleton.backbone(model)(
         input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
     ).last_hidden_state
-    kept, kept_small = tracker.now(), tracker.small
     if not shape.scored:
-        return _Forward(out, kept, kept_small)
+        return _Forward(out)
     hidden = out.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
     del out
     weight = skeleton.causal_model(model).get_output_embeddings().weight
     before = tracker.now()
     values, unwritten = _head(hidden, weight, shape, on_gpu, tracker, settings)
-    return _Forward(values, kept, kept_small, max(0, tracker.peak() - before), unwritten)
+    return _Forward(values, max(0, tracker.peak() - before), unwritten)
 
 
 def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> tuple[torch.Tensor, int]:

@@ -1,7 +1,7 @@
 """A run's bytes by phase and component, per rank, and whether they fit."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,28 +149,22 @@ def _phases(
     held: dict[str, int],
     packed: bool,
 ) -> dict[str, dict[str, int]]:
-    base = {name: held[name] for name in (static.BASE_4BIT, static.STATE, static.BASE, static.REFERENCE)}
-    if settings.launch.offload:
-        base = dict.fromkeys(base, 0)
     on_card = not settings.launch.offload
-    base[FILE] = _file_pages(settings, config, model, hardware, held[static.BASE])
-    resident = base | {static.TRAINED: held[static.TRAINED] if on_card else 0}
-    optimizer = {static.OPTIMIZER: held[static.OPTIMIZER] if on_card else 0}
+    resident, optimizer = _lying(settings, config, hardware, model, held)
     gradients = {static.GRADIENTS: held[static.GRADIENTS] if on_card else 0, static.BUCKETS: held[static.BUCKETS]}
-    training, whole = components.gathered_bytes(model, settings)
-    gathered = {GATHERED: training}
+    together = components.gathered_bytes(model, settings, hardware.gpu)
+    gathered = {GATHERED: together.training + together.transit}
+    made = _Made.of(settings, model, held)
     drawing, resting = components.engine_bytes(settings, hardware)
 
     phases = {
         "load": resident | {ENGINE: drawing} | _loading(settings, model, hardware),
-        "generate": resident
-        | optimizer
-        | _generation(settings, config, hardware, resident | optimizer, (training, whole)),
+        "generate": resident | optimizer | _generation(settings, config, hardware, resident | optimizer, together),
         "forward_backward": resident
         | optimizer
         | gradients
         | gathered
-        | _pass(settings, config, hardware, packed, True),
+        | _pass(settings, config, hardware, packed, made),
         "optimizer": resident | optimizer | gradients | _stepping(settings, held),
         "save": resident | optimizer,
     }
@@ -179,9 +173,12 @@ def _phases(
         phases[name][ENGINE] = resting
     if settings.scores_again:
         phases["score"] = resident | optimizer | gathered | {ENGINE: resting}
-        phases["score"] |= _pass(settings, config, hardware, packed, False)
+        phases["score"] |= _pass(settings, config, hardware, packed, None)
+    for name in ("generate", "score", "forward_backward"):
+        if name in phases:
+            _begin(phases[name], together.root)
     if not hardware.gpu:
-        _leave_heap(phases, _heap(settings, _fullest(settings, config, hardware, packed, True)))
+        _leave_heap(phases, _heap_left(settings, config, packed, made), made)
     process = _process(hardware)  # after the passes: what planning them leaves in it is in the run as well
     for name, parts in phases.items():
         parts |= process if name != "load" else {PROCESS: process[PROCESS]}
@@ -189,27 +186,113 @@ def _phases(
     return {name: {k: v for k, v in phases[name].items() if v} for name in PHASES if name in phases}
 
 
-def _pass(settings, config, hardware: Hardware, packed: bool, grad: bool) -> dict[str, int]:
-    """Of the loss, or without gradients a scoring pass; and what the first step's comparison, which comes before, needs beyond."""
-    own = passes.loss(settings, config, packed, hardware.gpu, grad)
-    fullest = _fullest(settings, config, hardware, packed, grad)
-    parts = {ACTIVATIONS: own.activations, HEAD: own.head, COMPARISON: fullest.peak - own.peak}
-    return parts if hardware.gpu else parts | {ROOM: max(0, _heap(settings, fullest) - fullest.small)}
+@dataclass(frozen=True)
+class _Made:
+    """What the first step makes on a rank, in bytes.
+
+    Attributes:
+        by_pass: the loss's pass is the first of its step to make gradients: it has them in its own bytes.
+        aside: gradients that the first step's comparison keeps of the packed pass beside those that are counted elsewhere.
+        state: of the optimizer, which is made after the comparison.
+        small, small_state: what of gradients and of `state` lies in blocks that a C library takes from its heap.
+    """
+
+    by_pass: bool
+    aside: int
+    state: int
+    small: int
+    small_state: int
+
+    @classmethod
+    def of(cls, settings: Settings, model: nn.Module, held: dict[str, int]) -> "_Made":
+        from ..upstream.memory import HEAP_BLOCK
+
+        whole = passes.makes_gradients(settings)
+        by_pass = whole and settings.gradient_accumulation_steps == 1
+        deepspeed = settings.launch.kind.startswith("zero")  # compares no gradients, and makes its state at the start
+        state = 0 if deepspeed or settings.launch.offload else held[static.OPTIMIZER]
+        sizes = [static.size(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        share = sum(size for size in sizes if size < HEAP_BLOCK) / max(1, sum(sizes))
+        # Of several micro-batches the first compares: those that the others add to are the ones that lie aside.
+        aside = 0 if deepspeed or whole > by_pass else held[static.GRADIENTS]
+        return cls(by_pass, aside, state, math.ceil(share * held[static.GRADIENTS]), math.ceil(share * state))
 
 
-def _leave_heap(phases: dict[str, dict[str, int]], heap: int) -> None:
-    """Put what the fullest pass leaves in the heap beside the phases that follow it: what they need themselves lies in it."""
-    for name in ("generate", "optimizer", "save"):
+def _begin(parts: dict[str, int], root: int) -> None:
+    """As a pass begins, what the root gathers lies there more than once, and nothing else that comes and goes."""
+    coming = (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS, GATHERED)
+    parts[GATHERED] += max(0, root - sum(parts.get(name, 0) for name in coming))
+
+
+def _lying(settings, config, hardware: Hardware, model: nn.Module, held: dict[str, int]):
+    """`(base and what is trained, optimizer)`: component -> bytes that lie there from step to step."""
+    base = {name: held[name] for name in (static.BASE_4BIT, static.STATE, static.BASE, static.REFERENCE)}
+    if settings.launch.offload:
+        base = dict.fromkeys(base, 0)
+    on_card = not settings.launch.offload
+    base[FILE] = _file_pages(settings, config, model, hardware, held[static.BASE])
+    return base | {static.TRAINED: held[static.TRAINED] * on_card}, {
+        static.OPTIMIZER: held[static.OPTIMIZER] * on_card
+    }
+
+
+def at_least(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> int:
+    """Bytes that a rank needs beside every activation: what lies there and what generation adds. No pass is run for it."""
+    model = skeleton.whole(skeleton.modules(settings, config))
+    held = static.rank_bytes(static.whole_bytes(model, settings), settings)
+    resident, optimizer = _lying(settings, config, hardware, model, held)
+    gathered = components.gathered_bytes(model, settings, hardware.gpu)
+    drawing = _generation(settings, config, hardware, resident | optimizer, gathered, measured=False)
+    drawing[ENGINE] = components.engine_bytes(settings, hardware)[0]
+    return sum((resident | optimizer | drawing | _process(hardware)).values())
+
+
+def _pass(settings, config, hardware: Hardware, packed: bool, made: _Made | None) -> dict[str, int]:
+    """Of the loss, or without gradients of a scoring pass; and what the first step's comparison needs beyond it.
+
+    The comparison comes before the first step's own pass, when there is no optimizer's state yet.
+    """
+    own = passes.loss(settings, config, packed, hardware.gpu, made is not None)
+    parts = {ACTIVATIONS: own.activations, HEAD: own.head}
+    if made is not None and made.by_pass:
+        parts[static.GRADIENTS] = own.gradients
+    other = _comparison(settings, config, hardware, packed, made)
+    more = -(made.state if made else 0) + (other.peak if other else 0)
+    if hardware.gpu:
+        return parts | {COMPARISON: max(0, more - own.peak)}
+    room = max(0, _heap(settings, own) - own.small)
+    more += max(0, _heap(settings, other) - other.small) if other else 0
+    return parts | {ROOM: room, COMPARISON: max(0, more - own.peak - room)}
+
+
+def _heap_left(settings, config, packed: bool, made: _Made) -> int:
+    """What a CPU's heap is after the first step, without what of the optimizer's state came to lie in it."""
+    cpu = Hardware("", 0, 1, gpu=False)
+    other = _comparison(settings, config, cpu, packed, made)
+    own = _heap(settings, passes.loss(settings, config, packed, False))
+    return max(own, _heap(settings, other) - made.small_state if other else 0)
+
+
+def _leave_heap(phases: dict[str, dict[str, int]], heap: int, made: _Made) -> None:
+    """Put what the first step leaves in the heap beside the phases that follow it: what they need themselves lies in it."""
+    for name in ("generate", "score", "optimizer", "save"):
+        if name not in phases:
+            continue
         coming = sum(phases[name].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS))
-        phases[name][ROOM] = max(0, heap - coming)
+        if name == "optimizer" and made.by_pass:
+            coming += made.small
+        phases[name][ROOM] = max(phases[name].get(ROOM, 0), heap - coming)
 
 
-def _fullest(settings, config, hardware: Hardware, packed: bool, grad: bool) -> passes.PassBytes:
-    """The loss's pass, or the first step's comparison where that needs more."""
-    own = passes.loss(settings, config, packed, hardware.gpu, grad)
+def _comparison(settings, config, hardware: Hardware, packed: bool, made: _Made | None) -> passes.PassBytes | None:
+    """The first step's comparison with the gradients that lie aside in it; `None` where nothing is compared."""
     if not packed:
-        return own
-    return max(own, passes.comparison(settings, config, grad, hardware.gpu), key=lambda one: one.peak)
+        return None
+    other = passes.comparison(settings, config, made is not None, hardware.gpu)
+    if made is None or not made.aside:
+        return other
+    more = (other.peak + made.aside, other.small + made.small, other.heap + made.small)
+    return replace(other, peak=more[0], small=more[1], heap=more[2])
 
 
 def _heap(settings: Settings, most: passes.PassBytes) -> int:
@@ -229,20 +312,23 @@ def _file_pages(settings, config, model: nn.Module, hardware: Hardware, others: 
     return max(0, (read or skeleton.numel(model) * asked.itemsize) - others)
 
 
-def _generation(settings, config, hardware, resident, gathered: tuple[int, int]) -> dict[str, int]:
-    training, whole = gathered
+def _generation(
+    settings, config, hardware, resident, gathered: components.Gathered, measured: bool = True
+) -> dict[str, int]:
+    """Of all completions at full length; without `measured` the prefill's activations are left out."""
     free = hardware.per_rank(settings.launch.processes) - sum(resident.values()) - sum(_process(hardware).values())
-    once = components.gathers_once(settings, whole, free)
-    parts = {GATHERED: whole - whole // settings.launch.processes if once else training}
+    once = components.gathers_once(settings, gathered.whole, free)
+    parts = {GATHERED: (gathered.whole if once else gathered.training) + gathered.transit}
     if settings.use_vllm:
         return parts
     rows = components.prompts_at_once(settings) if settings.compact_generation else settings.rollout_rows
     shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
-    prefill = passes.measure(settings, config, shape, False, hardware.gpu).peak
+    prefill = passes.measure(settings, config, shape, False, hardware.gpu).peak if measured else 0
     shared = components.shares_prompts(settings, config, hardware)
     cache, _ = components.cache_bytes(settings, config, shared)
     logits = components.decoding_bytes(settings, config, shared)
-    # The prefill comes before the cache has grown; a token step's activations are of one token per row.
+    # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
+    prefill += components.prompts_cache_bytes(settings, config, rows)
     return parts | {CACHE: cache, LOGITS: logits, ACTIVATIONS: max(0, prefill - cache - logits)}
 
 
@@ -294,6 +380,8 @@ def _notes(settings: Settings, hardware: Hardware) -> tuple[str, ...]:
         notes.append("the CUDA context and the allocator's slack are assumed, not measured")
     if settings.launch.kind.startswith("zero"):
         notes.append("DeepSpeed's own buffers are not counted")
+    if skeleton.checkpoint_bytes(str(settings.model.model_name_or_path or "")) is None:
+        notes.append("no checkpoint lies here: its bytes are the config's, its largest file 5 GB")
     if Path(str(settings.model.model_name_or_path)).is_dir() and settings.max_completion_length > 4096:
         notes.append("long completions: the cache is counted at full length")
     return tuple(notes)

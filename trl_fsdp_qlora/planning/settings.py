@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from trl import GRPOConfig, ModelConfig
 
+from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ConfigError, ScriptArguments, read_yaml
 from ..run.accelerate_configs import accelerate_config, names
 from ..run.config_fields import SWITCHES, spelled
@@ -134,6 +135,8 @@ def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
     kind = config.distributed_state.distributed_type.value
     zero = getattr(config.deepspeed_plugin, "zero_stage", None)
     kinds = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{zero}", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+    if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
+        kind = "FSDP"  # which accelerate says of itself only once a trainer has made its `Accelerator`; on a CPU it makes DDP of it
     launch = Launch(
         kinds.get(kind, "single" if config.world_size == 1 else "ddp"),
         config.world_size,

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from .plan import Plan, plan_settings
+from .plan import Plan, at_least, plan_settings
+from .settings import Settings
 
 _MOST = 2**17  # tokens or completions beyond which nobody asks
 _CARDS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)  # of a node, then whole nodes of eight
@@ -12,14 +13,25 @@ _CARDS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)  # of a node, then whole nodes o
 
 def changed(plan: Plan, **values: Any) -> Plan:
     """The plan of the same run with other values of its fields; `load_in_4bit` and `processes` too."""
+    return plan_settings(_settings(plan, values), plan.config, plan.hardware)
+
+
+def fits(plan: Plan, **values: Any) -> bool:
+    """Whether [`changed`] fits. Its passes are not run where what lies there and what generation adds is too much already."""
+    settings = _settings(plan, values)
+    if at_least(settings, plan.config, plan.hardware) > plan.hardware.per_rank(settings.launch.processes):
+        return False
+    return plan_settings(settings, plan.config, plan.hardware).fits
+
+
+def _settings(plan: Plan, values: dict[str, Any]) -> Settings:
     settings = plan.settings
     model, launch = settings.model, settings.launch
     if "load_in_4bit" in values:
         model = replace(model, load_in_4bit=values.pop("load_in_4bit"))
     if "processes" in values:
         launch = replace(launch, processes=values.pop("processes"))
-    settings = replace(settings, model=model, launch=launch, values=settings.values | values)
-    return plan_settings(settings, plan.config, plan.hardware)
+    return replace(settings, model=model, launch=launch, values=settings.values | values)
 
 
 def largest(plan: Plan, field: str, step: int = 1) -> int:
@@ -31,17 +43,17 @@ def largest(plan: Plan, field: str, step: int = 1) -> int:
         step: for a micro-batch, `num_generations` keeps groups whole.
     """
 
-    def fits(count: int) -> bool:
-        return changed(plan, **{field: count * step}).fits
+    def count_fits(count: int) -> bool:
+        return fits(plan, **{field: count * step})
 
-    if not fits(1):
+    if not count_fits(1):
         return 0
     low, high = 1, 2
-    while high * step <= _MOST and fits(high):
+    while high * step <= _MOST and count_fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if count_fits(middle) else (low, middle)
     return low * step
 
 
@@ -52,7 +64,7 @@ def fewest_cards(plan: Plan) -> int:
     """
     for cards in _CARDS if plan.settings.launch.kind in ("fsdp2", "zero2", "zero3") else (1,):
         there = replace(plan, hardware=replace(plan.hardware, cards=cards))
-        if changed(there, processes=cards).fits:
+        if fits(there, processes=cards):
             return cards
     return 0
 
@@ -61,7 +73,7 @@ def ways(plan: Plan, most: int = 3) -> list[str]:
     """Lines of the recipe, each of which alone makes the run fit; those that change nothing in the result come first."""
     found = []
     for values in _changes(plan):
-        if len(found) < most and changed(plan, **values).fits:
+        if len(found) < most and fits(plan, **dict(values)):
             found.append(", ".join(f"{name}: {str(value).lower()}" for name, value in values.items()))
     return found
 

@@ -4,7 +4,7 @@ Imported where a plan is made, not with the package: `torch.distributed._tools` 
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TRL_VOCABULARY_CHUN
 
 from .signatures import check_signatures
 
-__all__ = ["HEAP_BLOCK", "TRL_TOKEN_CHUNK", "TRL_VOCABULARY_CHUNK", "FakeTensorMode", "PeakTracker"]
+__all__ = ["HEAP_BLOCK", "TRL_TOKEN_CHUNK", "TRL_VOCABULARY_CHUNK", "FakeTensorMode", "Peak", "PeakTracker"]
 
 # glibc takes no larger block from its heap: such a one is mapped, and given back when it is freed (mallopt(3)).
 HEAP_BLOCK = 32 * 2**20
@@ -36,6 +36,29 @@ EXPECTED = {
 }
 
 
+class Peak(NamedTuple):
+    """The most bytes in use at once between two looks, of all devices.
+
+    Attributes:
+        total: all of them.
+        place: `PeakTracker.place` then.
+        gradients: `PeakTracker.gradients` then.
+        small: bytes in blocks of less than `HEAP_BLOCK` then.
+        most_small: the most bytes in such blocks, then or at another time.
+    """
+
+    total: int
+    place: str | None
+    gradients: int
+    small: int
+    most_small: int
+
+    def above(self, before: "Peak", more: int, gradients: int, small: int) -> "Peak":
+        """What it is above `before`, and with `more` bytes beside it, `gradients` and `small` blocks among them."""
+        smalls = (max(0, size - before.small) + small for size in (self.small, self.most_small))
+        return Peak(self.total - before.total + more, self.place, self.gradients + gradients, *smalls)
+
+
 class PeakTracker(MemTracker):
     """`MemTracker` for totals alone.
 
@@ -44,17 +67,15 @@ class PeakTracker(MemTracker):
 
     Attributes:
         place: what is running, in words of whoever runs it.
-        peak_place: `place` at the peak.
+        gradients: bytes of gradients that were made so far, as whoever runs it counts them.
         small: bytes in use in blocks of less than `HEAP_BLOCK`.
-        peak_small: `small` at the peak.
-        most_small: `small` at its own peak.
     """
 
     def __init__(self):
         super().__init__()
         self.place: str | None = None
-        self.peak_place: str | None = None
-        self.small = self.peak_small = self.most_small = 0
+        self.gradients = self.small = 0
+        self._begin()
 
     def track(self, *kept: nn.Module | torch.Tensor | None) -> None:
         """Count what is there already."""
@@ -70,8 +91,19 @@ class PeakTracker(MemTracker):
         return sum(self._totals(self.get_tracker_snapshot()))
 
     def peak(self) -> int:
-        """Most bytes that were in use at once since the tracker was entered, of all devices."""
+        """Most bytes that were in use at once since the tracker was entered or [`take`] was called, of all devices."""
         return sum(self._totals(self.get_tracker_snapshot("peak")))
+
+    def take(self) -> Peak:
+        """The peak since the tracker was entered or this was last called; the next one begins at what is in use now."""
+        found = Peak(self.peak(), *self._at_peak, self._most_small)
+        self._begin()
+        return found
+
+    def _begin(self) -> None:
+        self._peak_mem_snap = self.get_tracker_snapshot()
+        self._peak_mem = {device: total["Total"] for device, total in self._peak_mem_snap.items()}
+        self._at_peak, self._most_small = (self.place, self.gradients, self.small), self.small
 
     @staticmethod
     def _totals(snapshot: dict[Any, dict[str, int]]) -> list[int]:
@@ -90,12 +122,12 @@ class PeakTracker(MemTracker):
             self.small += sum(self._totals(self._curr_mem_snap)) - before
 
     def _update_peak_stats(self, peak_state) -> None:
-        self.most_small = max(self.most_small, self.small)
+        self._most_small = max(self._most_small, self.small)
         for device, snapshot in self._curr_mem_snap.items():
             if self._peak_mem.get(device, 0) < snapshot["Total"]:
                 self._peak_mem[device] = snapshot["Total"]
                 self._peak_mem_snap[device] = dict(snapshot)
-                self.peak_place, self.peak_small = self.place, self.small
+                self._at_peak = (self.place, self.gradients, self.small)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -105,9 +137,7 @@ class PeakTracker(MemTracker):
 
     def __enter__(self):
         self._track_resize()
-        self._peak_mem_snap = self.get_tracker_snapshot()
-        self._peak_mem = {device: total["Total"] for device, total in self._peak_mem_snap.items()}
-        self.peak_small = self.most_small = self.small
+        self._begin()
         TorchDispatchMode.__enter__(self)
         return self
 
