@@ -7,7 +7,8 @@
 All get the same hidden states and targets, so nothing is won here by projecting fewer positions (on a CPU stock TRL projects
 every position of the padded batch, prompts included). Rounds alternate and the figure is the ratio of the medians. Peak bytes
 are those allocated above what was there before the forward, as the allocator reports them. On a GPU the last line says which
-kernel `AUTO_ON_GPU` in trl_fsdp_qlora/scoring/head_choice.py should name: the one that is fastest at every point.
+kernel `AUTO_ON_GPU` in trl_fsdp_qlora/scoring/head_choice.py should name: the one that is fastest at every point. A kernel for
+which the GPU's memory is not enough says so and leaves the point to the others; the file is written after every point.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 import trl
-from synthetic import peak_bytes
+from synthetic import peak_bytes, unless_out_of_memory
 
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.scoring.head_choice import AUTO_ON_GPU, choose_head_kernel
@@ -70,16 +71,7 @@ def compare(tokens: int, hidden: int, vocabulary: int, rounds: int, device: str,
     scores = contestants(device, dtype)
     seconds = {name: [] for name in scores}
     row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "dtype": str(dtype).removeprefix("torch.")}
-    # The first call of each compiles; its values are what is compared.
-    results = {}
-    for name, score in list(scores.items()):
-        try:
-            results[name] = forward_backward(score, *arguments)
-        except Exception as error:  # Triton may refuse to compile; the other two are then still compared
-            if name != "fused":
-                raise
-            row["fused_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            del scores[name]
+    results = first_calls(scores, arguments, row)
     for _ in range(rounds):
         for name, score in scores.items():
             start = time.perf_counter()
@@ -88,13 +80,47 @@ def compare(tokens: int, hidden: int, vocabulary: int, rounds: int, device: str,
     for name, score in scores.items():
         row[f"seconds_{name}"] = statistics.median(seconds[name])
         row[f"peak_bytes_{name}"] = peak_bytes(lambda score=score: forward_backward(score, *arguments), device)
-    row["speedup"] = row["seconds_trl"] / row["seconds_ours"]
-    row |= differences(results, "ours", "")
-    if "fused" in scores:
-        row["speedup_fused"] = row["seconds_trl"] / row["seconds_fused"]
-        row |= differences(results, "fused", "_fused")
-    row["fastest"] = min(scores, key=lambda name: row[f"seconds_{name}"])
+    for name, suffix in (("ours", ""), ("fused", "_fused")):
+        if {name, "trl"} <= scores.keys():
+            row[f"speedup{suffix}"] = row["seconds_trl"] / row[f"seconds_{name}"]
+            row |= differences(results, name, suffix)
+    if scores:
+        row["fastest"] = min(scores, key=lambda name: row[f"seconds_{name}"])
     return row
+
+
+def first_calls(scores: dict, arguments: tuple, row: dict) -> dict:
+    """Call each kernel once, which compiles it; its values are what is compared.
+
+    One that cannot run leaves `scores`, and `row` says why.
+    """
+    results = {}
+    for name, score in list(scores.items()):
+        try:
+            found = unless_out_of_memory(name, lambda score=score: forward_backward(score, *arguments))
+        except Exception as error:  # Triton may refuse to compile; the other two are then still compared
+            if name != "fused":
+                raise
+            row["fused_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            del scores[name]
+            continue
+        if found is None:
+            row["out_of_memory"] = [*row.get("out_of_memory", []), name]
+            del scores[name]
+        else:
+            results[name] = found
+    return results
+
+
+def compare_or_say(tokens: int, vocabulary: int, args) -> dict:
+    """[`compare`]; where not even what all kernels get fits into the GPU's memory, a row that says that."""
+    dtype = getattr(torch, args.dtype)
+    row = unless_out_of_memory(
+        f"N {tokens}, V {vocabulary}",
+        lambda: compare(tokens, args.hidden, vocabulary, args.rounds, args.device, dtype),
+    )
+    point = {"tokens": tokens, "hidden": args.hidden, "vocabulary": vocabulary, "dtype": args.dtype}
+    return point | {"out_of_memory": list(contestants(args.device, dtype))} if row is None else row
 
 
 def differences(results: dict, name: str, suffix: str) -> dict[str, float]:
@@ -107,9 +133,27 @@ def differences(results: dict, name: str, suffix: str) -> dict[str, float]:
     }
 
 
+def line(row: dict) -> str:
+    """The row of the printed table; a dash where a kernel has no figure, and at its end the reason."""
+
+    def cell(key: str, form: str, width: int, scale: float = 1.0) -> str:
+        return format(f"{row[key] * scale:{form}}" if key in row else "-", f">{width}")
+
+    timed = [cell("seconds_ours", ".4f", 9), cell("seconds_trl", ".4f", 9), cell("speedup", ".2f", 8)]
+    timed += [cell("seconds_fused", ".4f", 9), cell("speedup_fused", ".2f", 8)]
+    peaks = [cell(f"peak_bytes_{name}", ".1f", 8, 1e-6) for name in ("ours", "trl", "fused")]
+    apart = [cell("max_delta_log_prob", ".1e", 9), cell("max_delta_grad_relative", ".1e", 9)]
+    missing = [f"out of memory: {', '.join(row['out_of_memory'])}"] if "out_of_memory" in row else []
+    missing += [f"fused: {row['fused_failed'][:60]}"] if "fused_failed" in row else []
+    cells = [f"{row['tokens']:6d} {row['vocabulary']:6d}", " ".join(timed), " ".join(peaks), " ".join(apart)]
+    return " | ".join(cells) + "".join(f"  {reason}" for reason in missing)
+
+
 def verdict(rows: list[dict]) -> str:
     """Which kernel `auto` should take on a GPU."""
-    fastest = sorted({"frozen" if row["fastest"] == "ours" else row["fastest"] for row in rows})
+    fastest = sorted({"frozen" if row["fastest"] == "ours" else row["fastest"] for row in rows if "fastest" in row})
+    if not fastest:
+        return f"nothing was measured: AUTO_ON_GPU stays {AUTO_ON_GPU!r}"
     if len(fastest) > 1:
         return f"no kernel is the fastest at every point ({', '.join(fastest)}): AUTO_ON_GPU stays {AUTO_ON_GPU!r}"
     (name,) = fastest
@@ -132,22 +176,13 @@ def main() -> None:
     report = {"torch": torch.__version__, "trl": trl.__version__, "hardware": hardware, "threads": args.threads}
     report["rows"] = []
     print(
-        "     N      V |    ours s     TRL s  speedup   fused s  speedup | ours MB  TRL MB fused MB | max Δlogp  Δgrad/max"
+        "     N      V |    ours s     TRL s  speedup   fused s  speedup |  ours MB   TRL MB fused MB |    Δlogp Δgrad/max"
     )
     for tokens in args.tokens:
         for vocabulary in args.vocabularies:
-            row = compare(tokens, args.hidden, vocabulary, args.rounds, args.device, getattr(torch, args.dtype))
+            row = compare_or_say(tokens, vocabulary, args)
             report["rows"].append(row)
-            also, bytes_also = f"{row.get('fused_failed', ''):18.18}", " " * 8
-            if "seconds_fused" in row:
-                also = f"{row['seconds_fused']:9.4f} {row['speedup_fused']:7.2f}x"
-                bytes_also = f"{row['peak_bytes_fused'] / 1e6:8.1f}"
-            print(
-                f"{tokens:6d} {vocabulary:6d} | {row['seconds_ours']:9.4f} {row['seconds_trl']:9.4f} "
-                f"{row['speedup']:7.2f}x {also} | {row['peak_bytes_ours'] / 1e6:7.1f} {row['peak_bytes_trl'] / 1e6:7.1f} "
-                f"{bytes_also} | {row['max_delta_log_prob']:.1e}  {row['max_delta_grad_relative']:.1e}",
-                flush=True,
-            )
+            print(line(row), flush=True)
             # After every point: there may be no time for the next.
             args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(report, indent=2) + "\n")

@@ -20,7 +20,18 @@ from pathlib import Path
 import torch
 import transformers
 import trl
-from synthetic import RESULTS, SHAPES, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
+from synthetic import (
+    RESULTS,
+    SHAPES,
+    cpu_name,
+    logged,
+    make_batch,
+    make_model,
+    make_trainer,
+    saved_bytes,
+    step,
+    unless_out_of_memory,
+)
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
@@ -96,11 +107,8 @@ def measure(point, args, contestants) -> dict:
 
 def measure_or_say(point, args, contestants) -> dict:
     """[`measure`]; where the GPU's memory is not enough for all of them side by side, a row that says that."""
-    try:
-        return measure(point, args, contestants)
-    except torch.OutOfMemoryError as error:
-        print(f"{point[0]}: out of memory: {str(error).splitlines()[0][:120]}", flush=True)
-        return {"point": point[0], "out_of_memory": True}
+    row = unless_out_of_memory(point[0], lambda: measure(point, args, contestants))
+    return {"point": point[0], "out_of_memory": True} if row is None else row
 
 
 def table(rows: list[dict]) -> str:

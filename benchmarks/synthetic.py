@@ -1,10 +1,13 @@
 """What the benchmarks share: models, batches and trainers from a seed, and how seconds and bytes are measured."""
 
 import copy
+import gc
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from datasets import Dataset
@@ -14,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trl_fsdp_qlora import EfficientGRPOConfig
 
+T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
 # Qwen3's hidden size, MLP, layers, heads, key-value heads and head size; "tiny" is for rehearsals on CUDA.
 SHAPES = {
@@ -145,6 +149,19 @@ def step(trainer, batch, device) -> tuple[float, float]:
     loss.backward()
     synchronize(device)
     return time.perf_counter() - start, loss.item()
+
+
+def unless_out_of_memory(what: str, run: Callable[[], T]) -> T | None:
+    """`run()`, or `None` where the GPU's memory is not enough, which is said with `what` and gives back what it had taken."""
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        print(f"{what}: out of memory: {str(error).splitlines()[0][:120]}", flush=True)
+    # Behind the handler: inside of it the frames of what failed, and their tensors, are still held.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
 
 
 def saved_bytes(trainer, batch) -> int:

@@ -6,7 +6,8 @@ Qwen3-like, hidden 256 × 4 layers, vocabulary 32k, LoRA on all linear layers (s
 completions of 512, groups of 8. Every variant is the same `EfficientGRPOTrainer` with packed rows; runs alternate,
 each with the draw of another step. Seconds are wall seconds, medians over the runs, so nothing else should run; bytes
 and shares are means. LM-head time is that of the calls that score positions; with a frozen head these do the
-backward's projection too. Saved bytes are the distinct storages that autograd keeps, parameters excluded.
+backward's projection too. Saved bytes are the distinct storages that autograd keeps, parameters excluded. A variant for which
+the GPU's memory is not enough says so and leaves the others to go on; the file is written after every run of all of them.
 """
 
 import argparse
@@ -14,11 +15,23 @@ import functools
 import json
 import statistics
 import time
+from collections.abc import Iterator
 
 import peft
 import torch
 import trl
-from synthetic import RESULTS, SHAPES, cpu_name, logged, make_batch, make_model, make_trainer, saved_bytes, step
+from synthetic import (
+    RESULTS,
+    SHAPES,
+    cpu_name,
+    logged,
+    make_batch,
+    make_model,
+    make_trainer,
+    saved_bytes,
+    step,
+    unless_out_of_memory,
+)
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.token_budget import TokenBudget
@@ -71,8 +84,21 @@ def two_groups(batch: dict) -> dict:
     return {**batch, **doubled, "num_items_in_batch": batch["num_items_in_batch"] * 2}
 
 
-def measure(trainer, clock: HeadClock, args) -> dict[str, dict[str, list[float]]]:
-    """Seconds, seconds of the LM head, saved bytes and share of scored tokens of each variant, a value per run."""
+def run_once(trainer, batch: dict, clock: HeadClock, device: str) -> dict[str, float]:
+    """Seconds, seconds of the LM head, saved bytes and share of scored tokens."""
+    clock.seconds = 0.0
+    logged(trainer)  # what is logged later is of this batch
+    start = time.perf_counter()
+    step(trainer, batch, device)
+    found = {"seconds": time.perf_counter() - start, "head_seconds": clock.seconds}
+    found["bytes"] = saved_bytes(trainer, batch)
+    skipping = trainer.budget.kept_by is None
+    found["scored_share"] = logged(trainer)["tokens/scored_share"] if skipping else 1.0
+    return found
+
+
+def measure(trainer, clock: HeadClock, args) -> Iterator[dict[str, list[dict] | None]]:
+    """What [`run_once`] found of each variant, a value per run, after each run; `None` where it was out of memory."""
     one = make_batch(args.vocabulary, PROMPT, args.completion, GROUP, "equal", args.device, seed=1)
     two = two_groups(one)
     budgets = {}
@@ -80,52 +106,69 @@ def measure(trainer, clock: HeadClock, args) -> dict[str, dict[str, list[float]]
         for key, value in {"token_selection": "all", "skip_zero_advantage": True, **options}.items():
             setattr(trainer.args, key, value)
         budgets[name] = TokenBudget(trainer.args)
-    measured = {name: {key: [] for key in ("seconds", "head_seconds", "bytes", "scored_share")} for name in VARIANTS}
+    measured = {name: [] for name in VARIANTS}
     for run in range(-1, args.runs):
         for name, options in VARIANTS.items():
+            if measured[name] is None:
+                continue
             # The draw's own parameters are read from the arguments at each step.
             trainer.args.token_selection_rate = options.get("token_selection_rate", 0.5)
             trainer.budget, trainer.state.global_step = budgets[name], run + 1
             batch = two if name.startswith("two") else one
-            clock.seconds = 0.0
-            logged(trainer)  # what is logged later is of this batch
-            start = time.perf_counter()
-            step(trainer, batch, args.device)
-            seconds = time.perf_counter() - start
-            if run < 0:  # warm up: self-check, allocator, thread pool
-                continue
-            found = measured[name]
-            found["seconds"].append(seconds)
-            found["head_seconds"].append(clock.seconds)
-            found["bytes"].append(saved_bytes(trainer, batch))
-            skipping = trainer.budget.kept_by is None
-            found["scored_share"].append(logged(trainer)["tokens/scored_share"] if skipping else 1.0)
-    return measured
+            found = unless_out_of_memory(name, functools.partial(run_once, trainer, batch, clock, args.device))
+            if found is None:
+                measured[name] = None
+                trainer.model.zero_grad(set_to_none=True)
+            elif run >= 0:  # the first one warms up: self-check, allocator, thread pool
+                measured[name].append(found)
+        if run >= 0:
+            yield measured
 
 
-def table(measured: dict[str, dict[str, list[float]]]) -> list[dict]:
-    """Print a line for each variant; the same as values, with their ratios to the baseline."""
+def rows_of(measured: dict[str, list[dict] | None]) -> list[dict]:
+    """Medians and means of each variant, and their ratios to its baseline where that was measured."""
     totals = {
         name: {
-            key: (statistics.median if key.endswith("seconds") else statistics.mean)(values)
-            for key, values in found.items()
+            key: (statistics.median if key.endswith("seconds") else statistics.mean)(run[key] for run in found)
+            for key in found[0]
         }
         for name, found in measured.items()
+        if found is not None
     }
     rows = []
-    print("| variant | tokens in the loss | seconds | LM head | saved MB | time | LM head | bytes | target |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, total in totals.items():
-        baseline = totals["two groups" if name.startswith("two") else "all tokens"]
-        ratios = {key: total[key] / baseline[key] for key in ("seconds", "head_seconds", "bytes")}
-        rows.append({"variant": name, **total, "ratios": ratios, "targets": TARGETS.get(name, {})})
-        wanted = ", ".join(f"{key} ≤ {value:.2f}" for key, value in TARGETS.get(name, {}).items())
-        print(
-            f"| {name} | {total['scored_share']:.1%} | {total['seconds']:.3f} | {total['head_seconds']:.3f} | "
-            f"{total['bytes'] / 1e6:.0f} | {ratios['seconds']:.2f} | {ratios['head_seconds']:.2f} | "
-            f"{ratios['bytes']:.2f} | {wanted} |"
-        )
+    for name in measured:
+        if name not in totals:
+            rows.append({"variant": name, "out_of_memory": True})
+            continue
+        baseline = totals.get("two groups" if name.startswith("two") else "all tokens", {})
+        ratios = {key: totals[name][key] / baseline[key] for key in ("seconds", "head_seconds", "bytes") if baseline}
+        rows.append({"variant": name, **totals[name], "ratios": ratios, "targets": TARGETS.get(name, {})})
     return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, a line for each variant."""
+    lines = ["| variant | tokens in the loss | seconds | LM head | saved MB | time | LM head | bytes | target |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        if "out_of_memory" in row:
+            lines.append(f"| {row['variant']} | out of memory |" + " |" * 7)
+            continue
+        cells = [row["variant"], f"{row['scored_share']:.1%}", f"{row['seconds']:.3f}", f"{row['head_seconds']:.3f}"]
+        cells.append(f"{row['bytes'] / 1e6:.0f}")
+        ratios = row["ratios"]
+        cells += [f"{ratios[key]:.2f}" if ratios else "-" for key in ("seconds", "head_seconds", "bytes")]
+        cells.append(", ".join(f"{key} ≤ {value:.2f}" for key, value in row["targets"].items()))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write(rows: list[dict], args) -> None:
+    """The rows so far."""
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
+    setting = {"machine": machine, "torch": torch.__version__, "trl": trl.__version__, **vars(args)}
+    content = {"setting": setting, "rows": rows}
+    (RESULTS / f"{args.output}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main() -> None:
@@ -143,12 +186,12 @@ def main() -> None:
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     clock = HeadClock()
     trainer = make_trainer(EfficientGRPOTrainer, peft.get_peft_model(base, lora), "auto", args, GROUP)
-    rows = table(measure(trainer, clock, args))
-    if args.output:
-        machine = torch.cuda.get_device_name() if args.device == "cuda" else cpu_name()
-        setting = {"machine": machine, "torch": torch.__version__, "trl": trl.__version__, **vars(args)}
-        content = {"setting": setting, "rows": rows}
-        (RESULTS / f"{args.output}.json").write_text(json.dumps(content, indent=1) + "\n")
+    rows = []
+    for measured in measure(trainer, clock, args):
+        rows = rows_of(measured)
+        if args.output:
+            write(rows, args)
+    print(table(rows))
 
 
 if __name__ == "__main__":
