@@ -1,6 +1,7 @@
 """Everything that only a GPU can show, in one call, as long as `--minutes` lasts.
 
-    python benchmarks/gpu.py --output DIR [--model FOLDER --data SVAMP.json] [--only tests lm_head ...] [--minutes 9]
+    python benchmarks/gpu.py --output DIR [--model FOLDER --data SVAMP.json] [--unsloth VENV/bin/python]
+                             [--only tests lm_head ...] [--minutes 9]
 
 Runs one part after the other, by worth, and goes on when one fails; leaves each part's log, the results of the benchmarks and a
 summary in `--output` (no folders in it, so that it can be copied whole). Parts, in this order:
@@ -12,6 +13,7 @@ summary in `--output` (no folders in it, so that it can be copied whole). Parts,
     token_selection  what subsets and skipping save
     grpo             SmolLM2-135M-Instruct on SVAMP, LoRA, bf16           (needs --model and --data)
     qlora            the same from a 4-bit base                           (needs --model and --data)
+    unsloth          a step beside Unsloth's, which has an environment of its own (needs --model and --unsloth)
     slow_tests       the tests marked `gpu` that are slow: launches of a recipe and of every accelerate config
 
 A part has a process group of its own, which is ended with everything in it when its time is over: nothing keeps the GPU. A
@@ -79,10 +81,14 @@ TINY_RUN = (
     "--max_steps 1 --max_completion_length 4 --eval_problems 2 --accuracy_batch_size 2 --accuracy_samples 1 "
     "--per_device_train_batch_size 2 --num_generations 2"
 )
+UNSLOTH = "benchmarks/beside_unsloth.py"
+TINY_UNSLOTH = "--group 2 --prompt 8 --completion 4 --steps 3"
 RUNS = {"grpo": "", "qlora": "--load_in_4bit true --dtype bfloat16"}
 
 
-def parts(model: str | None, data: str | None, output: Path, tiny: bool = False) -> dict[str, Part]:
+def parts(
+    model: str | None, data: str | None, output: Path, tiny: bool = False, unsloth: str | None = None
+) -> dict[str, Part]:
     """Command of each part, and the file of results it leaves. In a rehearsal each part may take all the time left."""
 
     def tests(kind: str) -> Part:
@@ -100,6 +106,10 @@ def parts(model: str | None, data: str | None, output: Path, tiny: bool = False)
             given = ["--model_name_or_path", model, "--dataset", data, "--output_dir", str(folder)]
             size = (TINY_RUN if tiny else FULL_RUN).split()
             found[name] = Part([*RECIPE.split(), *size, *more.split(), *given], folder / "metrics.json", 0.5)
+    if model and unsloth:
+        leaves = RESULTS / "beside_unsloth_cuda.json"
+        given = ["--model", model, "--unsloth", unsloth, "--output", str(leaves)]
+        found["unsloth"] = Part([UNSLOTH, *given, *(TINY_UNSLOTH if tiny else "").split()], leaves, 0.5)
     found["slow_tests"] = tests(SLOW)
     return {
         name: Part([sys.executable, *part.command], part.leaves, 1.0 if tiny else part.share)
@@ -157,13 +167,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--model", help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--data", help="SVAMP.json")
+    parser.add_argument("--unsloth", help="Python of an environment with Unsloth")
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--rehearse", action="store_true", help="print the commands and run none")
     parser.add_argument("--tiny", action="store_true", help="run everything in sizes for an emulated device")
     args = parser.parse_args()
     args.output = args.output.resolve()
-    chosen = parts(args.model, args.data, args.output, args.tiny)
+    chosen = parts(args.model, args.data, args.output, args.tiny, args.unsloth)
     unknown = set(args.only or ()) - chosen.keys()
     if unknown:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(chosen)}")

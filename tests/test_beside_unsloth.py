@@ -1,0 +1,103 @@
+"""`benchmarks/beside_unsloth.py` on a CPU, with a stand-in where Unsloth would be: what both sides get, and what is said."""
+
+import argparse
+import functools
+import json
+import sys
+import types
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
+
+from tests.benchmark_modules import benchmark
+from tests.tiny import save_tiny_model
+
+
+class FastLanguageModel:
+    """Unsloth's two functions, with those of their arguments (2026.10.9) that the benchmark gives; any other is an error."""
+
+    @staticmethod
+    def from_pretrained(model_name, max_seq_length, load_in_4bit, fast_inference, max_lora_rank):
+        assert not load_in_4bit and not fast_inference and max_lora_rank == 16 and max_seq_length == 64
+        return AutoModelForCausalLM.from_pretrained(model_name), AutoTokenizer.from_pretrained(model_name)
+
+    @staticmethod
+    def get_peft_model(model, r, target_modules, lora_alpha, use_gradient_checkpointing, random_state):
+        assert use_gradient_checkpointing == "unsloth"
+        return get_peft_model(model, LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules))
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    monkeypatch.setitem(sys.modules, "unsloth", types.SimpleNamespace(FastLanguageModel=FastLanguageModel))
+    module = benchmark("beside_unsloth")
+    monkeypatch.setattr(module, "version", lambda package: "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return module
+
+
+def test_both_sides_train_on_the_same(beside, tmp_path, monkeypatch):
+    """Prompts, settings and LoRA are equal; every completion has the length that was asked for; the warm-up is left out."""
+    given = {"group": 2, "prompt": 6, "completion": 3, "longest": 64, "steps": 4, "four_bit": False}
+    args = argparse.Namespace(model=save_tiny_model(tmp_path / "base"), **given)
+    trainers, rows = {}, {}
+
+    def kept(make, side, *more):
+        trainers[side] = make(*more)
+        return trainers[side]
+
+    for side, make in beside.TRAINERS.items():
+        monkeypatch.setitem(beside.TRAINERS, side, functools.partial(kept, make, side))
+        rows[side] = beside.measure(side, args)
+    ours, theirs = trainers["ours"], trainers["unsloth"]
+    assert type(theirs) is GRPOTrainer and type(ours) is not GRPOTrainer
+    assert ours.train_dataset["prompt"] == theirs.train_dataset["prompt"]
+    shapes = [{n: p.shape for n, p in t.model.named_parameters() if p.requires_grad} for t in (ours, theirs)]
+    assert shapes[0] == shapes[1] and shapes[0]
+    shared = set(beside.settings(args, "")) - {"output_dir"}
+    assert [getattr(ours.args, key) for key in shared] == [getattr(theirs.args, key) for key in shared]
+    for row in rows.values():
+        assert row["completion_tokens"] == 3 and len(row["all_seconds"]) == 4 and row["seconds"] > 0
+    said = beside.said(rows)
+    assert "Unsloth's seconds over ours" in said
+    rows["unsloth"]["completion_tokens"] = 2.5
+    assert "not comparable" in beside.said(rows)
+
+
+def test_out_of_memory_is_a_row_and_both_sides_are_written_one_by_one(beside, tmp_path, monkeypatch, capsys):
+    output, on_disk = tmp_path / "rows.json", []
+
+    def start(command, check):
+        if "--side" not in command:  # the look whether Unsloth is there
+            return types.SimpleNamespace(returncode=0)
+        on_disk.append(list(json.loads(output.read_text())["rows"]) if output.is_file() else [])
+        side, given = command[3], argparse.Namespace(**json.loads(command[5]))
+        assert (command[0] == "other") == (side == "unsloth")
+        if side == "ours":
+            beside.one_side(side, given)
+        return types.SimpleNamespace(returncode=1)
+
+    def short(side, args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 200.00 GiB.\nmore lines")
+
+    monkeypatch.setattr(beside, "measure", short)
+    monkeypatch.setattr(beside, "subprocess", types.SimpleNamespace(run=start))
+    monkeypatch.setattr(
+        "sys.argv", ["beside_unsloth.py", "--model", "m", "--unsloth", "other", "--output", str(output)]
+    )
+    beside.main()
+    assert on_disk == [[], ["ours"]], "what a killed call would have left"
+    assert capsys.readouterr().out == "ours: out of memory\nunsloth: exit code 1\n"
+    assert json.loads(output.read_text())["rows"]["ours"]["out_of_memory"].endswith("200.00 GiB.")
+
+
+def test_without_unsloth_nothing_is_measured(beside, tmp_path, monkeypatch, capsys):
+    """Nor where the Python that is named has none."""
+    monkeypatch.setattr(beside.subprocess, "run", lambda command, check: types.SimpleNamespace(returncode=1))
+    monkeypatch.setattr("sys.argv", ["beside_unsloth.py", "--model", "m", "--unsloth", "other"])
+    with pytest.raises(SystemExit):
+        beside.main()
+    assert "other has no unsloth" in capsys.readouterr().err
