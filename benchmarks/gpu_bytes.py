@@ -189,10 +189,7 @@ def main() -> None:
     for part, run in {"grid": run_grid, "groups": run_groups, "ranks": run_ranks}.items():
         if part in args.parts:
             run(results, chosen, args.seconds)
-    print(gpu_bytes_pictures.tables(results.content))
-    figure = gpu_bytes_pictures.draw(results.content)
-    if figure is not None:
-        figure.savefig(args.output.with_suffix(".png"), dpi=110)
+    gpu_bytes_pictures.show(results.content, args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,15 @@
-"""The tables and the picture of `gpu_bytes.py`'s results."""
+"""The tables and the picture of `gpu_bytes.py`'s results.
+
+    python benchmarks/gpu_bytes_pictures.py [benchmarks/results/gpu_bytes.json]
+
+draws them from the file, where there is matplotlib but no device.
+"""
+
+import importlib.util
+import json
+import sys
+from math import prod
+from pathlib import Path
 
 from rollouts_vllm_pictures import axes_of
 
@@ -65,8 +76,8 @@ def tables(content: dict) -> str:
 
 
 def draw_grid(axes, grid: dict[str, dict]) -> None:
-    """GiB of a step at the first shape of the grid: stock TRL's and ours, model by model."""
-    shape = next(iter(grid)).rpartition(" ")[2]
+    """GiB of a step at the largest shape of the grid: stock TRL's and ours, model by model."""
+    shape = max((name.rpartition(" ")[2] for name in grid), key=lambda shape: prod(map(int, shape.split("/"))))
     grid = {name.rpartition(" ")[0]: rows for name, rows in grid.items() if name.endswith(f" {shape}")}
     for i, contestant in enumerate(("stock", "ours")):
         sizes = [rows.get(contestant, {}).get("step", 0) / GIB for rows in grid.values()]
@@ -110,3 +121,16 @@ def draw(content: dict):
         panel(axes, content[name])
     figure.suptitle(content["setting"]["device"], fontsize=9)
     return figure
+
+
+def show(content: dict, path: Path) -> None:
+    """Print the tables and save the picture; the day there is a GPU must not fail because nothing there can draw."""
+    print(tables(content))
+    figure = draw(content) if importlib.util.find_spec("matplotlib") else None
+    if figure is not None:
+        figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "results" / "gpu_bytes.json"
+    show(json.loads(results.read_text(encoding="utf-8")), results.with_suffix(".png"))

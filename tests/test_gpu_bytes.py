@@ -114,6 +114,16 @@ def test_a_picture_of_whatever_there_is(gpu_bytes, tmp_path):
     assert len(draw(setting | whole).axes) == 2
 
 
+def test_the_picture_is_of_the_largest_shape_and_left_out_where_nothing_can_draw_it(gpu_bytes, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    pictures, row = gpu_bytes.gpu_bytes_pictures, {"stock": {"step": 2}}
+    content = {"setting": {"device": "none"}, "grid": {"7B lora 8/4/2": row, "7B lora 16/4/8": row}}
+    assert pictures.draw(content).axes[0].get_xlabel().endswith("16/4/8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    pictures.show(content, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
 EMULATOR = BENCHMARKS.parents[1] / "shared" / "tools" / "fakegpu"
 
 
