@@ -20,6 +20,7 @@ import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 AGENT = str(REPOSITORY / "tests/distributed/agent.py")
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class LaunchFailed(AssertionError):
@@ -33,7 +34,9 @@ def free_port() -> int:
 
 
 def rank_environment(extra: Mapping[str, str] | None) -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    # An engine of vLLM's in the tests' own process writes torchrun's variables, which would make a rank of any script.
+    kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    environment = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")]).rstrip(
         os.pathsep
     )
