@@ -74,6 +74,11 @@ def makes_gradients(settings: Settings) -> bool:
     return settings.launch.kind in ("single", "ddp")
 
 
+def loss_makes_gradients(settings: Settings) -> bool:
+    """Whether the loss's pass is the first of its step to make gradients, and so has them in its own bytes."""
+    return makes_gradients(settings) and settings.gradient_accumulation_steps == 1
+
+
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
     """The micro-batch of the loss: P + G·C tokens a group on a packed row, B·(P + C) padded.
 
@@ -108,8 +113,8 @@ def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
 
 def loss(settings: Settings, config: PretrainedConfig, packed: bool, on_gpu: bool, grad: bool = True) -> PassBytes:
     """Bytes of the loss's forward and backward, or without `grad` of a scoring pass on the same tokens."""
-    first = makes_gradients(settings) and settings.gradient_accumulation_steps == 1
-    return measure(settings, config, loss_shape(settings, packed, on_gpu), grad, on_gpu, first)
+    shape = loss_shape(settings, packed, on_gpu)
+    return measure(settings, config, shape, grad, on_gpu, loss_makes_gradients(settings))
 
 
 def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu: bool) -> PassBytes:

@@ -208,7 +208,7 @@ class _Made:
         from ..upstream.memory import HEAP_BLOCK
 
         whole = passes.makes_gradients(settings)
-        by_pass = whole and settings.gradient_accumulation_steps == 1
+        by_pass = passes.loss_makes_gradients(settings)
         deepspeed = settings.launch.kind.startswith("zero")  # compares no gradients, and makes its state at the start
         state = 0 if deepspeed or settings.launch.offload else held[static.OPTIMIZER]
         sizes = [static.size(parameter) for parameter in model.parameters() if parameter.requires_grad]
@@ -226,10 +226,8 @@ def _begin(parts: dict[str, int], root: int) -> None:
 
 def _lying(settings, config, hardware: Hardware, model: nn.Module, held: dict[str, int]):
     """`(base and what is trained, optimizer)`: component -> bytes that lie there from step to step."""
-    base = {name: held[name] for name in (static.BASE_4BIT, static.STATE, static.BASE, static.REFERENCE)}
-    if settings.launch.offload:
-        base = dict.fromkeys(base, 0)
     on_card = not settings.launch.offload
+    base = {name: held[name] * on_card for name in (static.BASE_4BIT, static.STATE, static.BASE, static.REFERENCE)}
     base[FILE] = _file_pages(settings, config, model, hardware, held[static.BASE])
     return base | {static.TRAINED: held[static.TRAINED] * on_card}, {
         static.OPTIMIZER: held[static.OPTIMIZER] * on_card
