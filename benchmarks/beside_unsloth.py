@@ -219,7 +219,7 @@ def said(rows: dict[str, dict]) -> str:
             continue
         peak = "" if row["peak_bytes"] is None else f", peak {row['peak_bytes'] / 2**30:.2f} GiB"
         lines.append(
-            f"{side}: {row['seconds']:.3f} s a step{peak}, {row['completion_tokens']:.1f} tokens a completion"
+            f"{side}: {row['seconds']:.3f} s per step{peak}, {row['completion_tokens']:.1f} tokens per completion"
         )
     if all("seconds" in rows.get(side, {}) for side in SIDES):
         ours, theirs = (rows[side] for side in SIDES)

@@ -127,7 +127,7 @@ def main() -> None:
     }
     print(json.dumps({k: v for k, v in result.items() if k != "seconds_per_step"}, indent=2))
     for name, values in seconds.items():
-        print(f"{name:8} median {statistics.median(values):.4f} s a step")
+        print(f"{name:8} median {statistics.median(values):.4f} s per step")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.out, result)

@@ -213,7 +213,7 @@ def report(rank0: dict, rank1: dict) -> None:
     for name in ("double", "single"):
         base = rank1[f"base_{name}"]
         print(
-            f"{name} quantization: {base['quantized_local'] / mib:.2f} of {base['quantized_full'] / mib:.2f} MiB a rank, "
+            f"{name} quantization: {base['quantized_local'] / mib:.2f} of {base['quantized_full'] / mib:.2f} MiB per rank, "
             f"ratio {base['ratio']:.3f}, state {base['state_share']:.1%}"
         )
     base = rank1["base_double"]

@@ -67,7 +67,7 @@ def lora():
 
 
 def config(cls, output_dir, **changes) -> GRPOConfig:
-    """A config of class `cls` for CPU tests: 2 prompts × 4 completions a step, nothing written."""
+    """A config of class `cls` for CPU tests: 2 prompts × 4 completions per step, nothing written."""
     settings = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,

@@ -80,7 +80,7 @@ def loss_makes_gradients(settings: Settings) -> bool:
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
-    """The micro-batch of the loss: P + G·C tokens a group on a packed row, B·(P + C) padded.
+    """The micro-batch of the loss: P + G·C tokens per group on a packed row, B·(P + C) padded.
 
     Every completion is taken to be as long as it may be, and none to be left out for its advantage.
     """
