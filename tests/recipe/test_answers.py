@@ -1,4 +1,5 @@
 import logging
+import re
 import time
 from fractions import Fraction
 
@@ -76,6 +77,25 @@ def test_extract_answer(text, answer_format, answer):
 
 
 @pytest.mark.processes  # math-verify's
+@pytest.mark.parametrize("gold", ["18", "-3", "1,234", "0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### {}", "so\n#### {} apples", "#### {}.", "#### {}.0", "####{}", "#### ${}", "#### {}\n#### 7", "#### 7\n#### {}",
+        "####  {}", "**#### {}**", "#### 0{}", "#### {}/1", "#### +{}", "#### {} ####", "#### {}" + " " * 300, "#### ,{},", "{}",
+        "#### -{}", "#### {}%", "#### ", "#### ...", "", "#### 1e1", "x" * 400 + "#### {}", "#### {}" + "x" * 290,
+    ],
+)  # fmt: skip
+def test_verls_format_is_right_where_verls_scorer_is(text, gold):
+    """Its rule, as published: the last match in the last 300 characters, commas taken out, equal as text."""
+    for written in (gold, gold.replace(",", "")):
+        completion = text.replace("{}", written)
+        found = re.findall(r"#### (\-?[0-9\.\,]+)", completion[-300:])
+        expected = bool(found) and found[-1].replace(",", "").replace("$", "") == gold.replace(",", "")
+        found_here, right = answers.extract_answer(completion, "verl"), answers.parse_gold(f"... #### {gold}", 0)
+        assert answers.answers_match(found_here, right) is expected
+
+
 def test_gsm8k_gold_and_latex_gold():
     pytest.importorskip("math_verify")
     assert answers.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72

@@ -20,6 +20,10 @@ def test_a_recipe_has_the_settings_of_the_logs(size):
     assert (completions, recipe["num_generations"], recipe["max_steps"]) == (64 * 5, 5, 116)
     assert (recipe["lora_r"], recipe["learning_rate"], recipe["beta"]) == (32, 3e-5, 0.001)
     assert (recipe["max_completion_length"], recipe["vllm_max_model_length"]) == (1024, 512 + 1024)
+    assert (recipe["rewards"], recipe["answer_format"]) == (["exact_answer"], "verl")
+    assert (recipe["dataset"], recipe.get("eval_problems"), recipe.get("held_out")) == ("openai/gsm8k", None, None)
+    assert recipe["prompt_template"].endswith('Let\'s think step by step and output the final answer after "####".')
+    assert "never run" in path.read_text().partition("model_name_or_path")[0]
     assert recipe["output_dir"] == f"runs/anchor-qwen2.5-{size.lower()}-instruct"
 
 

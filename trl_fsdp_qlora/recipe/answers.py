@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 Completion = str | list[dict[str, Any]]
 
-ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number")
+ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "verl")
 MAX_TEXT = 100_000  # characters at the end of a completion in which its answer is looked for
 MAX_LATEX = 2_000  # characters of an expression that math-verify is asked about
 MAX_DIGITS = 1_000  # of a number; more, or an exponent beyond it, is no answer
@@ -34,6 +34,7 @@ NUMBER = re.compile(
     rf"(?P<below>(?>\s{{0,4}}/\s{{0,4}}{_DIGITS})*)(?:\s{{0,4}}%)?"
 )
 _PLAIN = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+_VERLS, _WHOLE = re.compile(r"#### (-?[0-9.,]+)"), re.compile(r"0|-?[1-9][0-9]*")
 _LATEX = re.compile(r"[\\^]")
 
 
@@ -99,7 +100,7 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
         text: the completion; the answer is looked for in its last 100,000 characters.
         answer_format: `"hash"`: after the last `####`; `"tags"`: inside the last `<answer>` element; `"boxed"`: inside
             the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
-            there.
+            there; `"verl"`: what verl's scorer of GSM8K takes for right where it is right, see [`_verls_answer`].
 
     Raises:
         ValueError: unknown `answer_format`.
@@ -107,6 +108,8 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
     if answer_format not in ANSWER_FORMATS:
         raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
     text = text[-MAX_TEXT:]
+    if answer_format == "verl":
+        return _verls_answer(text)
     if answer_format in ("auto", "hash") and "####" in text:
         return text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip() or None
     if answer_format in ("auto", "tags"):
@@ -124,6 +127,17 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
                 answer = answer[1:]
             return answer.strip()
     return None
+
+
+def _verls_answer(text: str) -> str | None:
+    """The whole number behind the last `#### ` among the last 300 characters.
+
+    verl compares texts, without commas, where [`answers_match`] compares values: `18.` and `18.0` are wrong there, as is what does
+    not follow one blank. GSM8K's answers are whole numbers, so whatever is not written as one is no answer here.
+    """
+    found = _VERLS.findall(text[-300:])
+    last = found[-1].replace(",", "") if found else ""
+    return last if _WHOLE.fullmatch(last) else None
 
 
 def required_answer(text: str, answer_format: str = "auto") -> str | None:

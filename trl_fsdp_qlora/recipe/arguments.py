@@ -66,7 +66,7 @@ class ScriptArguments:
         },
     )
     answer_format: str = option(
-        "auto", "Where a completion's final answer stands: auto, hash, tags, boxed or last_number."
+        "auto", "Where a completion's final answer stands: auto, hash, tags, boxed, last_number, or verl's."
     )
     accuracy_steps: int = option(
         0, "Measure held-out accuracy every so many optimizer steps; 0 for before and after only."
