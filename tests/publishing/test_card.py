@@ -15,7 +15,7 @@ from tests.distributed.launch import run_code
 from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.publishing import card
-from trl_fsdp_qlora.publishing.card import CardInfo, adapter_card, changed_arguments
+from trl_fsdp_qlora.publishing.card import CardInfo, adapter_card, card_of, changed_arguments
 from trl_fsdp_qlora.publishing.logits import LOGITS
 from trl_fsdp_qlora.run import checkpoints
 
@@ -77,6 +77,37 @@ def test_the_hub_reads_the_accuracy_with_its_interval(trained):
     trained.create_model_card("sums-adapter")
     (result,) = ModelCard.load("adapter/README.md").data.eval_results
     assert result.dataset_name == "sums, validation problems"
+
+
+def test_a_card_claims_an_accuracy_of_its_own_weights_only_and_says_how_far_they_were_trained(trained):
+    trained.card_info.accuracy = {"n": 300, "pass_at_1": 0.19, "interval": (0.1498, 0.2381)}
+    trained.card_info.accuracy_step = trained.state.global_step
+    assert card_of(trained).data.eval_results and "optimizer steps: 3\n" in card_of(trained).text
+    trained.state.global_step = 2
+    other = card_of(trained)
+    assert other.data.eval_results is None and "optimizer steps: 2 of 3\n" in other.text
+    assert "These weights: what was measured is of the steps that the table names." in other.text
+    trained.args.token_selection = "s_grpo"
+    assert "trained with S-GRPO ([arXiv" in card_of(trained).text
+
+
+@pytest.mark.parametrize(
+    ("dataset", "listed"),
+    [
+        ("someone/sums", ["someone/sums"]),
+        ("SVAMP.json", None),
+        ("addition", None),
+        ("data/sums.jsonl", None),
+        ("my_data.py:load", None),
+        ("/home/bob/data.json", None),
+    ],
+)
+def test_only_what_a_reader_finds_on_the_hub_is_listed_as_its_data(tmp_path, dataset, listed):
+    text = adapter_card(
+        "o/base", "x", config(EfficientGRPOConfig, tmp_path), CardInfo(dataset=dataset), None, "me/adapter"
+    )
+    assert text.data.datasets == listed
+    assert f"data: `{Path(dataset).name if dataset.startswith('/') else dataset}`, licence not stated" in text.text
 
 
 def test_a_card_without_accuracy_says_that_nothing_was_tested(trained):

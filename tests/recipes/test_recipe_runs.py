@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -50,6 +51,12 @@ def test_one_process_leaves_everything_and_is_not_overwritten(folder):
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
     left = {path.name for path in (folder / "one").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "metrics.json", "training.png"} <= left
+    cards = {number: ModelCard.load(folder / "one" / f"checkpoint-{number}" / "README.md") for number in (4, 5)}
+    assert "| held-out accuracy, before |" in cards[4].text and "| held-out accuracy, after 4 steps |" in cards[4].text
+    assert cards[4].data.eval_results and "optimizer steps: 4 of 5\n" in cards[4].text
+    assert cards[5].data.eval_results is None  # it was written before the last measurement
+    final = ModelCard.load(folder / "one" / "README.md")
+    assert final.data.eval_results and "| held-out accuracy, after |" in final.text
     settings = " ".join(SETTINGS).split()
     again = run_script("recipes/grpo.py", "--model_name_or_path", "base", *settings, "--output_dir", "one", cwd=folder)
     assert again.returncode == 2

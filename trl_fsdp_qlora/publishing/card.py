@@ -5,7 +5,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
@@ -74,6 +74,7 @@ class CardInfo:
         results: lines such as `"greedy pass@1 97.0% (n=1000, ...)"` by what was measured.
         accuracy: of greedy decoding after training, for the Hub's evaluation metadata: `pass_at_1`, `n` and `interval`.
         accuracy_on: `"test"` or `"validation"`: on which problems.
+        accuracy_step: optimizer step that `accuracy` is of; a card of other weights does not claim it.
         picture: file name of the curve, beside the card.
         data_license: SPDX id of the training data.
         recipe_file: the YAML that was run.
@@ -89,6 +90,7 @@ class CardInfo:
     results: dict[str, str] = field(default_factory=dict)
     accuracy: dict[str, Any] | None = None
     accuracy_on: str = "test"
+    accuracy_step: int | None = None
     picture: str | None = None
     data_license: str | None = None
     recipe_file: str | None = None
@@ -231,7 +233,15 @@ def quick_start(
     )
 
 
-def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_config: Any, hub_model_id: str | None):
+def adapter_card(
+    base_model: str,
+    name: str,
+    args: Any,
+    info: CardInfo,
+    peft_config: Any,
+    hub_model_id: str | None,
+    steps: tuple[int, int] | None = None,
+) -> ModelCard:
     """The card of an adapter.
 
     Args:
@@ -241,9 +251,7 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
         info: see [`CardInfo`].
         peft_config: of the adapter, or `None` for full fine-tuning.
         hub_model_id: where it is published, for the quick start; otherwise its folder.
-
-    Returns:
-        `huggingface_hub.ModelCard`.
+        steps: optimizer steps that were taken, and that were asked for.
     """
     base = portable(base_model)
     license_id = info.license or base_model_license(base_model)
@@ -252,7 +260,7 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
     base_id = Path(base).name if Path(base_model).exists() else base
     data = ModelCardData(
         base_model=base_id,
-        datasets=None if info.dataset is None else [portable(info.dataset)],
+        datasets=[info.dataset] if info.dataset and _is_hub_id(info.dataset) else None,
         library_name="peft" if is_adapter else "transformers",
         license=license_id or "other",
         pipeline_tag="text-generation",
@@ -266,10 +274,10 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
         "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
         "software": software(),
         "seed": args.seed,
+        "optimizer steps": steps and (str(steps[0]) if steps[0] == steps[1] else f"{steps[0]} of {steps[1]}"),
         "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",
     }
     command = f"\n\n```bash\n{command_line(info.command)}\n```" if info.command else ""
-    adapter = hub_model_id or portable(str(args.output_dir))
     text = _TEMPLATE.format(
         metadata=data.to_yaml(),
         name=name,
@@ -278,7 +286,7 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
         method=info.method,
         quick_start=quick_start(
             base,
-            adapter,
+            hub_model_id or portable(str(args.output_dir)),
             info.quickstart_prompt,
             info.max_new_tokens,
             local_base=os.path.isabs(base_model) or Path(base_model).exists(),
@@ -296,6 +304,11 @@ def adapter_card(base_model: str, name: str, args: Any, info: CardInfo, peft_con
     )
     # Whatever field a secret came in by: a card is what gets published.
     return ModelCard(redact(text, secret_values(vars(args))))
+
+
+def _is_hub_id(dataset: str) -> bool:
+    """Whether a reader finds `dataset` on the Hub: it is no file, and none of the made-up tasks."""
+    return dataset.count("/") == 1 and ":" not in dataset and not Path(dataset).exists() and not Path(dataset).suffix
 
 
 def _evaluation_metadata(info: CardInfo) -> list[EvalResult] | None:
@@ -329,6 +342,8 @@ def _results(rows: str, info: CardInfo) -> str:
 
 def _untested(info: CardInfo) -> str:
     rest = "other data, tasks, languages and prompts, sampled answers, and whatever else its base can do and may have lost"
+    if info.accuracy is None and info.accuracy_step is not None:
+        return f"These weights: what was measured is of the steps that the table names. Nor {rest}."
     if info.accuracy is None:
         return f"Anything: neither the data it was trained on nor {rest}."
     return (
@@ -339,14 +354,19 @@ def _untested(info: CardInfo) -> str:
 
 def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     """The card of what `trainer` trains, called `name` or as its output folder."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model, state, info = trainer.accelerator.unwrap_model(trainer.model), trainer.state, trainer.card_info
+    if info.accuracy_step not in (None, state.global_step):
+        info = replace(info, accuracy=None)
+    if info.method == "GRPO" and trainer.args.token_selection == "s_grpo":
+        info = replace(info, method="S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))")
     return adapter_card(
         base_model=model_name(model),
         name=name or Path(trainer.args.output_dir).name,
         args=trainer.args,
-        info=trainer.card_info,
+        info=info,
         peft_config=model.peft_config["default"] if is_peft_model(model) else None,
         hub_model_id=trainer.hub_model_id if trainer.args.push_to_hub else None,
+        steps=(state.global_step, max(state.max_steps, state.global_step)),
     )
 
 

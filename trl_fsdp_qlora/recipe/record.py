@@ -23,6 +23,7 @@ class AccuracyCallback(TrainerCallback):
         begin: is given the one from before the first step; a run that resumes has none.
         steps: interval; 0 never measures between steps.
         metrics: gives the lists that the trainer logs the means of.
+        on_the_way: is given what was measured between steps, and the step.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class AccuracyCallback(TrainerCallback):
         begin: Callable[[Evaluation], None] | None,
         steps: int,
         metrics: Callable[[], dict[str, list]],
+        on_the_way: Callable[[Evaluation, int], None] | None = None,
     ):
         self.measure = measure
         self.begin = begin
         self.steps = steps
         self.metrics = metrics
+        self.on_the_way = on_the_way
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.begin is not None and state.global_step == 0:
@@ -51,6 +54,8 @@ class AccuracyCallback(TrainerCallback):
             ):
                 self.metrics()[name].append(value)
             control.should_log = True
+            if self.on_the_way is not None:
+                self.on_the_way(result, state.global_step)
 
 
 class RunRecord:

@@ -71,7 +71,7 @@ def _run_recipe(
         say(_finished(trainer, script))
         return record.content
     _begin(record, trainer, script, resume)
-    measure = partial(_measure, trainer, script, test)
+    measure, show = partial(_measure, trainer, script, test), partial(_fill_results, trainer, script, record)
     seconds_before = 0.0
 
     def keep(before: Evaluation) -> None:
@@ -86,7 +86,7 @@ def _run_recipe(
     if not script.skip_accuracy:
         first = None if "before" in record.content else keep
         trainer.add_callback(
-            AccuracyCallback(measure, first, script.accuracy_steps, lambda: trainer._metrics["train"])
+            AccuracyCallback(measure, first, script.accuracy_steps, lambda: trainer._metrics["train"], show)
         )
     _fill_card(trainer, script, (test or trainer.train_dataset)[0]["prompt"])
     started = time.perf_counter()
@@ -95,11 +95,10 @@ def _run_recipe(
     record.put(train_seconds=time.perf_counter() - started - seconds_before, history=trainer.state.log_history)
     results = {}
     if not script.skip_accuracy:
-        record.put(after=measure(script.accuracy_samples, "accuracy after training").as_dict())
+        after = measure(script.accuracy_samples, "accuracy after training")
+        record.put(after=after.as_dict())
         results = {when: format_result(record.content[when]) for when in ("before", "after") if when in record.content}
-        kind = "held-out" if script.accuracy_on == "test" else "validation"
-        trainer.card_info.results = {f"{kind} accuracy, {when}": result for when, result in results.items()}
-        trainer.card_info.accuracy, trainer.card_info.accuracy_on = record.content["after"], script.accuracy_on
+        show(after, trainer.state.global_step, "after")
     with disk_errors(args.output_dir):
         picture = record.draw() if PartialState().is_main_process else None
         trainer.card_info.picture = picture and picture.name
@@ -160,6 +159,16 @@ def _fill_card(trainer: Any, script: ScriptArguments, prompt: Any) -> None:
     card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
     card.quickstart_prompt, card.max_new_tokens = prompt, trainer.args.max_completion_length
     card.command, card.recipe_file = launch_line.launch_words(), launch_line.config_file(sys.argv)
+
+
+def _fill_results(
+    trainer: Any, script: ScriptArguments, record: RunRecord, last: Evaluation, step: int, when: str | None = None
+) -> None:
+    """Let the card say what was measured before training and last, at `step`."""
+    card, kind = trainer.card_info, "held-out" if script.accuracy_on == "test" else "validation"
+    measured = {"before": record.content.get("before"), when or f"after {step} steps": last.as_dict()}
+    card.results = {f"{kind} accuracy, {name}": format_result(each) for name, each in measured.items() if each}
+    card.accuracy, card.accuracy_on, card.accuracy_step = last.as_dict(), script.accuracy_on, step
 
 
 def _finished_step(trainer: Any, script: ScriptArguments, record: RunRecord, resume: str | None) -> int | None:
