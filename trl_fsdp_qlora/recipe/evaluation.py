@@ -69,7 +69,7 @@ def majority(answers: list[str | None]) -> str | None:
     return first[Counter(keys).most_common(1)[0][0]] if keys else None
 
 
-def _encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if is_conversational({"prompt": prompts[0]}):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)[
             "input_ids"
@@ -124,10 +124,10 @@ def evaluate(
     started = time.perf_counter()
     rows = dataset.select_columns(["prompt", "answer"]).to_list()
     golds = [parse_gold(row["answer"], index) for index, row in enumerate(rows)]
-    greedy, sampled = _generation_configs(model, tokenizer, max_new_tokens, temperature, top_p)
+    greedy, sampled = generation_configs(model, tokenizer, max_new_tokens, temperature, top_p)
 
     def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
-        ids = _encode([rows[i]["prompt"] for i in batch], tokenizer)
+        ids = encode([rows[i]["prompt"] for i in batch], tokenizer)
         best, drawn = generate(model, ids, greedy, synced=lockstep), []
         if samples:
             repeated = [row for row in ids for _ in range(samples)]
@@ -206,7 +206,7 @@ def _summary(results: list[_Scored], samples: int, seconds: float) -> Evaluation
     )
 
 
-def _generation_configs(
+def generation_configs(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
 ) -> tuple[GenerationConfig, GenerationConfig]:
     """Greedy, and sampled."""

@@ -1,0 +1,159 @@
+"""What reinforcement has to select from: 16 completions per problem of the policy before training and on the way.
+
+    python benchmarks/selection_ceiling.py --name start --model runs/smollm2-svamp-sft --dataset SVAMP.json
+    python benchmarks/selection_ceiling.py --name "step 150" --model runs/smollm2-svamp-sft \
+        --adapter runs/smollm2-svamp-grpo/checkpoint-150 --dataset SVAMP.json
+
+Measures 100 validation problems, which nothing trains on, and 100 of the training problems, spread over all of them; the held-out
+problems are not looked at. Data, prompt and lengths are the recipe's. Adds what it found to `--output` under `--name`, with the right
+completions of every problem, and prints all that is there, and each policy against the first one, problem by problem.
+
+pass@k is the unbiased estimate from 16 samples at temperature 1 (Chen et al., arXiv 2107.03374). "equal groups" is the share of groups
+of 8 whose rewards are all equal, which GRPO learns nothing from: over all ways to take 8 of a problem's 16. Intervals are 95%, over
+problems: Wilson's for counts, the normal one for means.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_fsdp_qlora.publishing.card import hardware, software
+from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, read_yaml
+from trl_fsdp_qlora.recipe.data import load_problems, prompts_of
+from trl_fsdp_qlora.recipe.evaluation import encode, generation_configs, majority
+from trl_fsdp_qlora.recipe.stats import pass_at_k, wilson_interval
+from trl_fsdp_qlora.rollout.completions import generate
+from trl_fsdp_qlora.run.manifest import write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "grpo" / "config_svamp_from_sft.yaml"
+RESULTS = ROOT / "benchmarks" / "results" / "smollm2_svamp_ceiling.json"
+SAMPLES, GROUP, PROBLEMS = 16, 8, 100
+KS = (1, 2, 4, 8, 16)
+
+
+def equal_share(samples: int, hits: int, group: int) -> float:
+    """The share of all ways to take `group` of `samples` completions, `hits` of them right, that are all right or all wrong."""
+    return (math.comb(hits, group) + math.comb(samples - hits, group)) / math.comb(samples, group)
+
+
+def mean_interval(values: list[float]) -> tuple[float, float, float]:
+    """`(mean, low, high)` over problems, 95%, normal."""
+    mean = fmean(values)
+    half = 1.959964 * stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def measure(model: Any, tokenizer: Any, prompts: Any, answer_format: str, max_new_tokens: int, batch: int) -> dict:
+    """What `model` gives for every problem of `prompts`: the greedy answer, and `SAMPLES` drawn at temperature 1.
+
+    Returns:
+        Lists over the problems: `greedy` (0 or 1), `hits` (right samples), `majority` (0 or 1), `answers` (different ones).
+    """
+    greedy, sampled = generation_configs(model, tokenizer, max_new_tokens, 1.0, 1.0)
+    golds = [parse_gold(answer, row) for row, answer in enumerate(prompts["answer"])]
+    found: dict[str, list[int]] = {"greedy": [], "hits": [], "majority": [], "answers": []}
+
+    def answers(rows: list[list[int]]) -> list[str | None]:
+        return [extract_answer(text, answer_format) for text in tokenizer.batch_decode(rows, skip_special_tokens=True)]
+
+    size = max(1, batch // SAMPLES)
+    for start in range(0, len(golds), size):
+        ids = encode(prompts["prompt"][start : start + size], tokenizer)
+        best = answers(generate(model, ids, greedy))
+        drawn = answers(generate(model, [row for row in ids for _ in range(SAMPLES)], sampled, seed=start))
+        for i, gold in enumerate(golds[start : start + size]):
+            mine = drawn[i * SAMPLES : (i + 1) * SAMPLES]
+            found["greedy"].append(int(answers_match(best[i], gold)))
+            found["hits"].append(sum(answers_match(one, gold) for one in mine))
+            found["majority"].append(int(answers_match(majority(mine), gold)))
+            found["answers"].append(len(set(mine)))
+    return found
+
+
+def summary(found: dict[str, list[int]]) -> dict[str, tuple[float, float, float]]:
+    """`(value, low, high)` of every figure of the table, as shares."""
+    n = len(found["hits"])
+    means = {f"pass@{k}": [pass_at_k(SAMPLES, hits, k) for hits in found["hits"]] for k in KS}
+    means["equal groups"] = [equal_share(SAMPLES, hits, GROUP) for hits in found["hits"]]
+    counts = {"greedy": sum(found["greedy"]), f"majority@{SAMPLES}": sum(found["majority"])}
+    shares = {name: (count / n, *wilson_interval(count, n)) for name, count in counts.items()}
+    return shares | {name: mean_interval(values) for name, values in means.items()}
+
+
+def table(policies: dict[str, dict]) -> list[str]:
+    """Markdown: one row per policy and set of problems; shares in percent, with intervals where they decide something."""
+    columns = ("greedy", "pass@1", "pass@2", "pass@4", "pass@8", "pass@16", f"majority@{SAMPLES}", "equal groups")
+    lines = [f"| problems | policy | {' | '.join(columns)} |", "|" + "---|" * (2 + len(columns))]
+    for split in ("validation", "training"):
+        for name, policy in policies.items():
+            figures = summary(policy[split])
+            cells = [
+                f"{100 * value:.1f} ({100 * low:.1f}–{100 * high:.1f})"
+                if column in ("greedy", "pass@1", "pass@16")
+                else f"{100 * value:.1f}"
+                for column, (value, low, high) in ((column, figures[column]) for column in columns)
+            ]
+            lines.append(f"| {split} | {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def paired(policies: dict[str, dict]) -> list[str]:
+    """Every later policy against the first one on the same problems, in points."""
+    (first, start), *later = policies.items()
+    lines = []
+    for name, policy in later:
+        for split in ("validation", "training"):
+            gains = []
+            for k in (1, SAMPLES):
+                before, after = ([pass_at_k(SAMPLES, hits, k) for hits in p[split]["hits"]] for p in (start, policy))
+                mean, low, high = mean_interval([b - a for a, b in zip(before, after, strict=True)])
+                gains.append(f"pass@{k} {100 * mean:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})")
+            lines.append(f"{name} against {first}, {split}: {', '.join(gains)}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", required=True, help="of the policy, in the table")
+    parser.add_argument("--model", required=True, help="the base's folder or Hub id")
+    parser.add_argument("--adapter")
+    parser.add_argument("--dataset", help="in place of the recipe's, e.g. SVAMP.json")
+    parser.add_argument("--config", type=Path, default=RECIPE)
+    parser.add_argument("--batch", type=int, default=160, help="completions drawn at once")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    recipe = read_yaml(args.config)
+    names = {field.name for field in fields(ScriptArguments)}
+    script = ScriptArguments(**{name: value for name, value in recipe.items() if name in names})
+    script.dataset = args.dataset or script.dataset
+    problems = load_problems(script)
+    spread = problems.train[:: len(problems.train) // PROBLEMS][:PROBLEMS]
+    sets = {"validation": problems.validation[:PROBLEMS], "training": spread}
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if args.adapter:
+        model = PeftModel.from_pretrained(model, args.adapter)
+    length = recipe["max_completion_length"]
+    found = {
+        split: measure(model, tokenizer, prompts_of(script, chosen), script.answer_format, length, args.batch)
+        for split, chosen in sets.items()
+    }
+    kept = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {"policies": {}}
+    figures = {split: summary(lists) for split, lists in found.items()}
+    kept["policies"][args.name] = {**found, "summary": figures, "hardware": hardware(), "software": software()}
+    write_json(args.output, kept)
+    print("\n".join([*table(kept["policies"]), *paired(kept["policies"])]))
+
+
+if __name__ == "__main__":
+    main()
