@@ -59,4 +59,6 @@ def test_normalised_advantage():
     assert normal[2] == 0 and normal.sum().abs() < 1e-6
     assert normal[[0, 1, 3]].std().item() == pytest.approx(1, abs=1e-3)
     assert (normalised_advantage(torch.tensor([0.5, 0.5])) == 0).all()
+    # Equal numbers of which float32's mean is another one.
+    assert (normalised_advantage(torch.tensor([0.3] * 7 + [math.nan])) == 0).all()
     assert (normalised_advantage(torch.tensor([0.5])) == 0).all()

@@ -12,6 +12,8 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    OpenAIGPTConfig,
+    Phi3Config,
     Qwen2MoeConfig,
     Qwen3Config,
 )
@@ -109,6 +111,42 @@ def test_processors_that_look_at_the_batch_keep_it_whole():
     assert work.prefill_tokens < work.prefill_tokens_stock
 
 
+ROTARY = {"rope_theta": 1e4, "factor": 2.0}
+LENGTH_DEPENDENT = {
+    # Throws its cache away where it changes tables.
+    "longrope": Phi3Config(
+        **{name: value for name, value in SIZES.items() if name != "head_dim"},
+        original_max_position_embeddings=14,
+        rope_parameters={
+            **ROTARY,
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+            "original_max_position_embeddings": 14,
+        },
+    ),
+    "dynamic": LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 14}, rope_parameters={**ROTARY, "rope_type": "dynamic"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+def test_rotary_tables_of_the_longest_row(name):
+    """They depend on rows that have ended; so these stay, where a row may grow beyond the limit."""
+
+    def run(compact, tokens):
+        torch.manual_seed(0)  # built anew: dynamic tables remember the longest row that they have seen
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(LENGTH_DEPENDENT[name])).float().eval()
+        return complete(model, PROMPTS, greedy(max_new_tokens=tokens), compact=compact)
+
+    found, work = run(True, 24)
+    assert found == run(False, 24)[0]
+    assert max(map(len, found)) > 14 and work.row_steps == work.row_steps_stock
+    short, work = run(True, 5)
+    assert short == run(False, 5)[0] and work.row_steps == sum(len(row) - 1 for row in short)
+
+
 def test_equal_prompts_need_not_be_adjacent_nor_padded():
     model = build()
     prompts = [[20, 21, 22], [30, 31, 32], [20, 21, 22], [40, 41, 42], [30, 31, 32]]
@@ -127,6 +165,14 @@ def test_the_padded_matrix_is_the_librarys():
     expected = model.generate(ids, generation_config=without_end)
     found = model.generate(ids, generation_config=without_end, custom_generate=Decoding())
     assert torch.equal(found, expected)
+
+
+def test_a_model_without_a_cache_runs_as_stock():
+    torch.manual_seed(0)
+    config = OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    expected, _ = complete(model, PROMPTS, greedy(), compact=False)
+    assert complete(model, PROMPTS, greedy()) == (expected, None)
 
 
 def test_room_for_the_cache_grows():

@@ -178,6 +178,37 @@ def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, mon
     assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=greedy()))
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 4])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_prefill_in_chunks_of_padded_prompts(chunk, implementation):
+    model = build()
+    model.set_attn_implementation(implementation)
+    config = greedy(prefill_chunk_size=chunk)
+    out, mask, decoding = run(model, config)
+    assert decoding.per_row is None
+    ids, _ = padded()
+    assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=config))
+
+
+def test_a_mask_of_its_own_is_seen_without_padding_too(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model, stock = build(), modeling_llama.LlamaAttention.forward
+    model.set_attn_implementation("eager")
+
+    def forgets_the_third(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        attention_mask = attention_mask.clone()
+        attention_mask[..., 2] = torch.finfo(attention_mask.dtype).min
+        return stock(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forgets_the_third)
+    prompts = [PROMPTS[0]] * 3
+    out, mask, decoding = run(model, greedy(), prompts)
+    assert decoding.per_row == "its mask leaves out part of the prompt"
+    ids, _ = padded(prompts)
+    assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=greedy()))
+
+
 def test_distinct_rows_come_in_their_order():
     rows = torch.tensor([[3, 1], [2, 2], [3, 1], [0, 9], [2, 2]])
     first, place = distinct_rows(rows)

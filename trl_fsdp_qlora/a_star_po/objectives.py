@@ -60,6 +60,7 @@ def normalised_advantage(target: torch.Tensor, epsilon: float = 1e-4) -> torch.T
     NaN entries are left out of the statistics and become 0. A batch that is constant becomes 0 throughout.
     """
     defined = target[~target.isnan()]
-    if defined.numel() < 2:
+    # The mean of equal numbers may miss them by a rounding, which is not small beside a standard deviation of as much.
+    if defined.numel() < 2 or defined.amin() == defined.amax():
         return torch.zeros_like(target)
     return ((target - defined.mean()) / (defined.std() + epsilon)).nan_to_num(0.0)

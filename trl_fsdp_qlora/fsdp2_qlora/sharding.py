@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
+from ..upstream.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
 from .communication import ranks_per_node
 from .generation import choose, gathered, keep_gathered
@@ -145,14 +146,20 @@ class Sharding:
             torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
         return True
 
-    def load_optimizer(self, model: nn.Module, optimizer, scheduler, checkpoint: str | None) -> bool:
-        """Read what [`save_optimizer`] wrote."""
+    @contextmanager
+    def loading_optimizer(self, model: nn.Module, optimizer, scheduler, checkpoint: str | None) -> Iterator[None]:
+        """Read what [`save_optimizer`] wrote, where there is a sharded adapter; inside, transformers' own reading does nothing.
+
+        What a trainer restores beside it (TRL its entropy controller) is restored inside as always.
+        """
         if checkpoint is None or not has_sharded_adapter(model):
-            return False
+            yield
+            return
         optimizer_file, scheduler_file = Path(checkpoint) / OPTIMIZER_NAME, Path(checkpoint) / SCHEDULER_NAME
         if optimizer_file.is_file() and scheduler_file.is_file():
             load_optimizer(optimizer, torch.load(optimizer_file, map_location="cpu", weights_only=True))
             scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
         else:
             logger.warning(f"{checkpoint} holds no {OPTIMIZER_NAME} and {SCHEDULER_NAME}: the optimizer starts anew")
-        return True
+        with no_optimizer_read():
+            yield

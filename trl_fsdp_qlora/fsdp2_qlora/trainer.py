@@ -67,7 +67,7 @@ class ShardedQLoRAMixin:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self.sharding.load_optimizer(self.model, self.optimizer, self.lr_scheduler, checkpoint):
+        with self.sharding.loading_optimizer(self.model, self.optimizer, self.lr_scheduler, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:

@@ -345,7 +345,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        if not self.sharding.load_optimizer(self.model, self.optimizer, self.lr_scheduler, checkpoint):
+        with self.sharding.loading_optimizer(self.model, self.optimizer, self.lr_scheduler, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         rollouts = self.checkpointing.load_rollouts(checkpoint)
         if rollouts is not None:

@@ -65,6 +65,10 @@ def position_limit(model: PreTrainedModel) -> float:
     """
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("dynamic", "longrope"):
-        return float("inf")
-    return rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    limits = [
+        one.get("original_max_position_embeddings") or config.max_position_embeddings
+        for one in by_layer_type or [rope]
+        if one.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=float("inf"))

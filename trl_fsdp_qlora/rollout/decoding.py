@@ -14,10 +14,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
+from ..prefix_sharing.support import position_limit
 from ..upstream.generation import (
     next_inputs,
     pad_token,
     prefill,
+    prepares_inputs_itself,
     synced_by_default,
     tuned_for_decoding,
     unfinished,
@@ -108,6 +110,8 @@ class Decoding:
         """Token ids `(R, P + C)`: prompts and completions, finished rows filled up with padding, as `_sample` gives."""
         synced = synced_by_default(model) if self.synced is None else self.synced
         batch = _Batch(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        # Rotary tables that follow the longest row are those of rows that have ended, too.
+        batch.drops = batch.drops and batch.longest <= position_limit(model)
         with faster_layers(model) as self.faster, watched_attention(model) as self.per_row:
             outputs = self._prefill(model, batch, generation_config)
             with tuned_for_decoding(model):
@@ -137,19 +141,18 @@ class Decoding:
         watch = PrefillWatch(once.get("past_key_values"), real_tokens(once)) if self.per_row is None else None
         seen = {} if watch is None else {"shared_prompts": watch}
         outputs = prefill(model, ids_RP[first_U], config, {**once, **seen})
-        longest = batch.stopping_criteria.max_length
-        longest = sys.maxsize if longest is None else longest
         self.per_row = self.per_row or watch.why_not()
         self.found = self.per_row != known
         if self.per_row is None:
-            batch.shared = SharedPrompts(outputs.past_key_values, place_R, once, longest)
+            batch.shared = SharedPrompts(outputs.past_key_values, place_R, once, batch.longest)
         else:
-            repeat_rows(outputs.past_key_values, place_R, longest)
+            repeat_rows(outputs.past_key_values, place_R, batch.longest)
         outputs.logits = outputs.logits[:, -1:][place_R]
         self.work.prefill_tokens += len(first_U) * ids_RP.shape[1]
         self.work.prefill_tokens_stock += ids_RP.numel()
-        if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = kwargs["position_ids"][:, -1:]  # the next ones follow from the last
+        # The next positions follow from the last; but a model may throw its cache away and want all of them again.
+        if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
+            kwargs["position_ids"] = kwargs["position_ids"][:, -1:]
         return outputs
 
 
@@ -170,14 +173,16 @@ class _Batch:
         kwargs: of the model's next forward; the cache among them.
         shared: the cache where prompts are attended to once; its own arguments then take the place of `kwargs`.
         left: rows that have not ended.
+        longest: length of a row at which it ends, prompt included.
+        drops: rows that have ended leave.
     """
 
     def __init__(self, ids_RP, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
         self.ids_AL, self.kwargs = ids_RP, kwargs
         self.shared: SharedPrompts | None = None
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
-        self.left = len(ids_RP)
-        self._rows = len(ids_RP)
+        self.left = self._rows = len(ids_RP)
+        self.longest = sys.maxsize if stopping_criteria.max_length is None else stopping_criteria.max_length
         self._rows_A = torch.arange(self.left, device=ids_RP.device)
         self._open_A = torch.ones_like(self._rows_A, dtype=torch.bool)
         self._uniforms = RowUniforms(self.left, ids_RP.device) if config.do_sample else None
@@ -185,7 +190,7 @@ class _Batch:
         # Without an end-of-sequence token `generate` lets finished rows go on as they are.
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad = pad_token(config).to(ids_RP.device) if pads else None
-        self._drops = pads and all(type(item) in _BY_ROW for item in (*logits_processor, *stopping_criteria))
+        self.drops = pads and all(type(item) in _BY_ROW for item in (*logits_processor, *stopping_criteria))
 
     def inputs(self, model) -> dict:
         """Arguments of the forward for the next tokens."""
@@ -223,7 +228,7 @@ class _Batch:
     def drop_finished(self, synced: bool) -> None:
         """Let finished rows leave, with their part of the cache, once they are enough to be worth the copy."""
         finished = len(self._rows_A) - self.left
-        if not self._drops or finished < max(1, _DROP_SHARE * len(self._rows_A)) or not (self.left or synced):
+        if not self.drops or finished < max(1, _DROP_SHARE * len(self._rows_A)) or not (self.left or synced):
             return
         # One row stays where other ranks need the forwards of this one, which has finished.
         kept = self._open_A.nonzero()[:, 0] if self.left else self._rows_A.new_zeros(1)

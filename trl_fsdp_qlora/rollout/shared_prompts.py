@@ -130,13 +130,18 @@ class PrefillWatch:
         return None
 
     def _sees_the_prompt(self, mask: torch.Tensor | None) -> bool:
-        """Whether the last query sees every token of its prompt and nothing else, under one mask for all heads."""
+        """Whether the last query sees every token of its prompt so far and nothing else, under one mask for all heads."""
         if mask is None:
             return self.mask_UP is None
         last = mask[:, :, -1]
         last = last if last.dtype == torch.bool else last == 0
-        real = last.new_ones(1) if self.mask_UP is None else self.mask_UP.bool()
-        return last.shape[1] == 1 and bool((last[:, 0, -real.shape[-1] :] == real).all())
+        if last.shape[1] != 1:
+            return False
+        last_UK = last[:, 0]
+        # Of a prompt that is prefilled in chunks the keys so far; padding that ends one is a query that nobody reads.
+        real_UK = torch.ones_like(last_UK) if self.mask_UP is None else self.mask_UP[:, : last_UK.shape[1]].bool()
+        last_UK = last_UK[:, -real_UK.shape[1] :]
+        return bool(((last_UK == real_UK) | ~real_UK[:, -1:]).all())
 
     def why_not(self) -> str | None:
         """Why decoding attends to the prompt in each row, after the prefill."""

@@ -39,5 +39,5 @@ def why_stock(model: nn.Module, config: GenerationConfig) -> str | None:
     if config.stop_strings is not None:
         return "stop_strings need the tokenizer, which TRL does not hand over"
     if not takes_dynamic_cache(model):
-        return f"{type(model).__name__} keeps a cache of its own"
+        return f"{type(model).__name__} keeps no cache, or one of its own"
     return unrepeatable(DynamicCache(config=text_config))

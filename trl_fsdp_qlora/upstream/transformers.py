@@ -1,5 +1,8 @@
 """Every name borrowed from transformers that is not part of its documented interface."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import transformers
 from torch import nn
 from transformers import Trainer
@@ -28,6 +31,17 @@ MODEL_ATTRIBUTES = ("_supports_attention_backend", "_is_stateful", "_no_split_mo
 def model_name(model: nn.Module | str) -> str:
     """The name or folder that `model` was loaded from; a name is its own."""
     return model if isinstance(model, str) else model.config._name_or_path
+
+
+@contextmanager
+def no_optimizer_read() -> Iterator[None]:
+    """Inside, transformers reads no optimizer; what trainers built on it read with it, they read."""
+    own = Trainer._load_optimizer_and_scheduler
+    Trainer._load_optimizer_and_scheduler = lambda self, checkpoint: None
+    try:
+        yield
+    finally:
+        Trainer._load_optimizer_and_scheduler = own
 
 
 check_signatures("transformers", transformers.__version__, EXPECTED, "pip install 'transformers~=5.23'")
