@@ -10,6 +10,10 @@ One process, or any number of them; the cache of values is shared by all of them
 `recipes/grpo.py`.
 """
 
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
 from dataclasses import dataclass, field
 
 from trl import ModelConfig

@@ -7,6 +7,10 @@ Give it the quantization of the recipe (`--bnb_4bit_quant_type`, `--use_bnb_nest
 in host memory and writes bfloat16 (`--dense_dtype`), two bytes a weight. Prints the folder.
 """
 
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
 from dataclasses import dataclass, field
 
 import torch

@@ -6,20 +6,26 @@
 Prints n and the 95% Wilson interval, and writes a JSON file where `--output` names one.
 """
 
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 from trl_fsdp_qlora.publishing.card import hardware, software
+from trl_fsdp_qlora.publishing.loading import LoadError, load_base, with_adapter
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_adapter, check_counts, check_installed, check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.data import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.run.disk import disk_errors
 from trl_fsdp_qlora.run.manifest import write_json
 
 
@@ -64,7 +70,19 @@ def checked_tokenizer(script: ScriptArguments, args: EvaluateArguments):
     tokenizer = load_tokenizer(args.model, args.revision, script.chat, "model")
     if args.adapter:
         check_adapter(args.adapter)
+    if args.output:
+        check_output(Path(args.output))
     return tokenizer
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output={str(path)!r} cannot be written: {error.strerror}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"output={str(path)!r} is a folder, or in one that cannot be written; name a JSON file")
 
 
 def main() -> None:
@@ -82,9 +100,9 @@ def main() -> None:
             bnb_4bit_use_double_quant=args.use_bnb_nested_quant,
             bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
         )
-    model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype, **quantization)
+    model = load_base(args.model, revision=args.revision, dtype=dtype, **quantization)
     if args.adapter:
-        model = PeftModel.from_pretrained(model, args.adapter)
+        model = with_adapter(model, args.adapter, args.model)
     result = evaluate(
         model if args.load_in_4bit else model.to(state.device),
         tokenizer,
@@ -100,9 +118,11 @@ def main() -> None:
     say(str(result))
     if args.output and state.is_main_process:
         about = {"model": args.model, "adapter": args.adapter, "dataset": script.dataset, "seed": args.seed}
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(args.output), {**about, **result.as_dict(), "hardware": hardware(), "software": software()})
+        with disk_errors(Path(args.output).parent):
+            write_json(
+                Path(args.output), {**about, **result.as_dict(), "hardware": hardware(), "software": software()}
+            )
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, LoadError)

@@ -10,6 +10,10 @@ overridden on the command line. Leaves the adapter, its card, `metrics.json` and
 that was killed goes on with `--resume_from_checkpoint auto`.
 """
 
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
 from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer

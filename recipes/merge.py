@@ -6,6 +6,10 @@ The base is loaded in bfloat16 (`--dtype`) in host memory. An adapter that was t
 that base's rounding: the merged model is close to the trained one, not equal to it. Measure it with recipes/evaluate.py.
 """
 
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
 from dataclasses import dataclass, field
 
 import torch

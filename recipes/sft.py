@@ -11,6 +11,10 @@ line. Leaves the model and `metrics.json` in `output_dir`; recipes/grpo.py takes
 run that was killed goes on with `--resume_from_checkpoint auto`.
 """
 
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
 from dataclasses import dataclass, field
 
 from trl import ModelConfig, SFTConfig

@@ -12,6 +12,7 @@ from pathlib import Path
 from trl_fsdp_qlora.recipe.small_base import build_small_base
 from trl_fsdp_qlora.recipe.small_tasks import TASKS
 from trl_fsdp_qlora.run.one_line import OneLineParser
+from trl_fsdp_qlora.run.quiet_end import quietly
 from trl_fsdp_qlora.run.terminal import no_bars_in_files
 
 
@@ -21,14 +22,20 @@ def main() -> None:
     parser.add_argument("--task", default="addition", choices=list(TASKS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"--seed {args.seed} is outside 0 to 2**32 - 1")
     no_bars_in_files()
     warnings.simplefilter("ignore", FutureWarning)  # libraries about each other
     if args.output_dir.exists():
         print(f"{args.output_dir} is there already; remove it to build it again")
         return
     print(f"building the small base model for {args.task} in {args.output_dir} (a minute or a few)", flush=True)
-    build_small_base(args.output_dir, args.seed, args.task)
+    try:
+        build_small_base(args.output_dir, args.seed, args.task)
+    except OSError as error:
+        parser.error(f"{args.output_dir} cannot be made: {error.strerror}: {error.filename}")
 
 
 if __name__ == "__main__":
-    main()
+    with quietly():
+        main()

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from . import __version__
+from .run import quiet_end
 
 
 class _Command(NamedTuple):
@@ -52,7 +53,15 @@ def _help() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv` (the process's own by default) names; returns its exit status, 2 for none such."""
+    """Run the command that `argv` (the process's own by default) names; returns its exit status, 2 for none such.
+
+    Ctrl-C is one line and 130; where nobody reads on (`| head -1`) it ends without a word, and 141.
+    """
+    with quiet_end.quietly():
+        return _run(argv)
+
+
+def _run(argv: list[str] | None) -> int:
     name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--help", "-h"):
         print(_help())
@@ -68,7 +77,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    return getattr(import_module(f".{command.module}", __package__), command.function)(words)
+    quiet_end.stop_at_once()
+    function = getattr(import_module(f".{command.module}", __package__), command.function)
+    quiet_end.stop_by_exception()
+    return function(words)
 
 
 if __name__ == "__main__":

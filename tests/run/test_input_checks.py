@@ -83,7 +83,7 @@ def test_a_wrong_signature_is_said_to_be_one():
         def __call__(self, completions, solution, **_):
             raise AssertionError("never called")
 
-    with pytest.raises(checks.RewardSignatureError, match=r"'Judge'.*Change solution: .*column of the dataset"):
+    with pytest.raises(checks.RewardSignatureError, match=r"'Judge'.*Rename solution .*column of the dataset"):
         call(Judge())
 
     async def later(completions, solution, **_):

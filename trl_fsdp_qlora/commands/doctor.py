@@ -61,8 +61,14 @@ def _of_run(launcher: dict[str, str], rest: list[str]) -> list[Finding]:
     path = Path(name) if Path(name).is_file() else accelerate_config(name)
     launch = read_launch(path, processes)
     if "--main_process_port" in launcher:
-        launch = launch._replace(port=int(launcher["--main_process_port"]))
+        launch = launch._replace(port=_port(launcher["--main_process_port"]))
     return list(run_findings(fields, Path(taken["--config"]) if taken else None, launch))
+
+
+def _port(given: str) -> int:
+    if not given.isdigit() or not 0 < int(given) < 2**16:
+        raise ValueError(f"--main_process_port {given} is no port; 29500, say")
+    return int(given)
 
 
 def shown(found: list[Finding]) -> str:

@@ -4,7 +4,9 @@ The conditions are those of the run itself (`recipe/checks.py`, `fsdp2_qlora/lau
 here each is asked by itself, so that one finding does not hide the next.
 """
 
+import asyncio
 import contextlib
+import inspect
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -31,7 +33,7 @@ from ..rollout.adapter_sync import RolloutError
 from ..rollout.sync_choice import LOW_ADAPTER_RATE, choose_sync, warnings_for
 from ..run.checkpoints import check_output_dir
 from ..run.hub import asked_once
-from ..run.input_checks import check_dataset
+from ..run.input_checks import RewardError, check_dataset, guard_reward
 from ..run.own_code import is_import_path
 from .environment import Finding, port_taken
 
@@ -62,7 +64,7 @@ def read_launch(path: Path, processes: int | None) -> Launch:
     """
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"--accelerate_config {path}: no YAML: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--accelerate_config {path} must hold `key: value` lines")
@@ -259,6 +261,8 @@ def _data_findings(script: ScriptArguments, config: Any) -> Iterator[Finding]:
         with contextlib.suppress(ValueError):  # an unknown reward is a finding already
             rewards = reward_functions(script)
         yield from constant_rewards(rewards, first)
+    except RewardError as error:
+        yield Finding("error", "rewards", str(error))
     except REFUSALS as error:
         yield Finding("error", "data", str(error))
     except Exception as error:  # of a reward of the user's own, which training would end in
@@ -275,12 +279,14 @@ def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding
     chat = not isinstance(rows[0]["prompt"], str)
     for reward in rewards:
         name = getattr(reward, "__name__", type(reward).__name__)
+        guarded = guard_reward(reward)  # as the trainer calls it
         seen: set[float | None] = set()
         for row in rows:
             texts = _texts(str(row.get("answer", "")))
             completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
             columns = {key: [value] * len(texts) for key, value in row.items() if key != "prompt"}
-            seen |= set(reward(prompts=[row["prompt"]] * len(texts), completions=completions, **columns))
+            values = guarded(prompts=[row["prompt"]] * len(texts), completions=completions, **columns)
+            seen |= set(asyncio.run(values) if inspect.iscoroutine(values) else values)
         if len(seen) == 1:
             yield Finding(
                 "warning",

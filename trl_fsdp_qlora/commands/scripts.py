@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ..run.accelerate_configs import accelerate_config, names
+from ..run.accelerate_configs import accelerate_config
 from ..run.launch import launch
 from . import catalog
 from .words import refuse, take
@@ -92,7 +92,9 @@ def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:
     name, processes = default_config(launcher.get("--num_processes"))
     launcher.setdefault("--num_processes", str(processes))
     plural = "es" if processes > 1 else ""
-    print(f"accelerate config: {name}, {processes} process{plural} (--accelerate_config NAME: {', '.join(names())})")
+    print(
+        f"accelerate config: {name}, {processes} process{plural} (`trl-fsdp-qlora config` lists others, for --accelerate_config)"
+    )
     return ["--config_file", str(accelerate_config(name))]
 
 

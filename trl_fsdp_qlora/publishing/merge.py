@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from peft import PeftConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from ..run.disk import disk_errors
 from .card import portable
+from .loading import LoadError, load_base, with_adapter
 
 _CARD = """---
 {metadata}
@@ -47,7 +49,9 @@ def merge_adapter(
         dtype: of the weights, while merging and in the folder.
 
     Raises:
-        MergeError: `output` exists, the base is quantized, or the merged weights are not finite.
+        MergeError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, or the merged
+            weights are not finite.
+        trl_fsdp_qlora.run.errors.CheckpointError: the disk is full.
     """
     output = Path(output)
     if output.exists():
@@ -57,11 +61,6 @@ def merge_adapter(
         raise MergeError(
             f"{base} is quantized, and merging into it would round the adapter away; name the base it was made from"
         )
-    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype)
-    try:
-        merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
-    except ValueError as error:
-        raise MergeError(f"{adapter} cannot be merged into {base}: {error}") from error
     scratch = output.with_name(f".{output.name}.{os.getpid()}")
     data = ModelCardData(
         base_model=portable(base), library_name="transformers", pipeline_tag="text-generation", tags=["trl-fsdp-qlora"]
@@ -75,10 +74,25 @@ def merge_adapter(
     )
     try:
         scratch.mkdir(parents=True)
-        merged.save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
-        ModelCard(text).save(scratch / "README.md")
-        os.replace(scratch, output)
+    except OSError as error:
+        raise MergeError(f"{output} cannot be made: {error.strerror}") from None
+    try:
+        merged = _merged(adapter, base, revision, dtype)
+        with disk_errors(output):
+            merged.save_pretrained(scratch)
+            AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
+            ModelCard(text).save(scratch / "README.md")
+            os.replace(scratch, output)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return output
+
+
+def _merged(adapter: str | Path, base: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model = with_adapter(load_base(base, revision=revision, dtype=dtype), adapter, base)
+        return model.merge_and_unload(safe_merge=True)
+    except LoadError as error:
+        raise MergeError(str(error)) from error
+    except ValueError as error:
+        raise MergeError(f"{adapter} cannot be merged into {base}: {error}") from error

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
     HTTPError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 
 from ..run.one_line import OneLineParser
 from ..run.redaction import redact
@@ -181,6 +182,13 @@ def _first_line(error: Exception) -> str:
     return lines[0].rstrip(".") if lines else "no reason given"
 
 
+def _check_names(repo: str, base_folder: str | None) -> None:
+    with _hub_errors(repo):
+        validate_repo_id(repo)
+    if base_folder is not None and not (Path(base_folder) / "config.json").is_file():
+        raise PublishError(f"--base-folder {base_folder} holds no config.json, so no model")
+
+
 def reader_sees(folder: str | Path) -> str:
     """What the Hub shows of a card beside its text: base, licence, data, results."""
     data = ModelCard.load(Path(folder) / CARD).data
@@ -218,6 +226,7 @@ def run_publish(arguments: list[str]) -> int:
         print(f"a reader of the card sees:\n{reader_sees(staged.folder)}", flush=True)
 
     try:
+        _check_names(given.repo, given.base_folder)
         if given.check:
             with tempfile.TemporaryDirectory() as scratch:
                 show(stage(given.adapter, scratch, given.repo, given.base))

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 def _check_key(key: str, known: set[str], where: str) -> None:
     if key in known:
         return
-    near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(key), sorted(known - {"--help"}), n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"{where}: unknown key {key!r}{hint}")
 
@@ -150,13 +151,32 @@ def _set_defaults(parser: TrlParser, path: str) -> None:
     environment = config.pop("env", None) or {}
     if not isinstance(environment, dict):
         raise ConfigError(f"{path}: env={environment!r} must hold `NAME: value` lines")
-    os.environ.update({key: str(value) for key, value in environment.items()})
+    try:
+        os.environ.update({str(key): str(value) for key, value in environment.items()})
+    except ValueError as error:
+        raise ConfigError(f"{path}: env={environment!r}: {error}") from None
     # Where an option and its `--no_` twin share a name, the first is the one that takes a value.
     actions = {action.dest: action for action in reversed(parser._actions)}
     known = set(actions) - {"help", DEBUG_ERRORS.removeprefix("--")}
     for key in config:
         _check_key(key, known, path)
     parser.set_defaults_with_config(**{key: _typed(actions[key], value, path) for key, value in config.items()})
+
+
+class _Twice(yaml.MarkedYAMLError):
+    """A key that a mapping has twice."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own takes the last of two values of a key, and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise _Twice(problem=f"{key.value!r} is there twice; leave one out", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -166,7 +186,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: no such file, no YAML, no mapping; names the line.
     """
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)  # a safe one
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}{did_you_mean(path)}") from None
     except UnicodeDecodeError:
@@ -174,7 +194,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"--config {path}{where}: no YAML: {getattr(error, 'problem', None) or error}") from None
+        kind = "" if isinstance(error, _Twice) else "no YAML: "
+        raise ConfigError(f"--config {path}{where}: {kind}{getattr(error, 'problem', None) or error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--config {path} must hold `key: value` lines")
     return config
@@ -205,7 +226,10 @@ def _scalar(action: argparse.Action, value: Any, path: str) -> Any:
     elif kind == "string_to_bool" and not isinstance(value, bool):
         raise ConfigError(f"{path}: {action.dest}={value!r} is neither true nor false")
     elif kind == "str" and isinstance(value, (list, dict)):
-        raise ConfigError(f"{path}: {action.dest}={value!r} must be one word or text")
+        what = "words or texts, one per line or in [brackets]" if action.nargs == "+" else "one word or text"
+        raise ConfigError(f"{path}: {action.dest}={value!r} must be {what}")
+    elif kind == "str" and type(value) in (int, float, date):  # a folder or a layer that is called so
+        value = str(value)
     if action.choices is not None:
         value = spelled(value, action.choices)
     if action.choices is not None and value not in action.choices:
@@ -218,5 +242,6 @@ def did_you_mean(path: str | Path) -> str:
     path = Path(path)
     if path.exists() or not path.parent.is_dir():
         return ""
-    near = difflib.get_close_matches(path.name, sorted(other.name for other in path.parent.iterdir()), n=1)
+    there = {other.name for other in path.parent.iterdir()} - {path.name}  # it may be a link to nowhere
+    near = difflib.get_close_matches(path.name, sorted(there), n=1)
     return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""

@@ -1,6 +1,7 @@
 """What can be told to be wrong with a recipe's arguments before a weight is loaded."""
 
 import importlib.util
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,7 @@ def check_training(config: Any, model: ModelConfig) -> None:
         )
     if config.max_steps < 0 and config.num_train_epochs <= 0:
         raise ConfigError(f"num_train_epochs={config.num_train_epochs} trains nothing; set 1 or more, or max_steps")
-    if config.learning_rate < 0:
-        raise ConfigError(f"learning_rate={config.learning_rate} is negative; 1.0e-5, say")
-    if config.temperature <= 0:
-        raise ConfigError(f"temperature={config.temperature} must be positive: completions are sampled; 1.0, say")
+    _check_numbers(config)
     if config.loss_type not in LOSS_TYPES:
         raise ConfigError(f"loss_type={config.loss_type!r} is not known; use one of {', '.join(LOSS_TYPES)}")
     if config.prefix_sharing not in CHOICES:
@@ -112,6 +110,22 @@ def check_training(config: Any, model: ModelConfig) -> None:
         raise ConfigError(f"lora_r={model.lora_r} must be at least 1: it is the rank of the adapter; 16, say")
     if model.use_peft and not 0 <= model.lora_dropout < 1:
         raise ConfigError(f"lora_dropout={model.lora_dropout} is outside [0, 1); 0.05, say")
+
+
+def _check_numbers(config: Any) -> None:
+    if config.learning_rate < 0:
+        raise ConfigError(f"learning_rate={config.learning_rate} is negative; 1.0e-5, say")
+    for name in ("learning_rate", "temperature", "beta"):
+        if not math.isfinite(getattr(config, name)):
+            raise ConfigError(f"{name}={getattr(config, name)} is no finite number")
+    if config.temperature <= 0:
+        raise ConfigError(f"temperature={config.temperature} must be positive: completions are sampled; 1.0, say")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p={config.top_p} is outside (0, 1]; 1.0 draws from all tokens")
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed={config.seed} is outside 0 to 2**32 - 1; 42, say")
+    if config.model_init_kwargs is not None and not isinstance(config.model_init_kwargs, dict):
+        raise ConfigError(f"model_init_kwargs={config.model_init_kwargs!r} must hold `name: value` lines")
 
 
 def _check_reporting(report_to: list[str] | str | None) -> None:

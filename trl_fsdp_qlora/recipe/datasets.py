@@ -53,7 +53,7 @@ def _family(source: str, rows: Sequence[Row]) -> _Family:
         if {*family.text, family.answer} <= columns:
             return family
     known = " | ".join(", ".join((*family.text, family.answer)) for family in _FAMILIES)
-    raise DatasetError(f"{source!r} has columns {', '.join(sorted(columns))}; known families have: {known}")
+    raise DatasetError(f"{source!r} has columns {', '.join(sorted(columns)) or 'none'}; known families have: {known}")
 
 
 def _check_row(row: Row, family: _Family) -> None:

@@ -96,6 +96,8 @@ def _json_object(text: str, where: str) -> dict:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{where}: no JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise DatasetError(f"{where}: cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise DatasetError(f"{where}: a row must be an object, {{...}}, not {_short(value)}")
     return value
@@ -110,6 +112,8 @@ def _json(path: Path) -> Iterator[tuple[dict, str]]:
             yield from _json_lines(path)
             return
         raise DatasetError(f"{path}, line {error.lineno}: no JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{path}: cannot be read: {error}") from None
     name = ""
     if isinstance(content, dict):
         lists = [key for key, value in content.items() if isinstance(value, list)]

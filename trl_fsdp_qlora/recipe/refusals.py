@@ -3,6 +3,8 @@
 import opcode
 from types import TracebackType
 
+from safetensors import SafetensorError
+
 # Whose checks a recipe's arguments are handed to. Torch and numpy are not among them: they know of tensors, not of settings.
 _LIBRARIES = {"accelerate", "bitsandbytes", "deepspeed", "huggingface_hub", "peft", "transformers", "trl", "vllm"}
 _RAISE = opcode.opmap["RAISE_VARARGS"]
@@ -11,11 +13,11 @@ _RAISE = opcode.opmap["RAISE_VARARGS"]
 def is_refusal(error: Exception) -> bool:
     """Whether `error` was raised on purpose about an argument, a package or a file.
 
-    An `OSError` is about a file or the network. A `ValueError`, `ImportError` or `NotImplementedError` counts where a `raise`
+    An `OSError` is about a file or the network, and so is what safetensors says of a file that is cut off. A `ValueError`, `ImportError` or `NotImplementedError` counts where a `raise`
     of this package or of a library that checks its arguments made it, not where Python or a tensor library failed inside:
     too many values to unpack, a name that a module does not have, no such shape.
     """
-    if isinstance(error, OSError):
+    if isinstance(error, (OSError, SafetensorError)):
         return True
     if not isinstance(error, (ValueError, ImportError, NotImplementedError)) or error.__traceback__ is None:
         return False

@@ -14,7 +14,7 @@ from accelerate import PartialState
 
 from ..fsdp2_qlora.launch_checks import LaunchError
 from ..prefix_sharing.sharing import PrefixSharingError
-from ..run import checkpoints, launch_line, redaction, terminal
+from ..run import checkpoints, launch_line, quiet_end, redaction, terminal
 from ..run.errors import NodesError
 from ..run.input_checks import RewardError
 from ..run.launch import USER_ERROR
@@ -42,8 +42,11 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
     """Run a script; what its user did wrong (bad data, config or folder, or one of `errors`) is one line, no traceback.
 
     The exit status then is 2. With several ranks the first one prints. `--debug_errors` shows the traceback.
-    So is Ctrl-C while training, with the command that goes on; the exit status then is 130.
+    So is Ctrl-C, while training with the command that goes on; the exit status then is 130. Where nobody reads on what is
+    printed (`| head -1`), it is 141.
     """
+    quiet_end.print_anything()
+    quiet_end.stop_by_exception()
     terminal.no_bars_in_files()
     warnings.simplefilter(
         "ignore", FutureWarning
@@ -54,8 +57,10 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except KeyboardInterrupt as stop:
-        _say_stopped(stop)
-        sys.exit(130)  # what a shell makes of SIGINT
+        quiet_end.say_stopped(redaction.redact(str(stop)) or "stopped")
+        sys.exit(quiet_end.INTERRUPTED)
+    except BrokenPipeError:
+        sys.exit(quiet_end.reader_gone())
     except (*USER_ERRORS, *errors) as error:
         if DEBUG_ERRORS in sys.argv:
             raise
@@ -84,12 +89,6 @@ def resumable(trainer: Any) -> Iterator[None]:
         where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
         then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
         raise Stopped(f"{where}; {then}: {launch_line.resume_line(launch_line.launch_words())}") from None
-
-
-def _say_stopped(stop: KeyboardInterrupt) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        lead = "\n" if sys.stderr.isatty() else ""  # below the bar and the terminal's ^C
-        print(f"{lead}{redaction.redact(str(stop)) or 'stopped'}", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:

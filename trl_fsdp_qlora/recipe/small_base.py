@@ -117,7 +117,7 @@ def build_small_base(
     tokenizer = character_tokenizer()
     model = new_model(tokenizer, seed)
     output_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output_dir.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         trainer = SFTTrainer(
             model,
             SFTConfig(

@@ -125,6 +125,8 @@ def guard_reward(function: Any) -> Any:
     def explained(prompts: Sequence, completions: Sequence, columns: dict) -> Iterator[None]:
         try:
             yield
+        except SystemExit as error:  # would end the run without a word
+            raise RewardError(f"reward function {name!r} called sys.exit({error.code!r})") from error
         except Exception as error:
             passed = {"prompts": prompts, "completions": completions, **columns}
             mismatch = _signature_mismatch(function, passed) if isinstance(error, TypeError) else None
@@ -175,15 +177,22 @@ def _rewards_in(values: Any, name: str, prompts: Sequence, columns: dict, said: 
                 f"reward function {name!r} returned {value!r} for {_row(i, prompts, columns)}; rewards are "
                 "numbers, or None for a completion it cannot judge"
             )
-        if math.isnan(number) and "nan" not in said:
-            said.add("nan")
-            logger.warning(
-                "reward function %r returned NaN for %s; as with None, the completion is left out of its group's "
-                "mean and of the update (said once)",
-                name,
-                _row(i, prompts, columns),
-            )
+        if not math.isfinite(number):
+            _warn_once(number, name, _row(i, prompts, columns), said)
     return values
+
+
+def _warn_once(number: float, name: str, row: str, said: set[str]) -> None:
+    """Say what comes of a NaN or an infinite reward, once each; `said` keeps which."""
+    kind = "NaN" if math.isnan(number) else "inf"
+    if kind in said:
+        return
+    said.add(kind)
+    what_comes = {
+        "NaN": "as with None, the completion is left out of its group's mean and of the update",
+        "inf": "the advantages of its group are then NaN, and so is what is trained: return a finite number",
+    }
+    logger.warning("reward function %r returned %s for %s; %s (said once)", name, kind, row, what_comes[kind])
 
 
 def _signature_mismatch(function: Any, passed: dict[str, Any]) -> str | None:
@@ -202,17 +211,17 @@ def _signature_mismatch(function: Any, passed: dict[str, Any]) -> str | None:
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [name for name in required if name not in passed or name not in keywords]
     change = (
-        f"{', '.join(missing)}: rename to what is passed, or add it as a column of the dataset"
+        f"Rename {', '.join(missing)} to what is passed, or add it as a column of the dataset"
         if missing
-        else "end its parameters with **kwargs"
+        else "End its parameters with **kwargs"
     )
-    return f"{signature} cannot be called with what TRL passes ({reason}): {', '.join(passed)}. Change {change}."
+    return f"{signature} cannot be called with what TRL passes ({reason}): {', '.join(passed)}. {change}."
 
 
 def _as_float(value: Any) -> float | None:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -53,13 +53,18 @@ def digest_of(function: Any) -> str | None:
 
 def _module(name: str) -> ModuleType:
     path = Path(name)
+    if path.suffix == ".py" and path.is_dir():
+        raise OwnCodeError(f"{name} is a folder; name a file of Python")
     if path.suffix == ".py" and not path.is_file():
         there = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, there, n=1)
         raise OwnCodeError(f"{name}: no such file here" + (f"; did you mean {near[0]!r}?" if near else ""))
     try:
         module = _of_file(path) if path.suffix == ".py" else _of_package(name)
-    except Exception as error:  # whatever the user's own lines raise: here it only gets the file's name beside it
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever the user's own lines raise: here it only gets the file's name beside it
         raise OwnCodeError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
     if getattr(module, _DIGEST, None) is None and getattr(module, "__file__", None):
         setattr(module, _DIGEST, hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12])

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
+from .quiet_end import print_anything
 from .redaction import redact
 
 SHOWS_PER_RUN = 10  # times that completions are shown, at most
@@ -193,6 +194,7 @@ def take_over(
         brought: those of its user, which stay too.
         bar, completions: see [`TerminalCallback`].
     """
+    print_anything()
     brought = {item if isinstance(item, type) else type(item) for item in brought}
     for place, callback in enumerate(callbacks):
         if type(callback) in {PrinterCallback, ProgressCallback} - brought:

@@ -1,15 +1,19 @@
 """What is borrowed from TRL's vLLM code and from vLLM itself, checked when it is first used."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from trl.experimental.async_grpo.async_grpo_trainer import round_lora_rank, validate_lora_for_vllm_sync
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 
 from .trl import check_seams
+
+with warnings.catch_warnings():  # that it may change: what is borrowed is checked below
+    warnings.simplefilter("ignore")
+    from trl.experimental.async_grpo.async_grpo_trainer import round_lora_rank, validate_lora_for_vllm_sync
 
 __all__ = [
     "VLLMClient",

@@ -1,0 +1,89 @@
+"""Ctrl-C, and a reader that goes away, in real processes: the exit status, and no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from trl_fsdp_qlora import __main__
+from trl_fsdp_qlora.recipe.script import run_main
+
+_AND_THEN = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9); print('went on')"
+
+
+def ended(*words: str, **more) -> tuple[int, str]:
+    """Exit status and standard error of a Python process."""
+    run = subprocess.run([sys.executable, *words], stderr=subprocess.PIPE, text=True, timeout=60, **more)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "stopped\n"), ("1", "")])
+def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, said):
+    code = f"import trl_fsdp_qlora.run.importing; {_AND_THEN}"
+    assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, said)
+
+
+def test_ctrl_c_of_a_job_in_the_background_stays_ignored():
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import trl_fsdp_qlora.run.importing as _; "
+        "import os; os.kill(os.getpid(), signal.SIGINT); raise SystemExit(5)"
+    )
+    assert ended("-c", code) == (5, "")
+
+
+def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
+    def pressed(_words):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr("trl_fsdp_qlora.commands.configs.config", pressed)
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["config"])
+    assert end.value.code == 130 and capsys.readouterr().err == "stopped\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("words", [["-m", "trl_fsdp_qlora", "--help"], ["-m", "trl_fsdp_qlora", "config"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nobody_reads_on(words, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert ended(*words, stdout=write, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}) == (141, "")
+    finally:
+        os.close(write)
+
+
+def test_nobody_reads_what_a_script_prints():
+    code = "from trl_fsdp_qlora.run.quiet_end import quietly\nwith quietly():\n    print('a')"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert ended("-c", code, stdout=write) == (141, "")
+    finally:
+        os.close(write)
+
+
+def test_a_recipes_script_ends_so_too(monkeypatch):
+    def nobody_reads():
+        raise BrokenPipeError
+
+    monkeypatch.setattr("trl_fsdp_qlora.run.quiet_end.reader_gone", lambda: 141)
+    with pytest.raises(SystemExit) as end:
+        run_main(nobody_reads)
+    assert end.value.code == 141
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from trl_fsdp_qlora.run.quiet_end import quietly\nwith quietly():\n    print('a → b')",
+        "from trl_fsdp_qlora.run.quiet_end import print_anything\nprint_anything()\nprint('a → b')",
+    ],
+)
+def test_an_output_that_has_no_arrow(code):
+    environment = {**os.environ, "PYTHONIOENCODING": "iso-8859-1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, b"a \\u2192 b\n", b"")

@@ -1,0 +1,71 @@
+"""Ctrl-C, and a reader that is gone (`| head -1`), end a command with a word or none; an encoding that lacks a letter does not."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+INTERRUPTED = 128 + signal.SIGINT  # what a shell makes of the signal
+READER_GONE = 128 + 13  # SIGPIPE, which Windows has not
+
+
+def print_anything() -> None:
+    """Let what an output's encoding has not (an arrow, what a model writes, under ISO-8859-1) be escaped, and not end a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Around a command: Ctrl-C is one line and exit status 130; where nobody reads on, no word and 141."""
+    print_anything()
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        say_stopped("stopped")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        sys.exit(reader_gone())
+
+
+def stop_at_once() -> None:
+    """Let Ctrl-C end this process where it stands, until [`stop_by_exception`].
+
+    For the seconds in which libraries are imported: there is nothing to tidy up yet, and they may take a `KeyboardInterrupt`
+    for a failure of their own. Where SIGINT is ignored (a job in the background), it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+
+
+def stop_by_exception() -> None:
+    """Take [`stop_at_once`] back: Ctrl-C is a `KeyboardInterrupt` again."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    say_stopped("stopped")
+    os._exit(INTERRUPTED)
+
+
+def say_stopped(text: str) -> None:
+    """Print `text` to standard error on the first rank, below a terminal's ^C."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"{chr(10) * sys.stderr.isatty()}{text}", file=sys.stderr, flush=True)
+
+
+def reader_gone() -> int:
+    """Send what is still to be written nowhere, so that the interpreter's end does not try again; returns the exit status."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    return READER_GONE
