@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -38,7 +39,8 @@ def stop_at_once() -> None:
     For the seconds in which libraries are imported: there is nothing to tidy up yet, and they may take a `KeyboardInterrupt`
     for a failure of their own. Where SIGINT is ignored (a job in the background), it stays ignored.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    here = threading.current_thread() is threading.main_thread()  # no other may set a handler
+    if here and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
