@@ -26,6 +26,8 @@ GRPO = {
     "accumulation": "gradient_accumulation_steps=2",
     "no_sharing": "sharing=off",
     "whole_base": "quantized=0",
+    "trained_head": "head=1",
+    "trained_head_no_sharing": "head=1,sharing=off",
     "bf16": "bf16=1,dtype=bfloat16",
 }
 FLOAT32 = [name for name in GRPO if name not in ("bf16", "whole_base")]
@@ -90,13 +92,14 @@ def test_parameters_are_dtensors_and_half_of_the_base_is_here(runs):
 @pytest.mark.parametrize("scenario", FLOAT32)
 def test_grpo_equals_one_process(runs, scenario):
     one, two = runs["one"][scenario], runs["two"][scenario]
-    assert one["shared"] == two["shared"] == (scenario != "no_sharing")
+    assert one["shared"] == two["shared"] == ("no_sharing" not in scenario)
     # Two ranks sum the same float32 terms in another order, and AdamW carries the rounding on.
     assert torch.tensor(one["loss"]).sub(torch.tensor(two["loss"])).abs().max() <= 1e-5
     assert len(one["gradients"]) == len(two["gradients"]) == 5
     for step, (expected, found) in enumerate(zip(one["gradients"], two["gradients"], strict=True)):
         assert difference(expected, found) <= 1e-5, f"step {step}"
-        assert len(expected) == 2 * 7 * 2  # A and B of seven projections in two layers
+        # A and B of seven projections in two layers, and the head where it is trained.
+        assert len(expected) == 2 * 7 * 2 + ("head" in scenario)
     assert difference(one["adapter"], two["adapter"]) <= 1e-5
     # `trainer.evaluate()` before training, at steps 2, 4 and 5, and after training.
     assert len(one["eval"]) == len(two["eval"]) == (4 if scenario == "kl" else 0)

@@ -55,7 +55,7 @@ def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", doubl
     return result(trainer, record)
 
 
-def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", quantized=1, **options):
+def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", quantized=1, head=0, **options):
     options = {name: type_(options[name]) for name, type_ in GRPO_OPTIONS.items() if name in options}
     if bf16:
         options["bf16"] = True
@@ -75,7 +75,7 @@ def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", shari
         args=EfficientGRPOConfig(**arguments),
         train_dataset=tiny.prompt_data(32),
         eval_dataset=tiny.prompt_data(8) if evaluate else None,
-        peft_config=tiny.lora(init_lora_weights=False),
+        peft_config=tiny.lora(init_lora_weights=False, modules_to_save=["lm_head"] if int(head) else None),
         processing_class=tiny.make_tokenizer(),
         callbacks=[record],
     )

@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers.utils import is_bitsandbytes_available
 
+from ..upstream.fsdp import finds_final_norm
+
 if TYPE_CHECKING:
     from .accounting import BaseBytes
 
@@ -50,13 +52,34 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
         model = next((argument for argument in args if isinstance(argument, nn.Module)), None)
         if not accelerator.is_fsdp2 or model is None or isinstance(model, FSDPModule):
             return stock_prepare(*args, **kwargs)
-        if not _has_4bit_layers(model):
-            with _whole_outputs(accelerator.state.fsdp_plugin):
-                return stock_prepare(*args, **kwargs)
-        return _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs)
+        with _trained_head_in_root(model):
+            if not _has_4bit_layers(model):
+                with _whole_outputs(accelerator.state.fsdp_plugin):
+                    return stock_prepare(*args, **kwargs)
+            return _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs)
 
     prepare.shards_quantized_base = True
     accelerator.prepare = prepare
+
+
+@contextmanager
+def _trained_head_in_root(model: nn.Module):
+    """Leave an LM head that is trained (`modules_to_save`) to the root's unit, for the time of `prepare`.
+
+    Accelerate puts it into a unit with the final norm, which it does not find inside an adapter, so into one of its own. TRL's
+    fused head and this package's read the weight without calling the head, so nothing gathers such a unit but `full_tensor`,
+    whose gradient is that of this rank's completions alone.
+    """
+    head, embedding = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("output", "input"))
+    trained = head is not None and any(parameter.requires_grad for parameter in head.parameters())
+    if not trained or finds_final_norm(model) or getattr(embedding, "weight", None) is getattr(head, "weight", head):
+        yield
+        return
+    model.get_output_embeddings = lambda: None
+    try:
+        yield
+    finally:
+        del model.get_output_embeddings
 
 
 def _is_accelerates_own(policy) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+from accelerate.utils import fsdp_utils
 from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -21,6 +22,7 @@ __all__ = [
     "DefaultAllGather",
     "DefaultReduceScatter",
     "filled_shard",
+    "finds_final_norm",
     "initialise",
     "integer_shards",
     "param_groups",
@@ -70,6 +72,12 @@ def restore_reshard_settings(model: nn.Module, saved: list[tuple[bool | None, li
 def plain_name(name: str) -> str:
     """A parameter's name without what activation checkpointing puts into it."""
     return name.replace("._checkpoint_wrapped_module", "")
+
+
+def finds_final_norm(model: nn.Module) -> bool:
+    """Whether accelerate puts the final norm and the LM head of `model` into one unit: the norm's forward then gathers both."""
+    find = getattr(fsdp_utils, "_find_final_norm", None)
+    return find is not None and find(model) is not None
 
 
 def filled_shard(parameter: DTensor, local: torch.Tensor) -> DTensor:
