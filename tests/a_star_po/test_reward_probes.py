@@ -205,6 +205,21 @@ def test_a_moved_folder_keeps_the_key(key):
     assert key(WHOLE, "a") == key(WHOLE, "b/c")
 
 
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_a_library_of_another_environment_counts_by_its_version(key, monkeypatch, tmp_path, folder):
+    """One that `site.addsitedir` added, say; what it holds may be nothing that can be followed."""
+    monkeypatch.syspath_prepend(str(tmp_path / "env" / "lib" / folder))
+
+    def of(source):
+        library = f"env/lib/{folder}/deeper"
+        return key({"train": "import deeper\n" + CALLS.format("deeper.f(c)"), f"../{library}": source})
+
+    source = "__version__ = '1.0'\nSTATE = (x for x in range(3))\ndef f(c):\n    return next(STATE)\n"
+    first = of(source)
+    assert of(source.replace("next(STATE)", "-next(STATE)")) == first
+    assert of(source.replace("1.0", "1.1")) != first
+
+
 @pytest.mark.processes
 def test_other_processes_give_the_same_key(tmp_path, key):
     write(tmp_path / "p", WHOLE)

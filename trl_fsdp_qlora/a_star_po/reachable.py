@@ -14,7 +14,6 @@ import importlib
 import json
 import logging
 import os
-import site
 import sys
 import sysconfig
 import threading
@@ -28,10 +27,8 @@ from torch import nn
 
 from .canonical import FingerprintError, canonical, digest, weights_digest
 
-_STANDARD = tuple(
-    {os.path.realpath(path) for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib")}
-    | {os.path.realpath(path) for path in [*site.getsitepackages(), site.getusersitepackages()]}
-)
+_STANDARD = tuple({os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+_INSTALLED = {"site-packages", "dist-packages"}  # of this environment, or of another that was added to it
 _THIS_PACKAGE = __package__.partition(".")[0]
 _PLAIN = (type(None), bool, int, float, str, bytes)
 # Nothing in them changes a reward.
@@ -65,8 +62,11 @@ def _is_library(module) -> bool:
     path = getattr(module, "__file__", None)
     if path is None:
         return name != "__main__" and not hasattr(module, "__path__") and name in sys.builtin_module_names
-    path = os.path.realpath(path)
-    return any(path.startswith(root + os.sep) for root in _STANDARD)
+    target = os.path.realpath(path)
+    # By both: an installer may link to its cache, and a folder of links may lead to an environment.
+    if _INSTALLED & {*PurePath(path).parts, *PurePath(target).parts}:
+        return True
+    return any(target.startswith(root + os.sep) for root in _STANDARD)
 
 
 def _version(name: str) -> list:
