@@ -19,7 +19,8 @@ from tests.distributed.launch import free_port
 from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
 from trl_fsdp_qlora.rollout.engine import AdapterEngine, _Serving
 from trl_fsdp_qlora.rollout.stall import EngineStall
-from trl_fsdp_qlora.rollout.watch import SAMPLED, EngineWatch
+from trl_fsdp_qlora.rollout.watch import EngineWatch
+from trl_fsdp_qlora.upstream.trl import SAMPLED_LOGPS
 from trl_fsdp_qlora.upstream.vllm import VLLMGeneration
 
 
@@ -110,7 +111,7 @@ class Faults:
         watch = EngineWatch(self.accelerator, keeps_versions=False)
         policy_BC = -torch.ones(2, 3)
         wrong = 0.0 if self.accelerator.is_main_process else 1.0
-        inputs = {SAMPLED: policy_BC + wrong, "completion_mask": torch.ones(2, 3)}
+        inputs = {SAMPLED_LOGPS: policy_BC + wrong, "completion_mask": torch.ones(2, 3)}
         watch.judge(inputs, policy_BC, None, None)
 
 

@@ -10,7 +10,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo import trainer as grpo_trainer
 from trl_fsdp_qlora.rollout.reshaped import own_draws, reshaping, reshaping_warning
 from trl_fsdp_qlora.rollout.sync_proof import StaleRolloutError
-from trl_fsdp_qlora.rollout.watch import SAMPLED
+from trl_fsdp_qlora.upstream.trl import SAMPLED_LOGPS
 
 
 def settings(folder, **changes):
@@ -113,7 +113,7 @@ def test_min_tokens_is_proven(trainer_with, monkeypatch):
     assert trainer.vllm_generation.generation_kwargs == {"min_tokens": 6}
     assert "sampling/importance_sampling_ratio/mean" in trainer.state.log_history[0]
     assert abs(trainer.state.log_history[0]["sampling/importance_sampling_ratio/mean"] - 1) > 1e-3
-    assert all(SAMPLED in inputs for inputs in batches)
+    assert all(SAMPLED_LOGPS in inputs for inputs in batches)
 
 
 def test_what_was_drawn_under_it_looks_like_another_policys(trainer_with):
@@ -155,10 +155,10 @@ def test_a_few_of_the_prompts(rows, expected):
     inputs = {"prompt_ids": torch.arange(4 * rows).view(rows, 4), "prompt_mask": prompt_mask}
     draws = own_draws(settings_of(512), engine)
     own = draws(inputs)
-    assert own["completion_ids"].shape == own[SAMPLED].shape == (expected, min(expected, 3))
+    assert own["completion_ids"].shape == own[SAMPLED_LOGPS].shape == (expected, min(expected, 3))
     assert own["completion_mask"].sum(1).tolist() == [1 + i % 3 for i in range(expected)]
     assert own["prompt_ids"].tolist() == [inputs["prompt_ids"][i % rows].tolist() for i in range(expected)]
-    assert own[SAMPLED][0].isnan()[0] and not own[SAMPLED].isnan().all()
+    assert own[SAMPLED_LOGPS][0].isnan()[0] and not own[SAMPLED_LOGPS].isnan().all()
     assert engine.asked["max_completion_length"] == 64 and engine.asked["top_p"] == 1.0
     assert engine.asked["generation_kwargs"] == {} and engine.asked["structured_outputs_regex"] is None
     assert (engine.top_p, engine.generation_kwargs, engine.max_completion_length) == (0.9, {"min_tokens": 3}, 512)

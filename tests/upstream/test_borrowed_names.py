@@ -33,6 +33,7 @@ ELSEWHERE = {
     "_forward_hooks": "torch.nn.Module: what was registered to run after its forward",
     "_forward_pre_hooks": "torch.nn.Module: what was registered to run before its forward",
     "_functions": "bitsandbytes.autograd",
+    "_is_gathered": "this package: a mark on a model whose weights FSDP2 keeps gathered",
     "_parameters": "torch.nn.Module: its own parameters",
     "_replace": "namedtuple",
     "_scaled_dot_product_flash_attention_for_cpu": "torch: an operator",
@@ -64,22 +65,26 @@ def used_names(tree: ast.Module) -> set[str]:
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """What a file defines: functions, classes, variables, and attributes that it sets."""
-    names = set()
+    """What a file defines: functions, classes, variables, and attributes that its classes set on themselves."""
+    names = set_on_self(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr)
     return names
+
+
+def set_on_self(tree: ast.AST) -> set[str]:
+    stores = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    return {node.attr for node in stores if getattr(node.value, "id", "") == "self"}
 
 
 def listed() -> set[str]:
     methods = {name.split(".")[-1] for name in (*seams.EXPECTED, *transformers.EXPECTED)}
     attributes = {*seams.ATTRIBUTES, *transformers.CONFIG_ATTRIBUTES, *transformers.MODEL_ATTRIBUTES}
-    return methods | attributes | {*transformers.TRAINER_METHODS, *seams.WITH_VLLM}
+    vllm = {*seams.WITH_VLLM, *seams.VLLM_ATTRIBUTES, *seams.VLLM_SETS}
+    return methods | attributes | vllm | {*transformers.TRAINER_METHODS}
 
 
 def test_no_private_name_is_borrowed_outside_the_lists():
@@ -89,6 +94,18 @@ def test_no_private_name_is_borrowed_outside_the_lists():
     unknown = {str(path.relative_to(PACKAGE)): used_names(tree) - known for path, tree in trees.items()}
     unknown = {path: names for path, names in unknown.items() if names}
     assert unknown == {}, "list them in upstream/, with a check"
+
+
+def test_keys_of_a_batch_and_metrics_have_one_place():
+    """Written out nowhere else, so that a new release is a change of one file."""
+    keys = {*seams.COMPARED, seams.IMPORTANCE_RATIO, seams.GROUP_SPREAD, seams.PHI_MEAN}
+    again = {
+        f"{path.relative_to(PACKAGE)}: {node.value}"
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in keys
+    }
+    assert again == set()
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +140,11 @@ def test_attributes_that_need_vllm_or_a_coroutine(tmp_path):
     from trl.generation.vllm_generation import VLLMGeneration
 
     assert [name for name in seams.VLLM_ATTRIBUTES if not hasattr(VLLMGeneration, name)] == []
+    sets = set_on_self(ast.parse(inspect.getsource(VLLMGeneration)))
+    assert {*seams.VLLM_SETS} <= sets
+    engine = ast.parse((PACKAGE / "rollout" / "engine.py").read_text(encoding="utf-8"))
+    (ours,) = [node for node in engine.body if getattr(node, "name", "") == "AdapterEngine"]
+    assert set_on_self(ours) & sets <= {*seams.VLLM_SETS}, "what we set there is listed"
     for name in seams.WITH_VLLM:
         assert f"self.{name} =" in inspect.getsource(GRPOTrainer.__init__)
 

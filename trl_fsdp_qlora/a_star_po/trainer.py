@@ -15,7 +15,7 @@ from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.completions import generate
 from ..scoring.request import Kind
 from ..upstream.transformers import model_name
-from ..upstream.trl import ASYNC_LOOP, GROUP_SPREAD, use_adapter
+from ..upstream.trl import ASYNC_LOOP, GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, use_adapter
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .evaluation import evaluate_rows
@@ -240,7 +240,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         if self.model.training and not self.values.estimated and not endless:
             self.estimate_values()
         output = super()._generate_and_score_completions(inputs)
-        output.pop("old_per_token_logps", None)
+        output.pop(OLD_LOGPS, None)
         # One transfer each, not one a row.
         prompts = zip(output["prompt_ids"].cpu(), output["prompt_mask"].bool().cpu(), strict=True)
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
@@ -276,7 +276,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
         logps_BC, entropies_BC, aux_loss = self._score_completions(loss_pass(model, self.model.training), inputs)
-        loss, kl_BC = self._objective(logps_BC, inputs["ref_per_token_logps"], mask_BC, inputs["advantages"])
+        loss, kl_BC = self._objective(logps_BC, inputs[REFERENCE_LOGPS], mask_BC, inputs["advantages"])
         self._record("kl", kl_BC.sum(), mask_BC.sum())
         self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
         if self._entropy_bonus_enabled:  # without it, the log-probabilities may come without an entropy to derive

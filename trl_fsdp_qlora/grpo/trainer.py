@@ -22,15 +22,15 @@ from ..rollout.reshaped import own_draws
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import limit_stalls, start_engine
 from ..rollout.sync_choice import warnings_for, withheld
-from ..rollout.watch import SAMPLED, EngineWatch, weighed
+from ..rollout.watch import EngineWatch, weighed
+from ..run import identity, terminal
 from ..run import input_checks as checks
-from ..run import terminal
-from ..run.identity import describe_run
 from ..run.startup import StartupCallback
 from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.contexts import with_tied_entropies
 from ..scoring.cpu_products import faster_products
 from ..scoring.request import Kind, PassRequest
+from ..upstream.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
 from .living_groups import LivingGroups
@@ -54,8 +54,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     - `checkpointing`: a checkpoint is whole or not taken for one, and holds the completions still to be used;
     - `clock`: seconds, bytes and waste of each phase, as ordinary metrics.
 
-    Completions of one prompt stay together when a generation batch is sliced, and bad input is reported before the first
-    step.
+    Completions of one prompt stay together in micro-batches, and bad input is reported before the first step.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, LoRA targets that match nothing.
@@ -246,10 +245,10 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _weighed(self, request: PassRequest, inputs):
         """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
-        if not self.use_vllm or SAMPLED not in inputs or self._is_vlm:
+        if not self.use_vllm or SAMPLED_LOGPS not in inputs or self._is_vlm:
             return request, inputs
         values = self._score_completions(request, inputs)
-        if self.vllm_importance_sampling_correction and "importance_sampling_ratio" not in inputs:
+        if self.vllm_importance_sampling_correction and IMPORTANCE_RATIO not in inputs:
             inputs, metrics = weighed(inputs, values[0], self.args, self.accelerator)
             self._add_metrics(metrics)
         return replace(request, values=values), inputs
@@ -361,7 +360,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _describe_run(self):
         model = self.accelerator.unwrap_model(self.model)
-        return describe_run(self.args, model, self.train_dataset, self.reward_func_names, type(self).__name__)
+        return identity.describe_run(self.args, model, self.train_dataset, self.reward_func_names, type(self).__name__)
 
     # --- what is said about a run ------------------------------------------------------------------------------------
 

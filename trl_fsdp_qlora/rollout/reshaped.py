@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .watch import SAMPLED
+from ..upstream.trl import SAMPLED_LOGPS
 
 # Under these a setting changes nothing; the temperature's is the trainer's, by which the loss divides as well.
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -99,7 +99,7 @@ class OwnDraws:
             **asked,
             "completion_ids": _padded(drawn, 0).to(device),
             "completion_mask": _padded([[1] * len(row) for row in drawn], 0).to(device),
-            SAMPLED: _padded(known, 0.0).to(device),
+            SAMPLED_LOGPS: _padded(known, 0.0).to(device),
         }
 
 

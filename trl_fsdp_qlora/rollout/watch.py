@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ..upstream.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
 from .correction import importance_weights
 from .sync_proof import AdapterSnapshot, SyncProof
 
 # Rows of the first micro-batch whose log-probabilities are taken once more, under the adapter of the sync before.
 PROBE_ROWS = 2
-SAMPLED = "sampling_per_token_logps"
 
 
 class EngineWatch:
@@ -66,7 +66,7 @@ class EngineWatch:
         Raises:
             StaleRolloutError: where the proof looks at completions of its own.
         """
-        if not self.due or SAMPLED not in inputs:
+        if not self.due or SAMPLED_LOGPS not in inputs:
             return None
         if self.draws is None:
             old_BC = self._probe(inputs, scored_BC, score, PROBE_ROWS)
@@ -86,7 +86,7 @@ class EngineWatch:
         keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         with self.weights_before(), torch.no_grad():
             values = score({key: inputs[key][rows] for key in keys})[0]
-        old_BC = torch.full_like(inputs[SAMPLED], float("nan"))
+        old_BC = torch.full_like(inputs[SAMPLED_LOGPS], float("nan"))
         old_BC[rows] = values.to(old_BC.dtype)
         return old_BC
 
@@ -101,13 +101,13 @@ class EngineWatch:
         self.due = False
         mask_BC = sampled_mask(inputs) if scored_BC is None else sampled_mask(inputs) & scored_BC
         policy_BC = policy_BC.detach()
-        sums = SyncProof.batch_sums(inputs[SAMPLED], policy_BC, mask_BC)
+        sums = SyncProof.batch_sums(inputs[SAMPLED_LOGPS], policy_BC, mask_BC)
         everyone = self.accelerator.gather(sums.to(torch.float32 if sums.device.type == "mps" else sums.dtype)[None])
         tokens, absolute, squared, _ = everyone.sum(0).tolist()
         self.proof.judge_batch(tokens, absolute, squared, everyone[:, 3].max().item(), self.version)
         if old_BC is not None:
             known_BC = mask_BC & ~old_BC.isnan()
-            sums = SyncProof.version_sums(inputs[SAMPLED], policy_BC, old_BC.nan_to_num(), known_BC)
+            sums = SyncProof.version_sums(inputs[SAMPLED_LOGPS], policy_BC, old_BC.nan_to_num(), known_BC)
             product, squared = self.accelerator.reduce(sums, reduction="sum").tolist()
             self.proof.judge_version(product, squared, self.version)
         return {f"rollout/{name}": value for name, value in self.proof.last.items()}
@@ -128,8 +128,8 @@ def weighed(
         policy_BC: log-probabilities under the policy.
     """
     mask_BC = sampled_mask(inputs)
-    weights = importance_weights(policy_BC, inputs[SAMPLED], mask_BC, args)
-    return {**inputs, "importance_sampling_ratio": weights}, weight_metrics(weights, mask_BC, args, accelerator)
+    weights = importance_weights(policy_BC, inputs[SAMPLED_LOGPS], mask_BC, args)
+    return {**inputs, IMPORTANCE_RATIO: weights}, weight_metrics(weights, mask_BC, args, accelerator)
 
 
 def weight_metrics(
@@ -155,8 +155,8 @@ def weight_metrics(
     if not count:
         return {}
     return {
-        "sampling/importance_sampling_ratio/min": everyone[:, 0].min().item(),
-        "sampling/importance_sampling_ratio/mean": everyone[:, 1].sum().item() / count,
-        "sampling/importance_sampling_ratio/max": everyone[:, 3].max().item(),
-        "sampling/importance_sampling_ratio/outside_share": everyone[:, 4].sum().item() / count,
+        f"sampling/{IMPORTANCE_RATIO}/min": everyone[:, 0].min().item(),
+        f"sampling/{IMPORTANCE_RATIO}/mean": everyone[:, 1].sum().item() / count,
+        f"sampling/{IMPORTANCE_RATIO}/max": everyone[:, 3].max().item(),
+        f"sampling/{IMPORTANCE_RATIO}/outside_share": everyone[:, 4].sum().item() / count,
     }

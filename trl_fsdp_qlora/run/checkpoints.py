@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 
+from ..upstream.trl import REFERENCE_LOGPS
 from .errors import CheckpointError
 from .identity import differences, rollout_shape
 from .lock import FolderLock
@@ -216,7 +217,7 @@ def why_unusable(state: dict | None, args: TrainingArguments) -> str | None:
     rows = {len(batch["prompt_ids"]) for batch in buffer}
     if rows != {args.per_device_train_batch_size}:
         return f"they are {sorted(rows)} rows, not per_device_train_batch_size={args.per_device_train_batch_size}"
-    if args.beta and any(batch.get("ref_per_token_logps") is None for batch in buffer):
+    if args.beta and any(batch.get(REFERENCE_LOGPS) is None for batch in buffer):
         return f"they lack the reference log-probabilities that beta={args.beta} needs"
     return None
 

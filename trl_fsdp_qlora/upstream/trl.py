@@ -136,12 +136,15 @@ ATTRIBUTES = [
     "use_vllm",
 ]
 DISTRIBUTED_ATTRIBUTES = ("is_fsdp", "is_zero3", "summon_full_params")  # of `_dist`
-VLLM_ATTRIBUTES = ("sync_weights",)  # of `vllm_generation`, where there is one
+# Of `vllm_generation`, where there is one: what it is called for, and what it sets.
+VLLM_ATTRIBUTES = ("sync_weights", "_iter_named_params")
+VLLM_SETS = ("_dist", "_llm_weights_sleeping", "llm", "tp_group", "vllm_client")
 WITH_VLLM = ("_last_loaded_step", "vllm_generation")  # of a trainer with `use_vllm`
 ASYNC_LOOP = "async_loop"  # there, where a reward function is a coroutine
 
 # What a micro-batch may hold for the log-probabilities to be compared with.
-COMPARED = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS = "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"
+COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
 IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
 # Metrics that TRL averages over all tokens of the loss: those of scored tokens, and those of learning completions.
 SCORED_MEANS = ("entropy",)
