@@ -2,13 +2,14 @@ import sys
 
 import pytest
 
+from tests.tiny import trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.datasets import DatasetError
 from trl_fsdp_qlora.recipe.rewards import get_reward
-from trl_fsdp_qlora.run.identity import _rewards
-from trl_fsdp_qlora.run.input_checks import guard_reward
-from trl_fsdp_qlora.run.own_code import OwnCodeError, digest_of, is_import_path, load_function
+from trl_fsdp_qlora.run.identity import differences
+from trl_fsdp_qlora.run.own_code import OwnCodeError, is_import_path, load_function
 
 REWARDS = """
 from own_helper import UNIT
@@ -77,12 +78,17 @@ def test_what_is_not_there_is_named(folder, text, said):
 
 
 def test_the_file_is_part_of_what_a_run_is(folder):
-    reward = get_reward("own_rewards.py:has_unit")
-    first = _rewards(["has_unit", "exact_answer"], [guard_reward(reward), get_reward("exact_answer")])
-    assert first == [f"has_unit of {digest_of(reward)}", "exact_answer"]
+    def described():
+        rewards = [get_reward("own_rewards.py:has_unit"), get_reward("exact_answer")]
+        made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, folder / "run", reward=rewards)
+        return made.checkpointing.run["identity"]
+
+    first = described()
+    assert first["rewards"] == ["has_unit", "exact_answer"] and described() == first
     del sys.modules["own_rewards"]
     (folder / "own_rewards.py").write_text(REWARDS.replace("float(", "2 * float("))
-    assert _rewards(["has_unit"], [guard_reward(get_reward("own_rewards.py:has_unit"))]) != first[:1]
+    (told,) = differences(first, described())
+    assert told.startswith("reward_files: {'has_unit': ")
 
 
 def test_data_of_ones_own(folder):

@@ -360,7 +360,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _describe_run(self):
         model = self.accelerator.unwrap_model(self.model)
-        return identity.describe_run(self.args, model, self.train_dataset, self.reward_func_names, type(self).__name__)
+        rewards = list(zip(self.reward_func_names, self.reward_funcs, strict=True))
+        return identity.describe_run(self.args, model, self.train_dataset, rewards, type(self).__name__)
 
     # --- what is said about a run ------------------------------------------------------------------------------------
 

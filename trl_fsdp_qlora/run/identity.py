@@ -8,7 +8,7 @@ What a user changes freely (lengths of the run, logging, saving, evaluation, rep
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -96,7 +96,7 @@ _SAMPLE = 2**16
 
 
 def describe_run(
-    args: TrainingArguments, model: Any, dataset: Any, rewards: Iterable[str], trainer: str
+    args: TrainingArguments, model: Any, dataset: Any, rewards: Sequence[tuple[str, Any]], trainer: str
 ) -> dict[str, Any]:
     """`{"identity": …, "layout": …, "software": …}` of a run, in plain JSON values. Reads a sample of the weights.
 
@@ -104,13 +104,15 @@ def describe_run(
         args: the trainer's config.
         model: unwrapped.
         dataset: its training data.
-        rewards: names of the reward functions.
+        rewards: names and functions.
         trainer: name of the class.
     """
+    files = {name: digest_of(function) for name, function in rewards}
     identity = {
         "model": describe_model(model),
         "dataset": describe_dataset(dataset),
-        "rewards": list(rewards),
+        "rewards": [name for name, _ in rewards],
+        "reward_files": {name: digest for name, digest in files.items() if digest is not None},
         "trainer": trainer,
         **{f"adapter.{name}": value for name, value in _adapter(model).items()},
         **settings(args),
@@ -119,12 +121,6 @@ def describe_run(
     return json.loads(
         json.dumps({"identity": identity, "layout": layout(args), "software": software}, default=str, sort_keys=True)
     )
-
-
-def _rewards(names: Sequence[str], functions: Sequence[Any]) -> list[str]:
-    """The names of the rewards, and of which file those are that came by an import path."""
-    digests = map(digest_of, functions)
-    return [name if digest is None else f"{name} of {digest}" for name, digest in zip(names, digests, strict=True)]
 
 
 def layout(args: TrainingArguments) -> dict[str, int]:
