@@ -6,7 +6,6 @@ trl-fsdp-qlora launch --config_file ddp_cpu my_script.py
 Only a table stands here, so that `--help` imports nothing: a command is imported when it is called.
 """
 
-import difflib
 import logging
 import sys
 from importlib import import_module
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from . import __version__
 from .run import quiet_end
+from .run.nearest import did_you_mean, nearest
 
 
 class _Command(NamedTuple):
@@ -71,8 +71,7 @@ def _run(argv: list[str] | None) -> int:
         return 0
     command = COMMANDS.get(name)
     if command is None:
-        near = difflib.get_close_matches(name.replace("_", "-"), COMMANDS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(COMMANDS)}"
+        hint = did_you_mean(nearest(name.replace("_", "-"), COMMANDS, 0.5), f"; there are {', '.join(COMMANDS)}")
         print(f"error: trl-fsdp-qlora has no command {name!r}{hint}", file=sys.stderr)
         return 2
     # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.

@@ -1,10 +1,10 @@
 """The recipes that come with the package: scripts, and YAML files under `<model>/<method>/config_<name>.yaml`."""
 
-import difflib
 import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ..run.nearest import nearest
 from ..run.shipped import shipped
 
 _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
@@ -57,10 +57,9 @@ def find(text: str) -> Recipe:
     wanted = plain_name(text)
     if wanted in known:
         return known[wanted]
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
     # Somebody who gives the end of a name knows which one it is.
-    near = [name for name in known if name.endswith(f"/{wanted}")] or near
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = next((name for name in known if name.endswith(f"/{wanted}")), nearest(wanted, known, 0.5))
+    hint = f"did you mean {near!r}? " if near else ""
     raise ValueError(f"there is no recipe {text!r}; {hint}`trl-fsdp-qlora recipes` lists them")
 
 

@@ -1,6 +1,5 @@
 """The scripts in recipes/ as commands: launched by accelerate where they run in several processes, called otherwise."""
 
-import difflib
 import functools
 import runpy
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from ..run.accelerate_configs import accelerate_config
 from ..run.launch import launch
+from ..run.nearest import beside, did_you_mean
 from . import catalog
 from .words import refuse, take
 
@@ -68,17 +68,10 @@ def with_recipe(words: list[str]) -> list[str]:
         return rest
     if Path(given).exists():
         return ["--config", given, *rest]
-    near = _file_like(Path(given))
+    near = beside(given, 0.8)
     if near is not None:
-        raise ValueError(f"--config {given}: no such file; did you mean {str(near)!r}?")
+        raise ValueError(f"--config {given}: no such file{did_you_mean(near)}")
     return ["--config", str(catalog.find(given).path), *rest]
-
-
-def _file_like(path: Path) -> Path | None:
-    """What lies beside a file that is not there and is called nearly as it."""
-    there = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.8)
-    return path.parent / near[0] if near else None
 
 
 def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:

@@ -1,6 +1,5 @@
 """What a run is planned for: cards by name or by their memory, or this machine."""
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 
@@ -8,6 +7,7 @@ import psutil
 import torch
 
 from ..recipe.arguments import ConfigError
+from ..run.nearest import nearest
 
 GIB = 2**30
 # GiB of memory by the name of a card, as its maker states it.
@@ -131,8 +131,8 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
     if f"rtx{plain}" in CARDS:
         plain = f"rtx{plain}"
     if plain not in CARDS:
-        near = difflib.get_close_matches(plain, [*CARDS, "cpu"], 1, 0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(plain, [*CARDS, "cpu"], 0.3)
+        hint = f"did you mean {near!r}? " if near else ""
         raise ConfigError(
             f"--hardware {text!r} is not known; {hint}there are {', '.join(CARDS)}, cpu, or its memory: '24GB x2'"
         )

@@ -4,7 +4,6 @@ A config cannot be built for another machine's hardware (`bf16: true` is refused
 the fields and takes what is not set from the defaults of TRL's own dataclasses.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -14,9 +13,10 @@ import yaml
 from trl import GRPOConfig, ModelConfig
 
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
-from ..recipe.arguments import ConfigError, ScriptArguments, read_yaml
+from ..recipe.arguments import ConfigError, ScriptArguments, check_key, read_yaml
 from ..run.accelerate_configs import accelerate_config, names
 from ..run.config_fields import SWITCHES, spelled
+from ..run.nearest import did_you_mean, nearest
 
 PROMPT_TOKENS = 256  # where nothing better is known; `--prompt_tokens`
 # Fields of this package's configs and of A*-PO's that are read where they are set.
@@ -167,8 +167,7 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
         return Launch("single" if (processes or 1) == 1 else "ddp", processes or 1)
     if not Path(path).exists():
         if path not in names():
-            near = difflib.get_close_matches(path, names(), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names())}"
+            hint = did_you_mean(nearest(path, names()), f"; there are {', '.join(names())}")
             raise ConfigError(f"--accelerate_config {path}: no such file or name{hint}")
         path = str(accelerate_config(path))
     content = read_yaml(path)
@@ -206,10 +205,8 @@ def from_yaml(
     known = {item.name for kind in (GRPOConfig, ModelConfig, ScriptArguments, *types) for item in fields(kind)}
     known |= _OWN.keys()
     if types:
-        for key in content.keys() - known:
-            near = difflib.get_close_matches(str(key), sorted(known), 1, 0.5)
-            where = "command line" if key in overrides else path
-            raise ConfigError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        for key in content:
+            check_key(key, known, "command line" if key in overrides else path)
     model_fields = {item.name for item in fields(ModelConfig)}
     model = ModelConfig(**{key: value for key, value in content.items() if key in model_fields})
     values = _defaults(GRPOConfig) | _OWN | {key: value for key, value in content.items() if key not in model_fields}

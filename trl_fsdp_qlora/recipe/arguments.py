@@ -1,11 +1,10 @@
 """A recipe's arguments, from a YAML file and the command line."""
 
 import argparse
-import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 from trl import TrlParser
 
 from ..run.config_fields import spelled
+from ..run.nearest import beside, did_you_mean, nearest
 
 DEBUG_ERRORS = "--debug_errors"
 _NUMBERS = {"int": "whole number", "float": "number"}
@@ -107,7 +107,7 @@ def parse_recipe(dataclass_types: Sequence[type], argv: Sequence[str] | None = N
     options = {option for action in parser._actions for option in action.option_strings}
     for arg in argv:
         if arg.startswith("--"):
-            _check_key(arg.split("=")[0], options, "command line")
+            check_key(arg.split("=")[0], options, "command line")
     if path is not None:
         _set_defaults(parser, path)
     try:
@@ -138,12 +138,13 @@ def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return path, rest
 
 
-def _check_key(key: str, known: set[str], where: str) -> None:
-    if key in known:
-        return
-    near = difflib.get_close_matches(str(key), sorted(known - {"--help"}), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+def check_key(key: Any, known: Collection[str], where: str) -> None:
+    """
+    Raises:
+        ConfigError: `key` is none of `known`; says where it stands, and names the nearest.
+    """
+    if key not in known:
+        raise ConfigError(f"{where}: unknown key {key!r}{did_you_mean(nearest(str(key), set(known) - {"--help"}, 0.5))}")
 
 
 def _set_defaults(parser: TrlParser, path: str) -> None:
@@ -159,7 +160,7 @@ def _set_defaults(parser: TrlParser, path: str) -> None:
     actions = {action.dest: action for action in reversed(parser._actions)}
     known = set(actions) - {"help", DEBUG_ERRORS.removeprefix("--")}
     for key in config:
-        _check_key(key, known, path)
+        check_key(key, known, path)
     parser.set_defaults_with_config(**{key: _typed(actions[key], value, path) for key, value in config.items()})
 
 
@@ -188,7 +189,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)  # a safe one
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}{did_you_mean(path)}") from None
+        raise ConfigError(f"--config {path}: {error.strerror}{did_you_mean(beside(path))}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--config {path}: it is no text in UTF-8") from None
     except yaml.YAMLError as error:
@@ -235,13 +236,3 @@ def _scalar(action: argparse.Action, value: Any, path: str) -> Any:
     if action.choices is not None and value not in action.choices:
         raise ConfigError(f"{path}: {action.dest}={value!r} is none of {', '.join(map(str, action.choices))}")
     return value
-
-
-def did_you_mean(path: str | Path) -> str:
-    """`; did you mean 'x'?` with what lies beside a path that does not exist and is called nearly like it, or nothing."""
-    path = Path(path)
-    if path.exists() or not path.parent.is_dir():
-        return ""
-    there = {other.name for other in path.parent.iterdir()} - {path.name}  # it may be a link to nowhere
-    near = difflib.get_close_matches(path.name, sorted(there), n=1)
-    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""

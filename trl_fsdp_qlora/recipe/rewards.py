@@ -4,11 +4,11 @@ Every reward takes what TRL passes (`completions`, plus the dataset's columns as
 completion. A gold answer that cannot be parsed is an error that names its row, never a reward.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from ..run.nearest import did_you_mean, nearest
 from ..run.own_code import is_import_path, load_function
 from .answers import NUMBER, Completion, answers_match, completion_text, extract_answer, parse_gold
 
@@ -87,8 +87,7 @@ def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[flo
     if is_import_path(name):
         return load_function(name)
     if name not in REWARDS:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(nearest(name, REWARDS))
         raise ValueError(
             f"unknown reward {name!r}; known: {', '.join(REWARDS)}{hint}; one of your own is my_rewards.py:function"
         )

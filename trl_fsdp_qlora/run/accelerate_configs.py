@@ -1,8 +1,8 @@
 """The accelerate configs of this package, by name, from a checkout or an installed wheel."""
 
-import difflib
 from pathlib import Path
 
+from .nearest import did_you_mean, nearest
 from .shipped import shipped
 
 
@@ -18,8 +18,7 @@ def accelerate_config(name: str) -> Path:
     """
     known = _all()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(nearest(name, known))
         raise ValueError(
             f"no accelerate config named {name!r}{hint}; there are {', '.join(known) or 'none installed'}"
         )

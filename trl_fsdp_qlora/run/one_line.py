@@ -1,13 +1,13 @@
 """A command line that is refused in one line, with the nearest option: argparse answers with its whole usage."""
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from .launch import USER_ERROR
+from .nearest import did_you_mean, nearest
 
 # No field of a recipe is as near to an option of a command, but for one of transformers': tests/commands/test_bad_input.py.
 _CLOSE = 0.85
@@ -24,8 +24,8 @@ class OneLineParser(argparse.ArgumentParser):
         unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
-            near = difflib.get_close_matches(unknown[1].split("=")[0], options, 1, 0.5)
-            message = f"unknown option {unknown[1]!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            near = nearest(unknown[1].split("=")[0], options, 0.5)
+            message = f"unknown option {unknown[1]!r}{did_you_mean(near)}"
         print(f"error: {self.prog}: {' '.join(message.split())}; --help has the options", file=sys.stderr)
         self.exit(USER_ERROR)
 
@@ -40,6 +40,6 @@ def refuse_misspelled(words: Iterable[str], options: Collection[str]) -> None:
         name = word.split("=")[0]
         if not name.startswith("--") or name in (*options, *_FIELDS):
             continue
-        near = difflib.get_close_matches(name, options, 1, _CLOSE)
-        if near:
-            raise ValueError(f"command line: unknown key {name!r}; did you mean {near[0]!r}?")
+        near = nearest(name, options, _CLOSE)
+        if near is not None:
+            raise ValueError(f"command line: unknown key {name!r}{did_you_mean(near)}")

@@ -1,6 +1,5 @@
 """A user's own functions by import path: `my_rewards.py:has_unit` or `my_package.rewards:has_unit`."""
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -12,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from .nearest import did_you_mean, nearest
 
 _SPELLING = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 _DIGEST = "__trl_fsdp_qlora_digest__"  # of the file that a module was loaded from
@@ -39,8 +40,8 @@ def load_function(text: str) -> Callable:
     function = getattr(module, match["name"], None)
     if not callable(function):
         own = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        near = difflib.get_close_matches(match["name"], own, n=1)
-        hint = f"did you mean {match['module']}:{near[0]}?" if near else f"it has {', '.join(own) or 'none'}"
+        near = nearest(match["name"], own)
+        hint = f"did you mean {match['module']}:{near}?" if near else f"it has {', '.join(own) or 'none'}"
         raise OwnCodeError(f"{text!r}: {match['module']} has no function {match['name']!r}; {hint}")
     return function
 
@@ -56,9 +57,8 @@ def _module(name: str) -> ModuleType:
     if path.suffix == ".py" and path.is_dir():
         raise OwnCodeError(f"{name} is a folder; name a file of Python")
     if path.suffix == ".py" and not path.is_file():
-        there = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, there, n=1)
-        raise OwnCodeError(f"{name}: no such file here" + (f"; did you mean {near[0]!r}?" if near else ""))
+        near = nearest(path.name, (other.name for other in path.parent.glob("*.py")))
+        raise OwnCodeError(f"{name}: no such file here{did_you_mean(near)}")
     try:
         module = _of_file(path) if path.suffix == ".py" else _of_package(name)
     except (
