@@ -4,6 +4,7 @@ import statistics
 from pathlib import Path
 
 from ..prefix_sharing.self_check import GRADIENT_DIFFERENCE_HALF, MEAN_DIFFERENCE_HALF
+from ..run.disk import written_whole
 from ..run.telemetry import MIB
 from .comparison import OURS, PHASES, STOCK, Result, Step
 
@@ -138,9 +139,8 @@ def draw(result: Result, path: Path) -> Path:
     for axes in (seconds, peaks, apart):
         axes.legend(fontsize="small")
         axes.margins(y=0.3)
-    scratch = path.with_name(f".{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(scratch, dpi=110, format="png")
+    with written_whole(path) as scratch:
+        figure.savefig(scratch, dpi=110, format="png")
     plt.close(figure)
-    scratch.replace(path)
     return path

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..fsdp2_qlora.adapters import gather_adapter
+from ..run.disk import written_whole
 
 # Initialisations that move part of the base's weights into the adapter: an engine that serves the untouched base with such
 # an adapter counts that part twice.
@@ -131,14 +132,10 @@ class AdapterVersions:
 
     def _write(self, version: int, weights: dict[str, torch.Tensor], peft_config: LoraConfig) -> Path:
         folder = self.root / self.name(version)
-        scratch = self.root / f".{folder.name}"
-        scratch.mkdir()
-        try:
+        with written_whole(folder) as scratch:
+            scratch.mkdir()
             save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
             peft_config.save_pretrained(scratch)
-            os.replace(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
         return folder
 
     def _scratch(self, in_memory: bool = True) -> Path:

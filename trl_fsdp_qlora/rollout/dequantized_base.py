@@ -7,7 +7,6 @@ own function, and the engine serves exactly those.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..run.disk import written_whole
 from .adapter_sync import RolloutError
 
 SHARD_BYTES = 4 * 2**30
@@ -102,8 +102,7 @@ def dequantized_base(
             f"the dequantized base takes {needed / 2**30:.1f} GiB and {folder.parent} has {free / 2**30:.1f} GiB free: "
             "free some, or set TRL_FSDP_QLORA_CACHE to a folder with room"
         )
-    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
+    with written_whole(folder) as scratch:
         scratch.mkdir()
         weight_map = _write_shards(_tensors(base, dtype), scratch, needed, progress)
         index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
@@ -117,9 +116,6 @@ def dequantized_base(
         (scratch / DONE).write_text(
             json.dumps({"content": content, "bytes": needed, "dtype": str(dtype)}) + "\n", encoding="utf-8"
         )
-        os.replace(scratch, folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 

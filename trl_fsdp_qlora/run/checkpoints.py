@@ -15,6 +15,7 @@ import torch
 from transformers import TrainingArguments
 
 from ..upstream.trl import REFERENCE_LOGPS
+from .disk import written_whole
 from .errors import CheckpointError
 from .identity import differences, rollout_shape
 from .lock import FolderLock
@@ -188,10 +189,8 @@ def rollout_file(checkpoint: str | Path, rank: int, world_size: int) -> Path:
 
 def save_rollouts(checkpoint: str | Path, rank: int, world_size: int, state: dict) -> None:
     """Keep this rank's generated and not yet used completions with the checkpoint."""
-    path = rollout_file(checkpoint, rank, world_size)
-    scratch = path.with_suffix(".partial")
-    torch.save(state, scratch)
-    os.replace(scratch, path)
+    with written_whole(rollout_file(checkpoint, rank, world_size)) as scratch:
+        torch.save(state, scratch)
 
 
 def load_rollouts(checkpoint: str | Path, rank: int, world_size: int) -> dict | None:

@@ -1,4 +1,4 @@
-"""A disk that is full, or a folder that cannot be written, said as such."""
+"""Files and folders that are there whole or not at all; a disk that is full, or cannot be written, said as such."""
 
 import errno
 import os
@@ -17,6 +17,20 @@ _WORDS = re.compile(
     r"inline_container|unexpected pos \d+ vs|write failed|iostream error",
     re.IGNORECASE,
 )
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """A name beside `path` for the file or folder that is to be there when the block has ended; nobody sees half of it."""
+    path = Path(path)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch.is_file():
+            scratch.unlink()
 
 
 @contextmanager

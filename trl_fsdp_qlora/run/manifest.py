@@ -11,6 +11,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from .disk import written_whole
+
 MANIFEST = "manifest.json"
 MARKER = ".being-written"
 FORMAT = 2  # 1: lengths only, nothing about the run
@@ -24,13 +26,10 @@ class ManifestError(ValueError):
 
 def write_json(path: Path, content: dict) -> None:
     """Write `content` to a temporary name beside `path`, flush it and rename it: a reader never sees half of it."""
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as file:
+    with written_whole(path) as scratch, scratch.open("w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(scratch, path)
 
 
 def write_manifest(checkpoint: Path, run: dict[str, Any] | None = None) -> None:
