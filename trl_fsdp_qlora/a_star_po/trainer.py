@@ -241,7 +241,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.estimate_values()
         output = super()._generate_and_score_completions(inputs)
         output.pop(OLD_LOGPS, None)
-        # One transfer each, not one a row.
+        # One transfer each, not one per row.
         prompts = zip(output["prompt_ids"].cpu(), output["prompt_mask"].bool().cpu(), strict=True)
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
         rewards = combine(self._rewards_of_batch, self.reward_weights)

@@ -1,8 +1,8 @@
 """`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit."""
 
-import os
 from pathlib import Path
 
+from ..run.disk import written_whole
 from ..run.one_line import OneLineParser
 from .catalog import Recipe, all_recipes, find
 from .words import refuse
@@ -62,7 +62,6 @@ def copied(recipe: Recipe, to: Path, overwrite: bool) -> str:
     if target.exists() and not overwrite:
         raise ValueError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    scratch.write_bytes(recipe.path.read_bytes())
-    scratch.replace(target)
+    with written_whole(target) as scratch:
+        scratch.write_bytes(recipe.path.read_bytes())
     return f"{target} is {recipe.name}; run it: trl-fsdp-qlora {recipe.command} --config {target}"

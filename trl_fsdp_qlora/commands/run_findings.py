@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from accelerate.utils import patch_environment
 from huggingface_hub import constants
 from trl import ModelConfig, get_quantization_config
@@ -62,12 +61,7 @@ def read_launch(path: Path, processes: int | None) -> Launch:
     Raises:
         ConfigError: the file is no YAML mapping.
     """
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"--accelerate_config {path}: no YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"--accelerate_config {path} must hold `key: value` lines")
+    config = read_yaml(path, "--accelerate_config")
     processes = processes or int(config.get("num_processes") or 1)
     environment = {"WORLD_SIZE": str(processes)}
     if config.get("distributed_type") == "FSDP":

@@ -1,6 +1,5 @@
 """Checkpoints that a run can really go on from."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..run import checkpoints, identity, manifest
 from ..run.disk import disk_errors
@@ -89,17 +88,6 @@ class WholeCheckpoints:
         if self._run is None:
             self._run = self._describe()
         return self._run
-
-    def finished(self, checkpoint: str | None) -> int | None:
-        """The steps of the run that `checkpoint` is the end of, or `None` where there are steps left to do."""
-        if checkpoint is None:
-            return None
-        state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        if self.args.max_steps > 0:
-            done = state["global_step"] >= self.args.max_steps
-        else:
-            done = (state.get("epoch") or 0.0) >= self.args.num_train_epochs
-        return state["global_step"] if done else None
 
     def say_finished(self, steps: int) -> None:
         if self.accelerator.is_main_process:

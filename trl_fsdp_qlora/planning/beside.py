@@ -1,5 +1,6 @@
 """A run's plan before it loads anything, and beside what its first step then took."""
 
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import PartialState
@@ -110,17 +111,17 @@ class BesideCallback(TrainerCallback):
     """Puts `memory/planned_mib` among the metrics, and says planned and measured bytes after the first step.
 
     Args:
-        trainer: of the run, whose telemetry callback comes before this one.
+        metrics: gives the trainer's metrics of training; its telemetry callback comes before this one.
         plan: of the run.
     """
 
-    def __init__(self, trainer: Any, plan: Plan):
-        self.trainer, self.plan = trainer, plan
+    def __init__(self, metrics: Callable[[], dict[str, list]], plan: Plan):
+        self.metrics, self.plan = metrics, plan
         self._planned_mib = max(comparable(plan, phase) for phase in plan.phases) / _MIB
         self._said = False
 
     def on_step_end(self, args, state, control, **kwargs):
-        metrics = self.trainer._metrics["train"]
+        metrics = self.metrics()
         metrics["memory/planned_mib"].append(self._planned_mib)
         if self._said:
             return
@@ -138,4 +139,4 @@ class BesideCallback(TrainerCallback):
 def watch(trainer: Any, plan: Plan | None) -> None:
     """Compare `trainer`'s first step with its plan; nothing without one."""
     if plan is not None:
-        trainer.add_callback(BesideCallback(trainer, plan))
+        trainer.add_callback(BesideCallback(lambda: trainer._metrics["train"], plan))

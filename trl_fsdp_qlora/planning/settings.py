@@ -170,7 +170,7 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
             hint = did_you_mean(nearest(path, names()), f"; there are {', '.join(names())}")
             raise ConfigError(f"--accelerate_config {path}: no such file or name{hint}")
         path = str(accelerate_config(path))
-    content = read_yaml(path)
+    content = read_yaml(path, "--accelerate_config")
     fsdp = content.get("fsdp_config") or {}
     zero = (content.get("deepspeed_config") or {}).get("zero_stage")
     ranks = int(processes or content.get("num_processes") or 1)

@@ -1,4 +1,4 @@
-"""`tree`: the model's own attention function on a nested row, one call a group with the mask of its prefix trie.
+"""`tree`: the model's own attention function on a nested row, one call per group with the mask of its prefix trie.
 
 Who sees whom in a trie cannot be cut into a few rectangles, so there is a mask of T x T numbers for a group of T tokens.
 `layout.pack` makes a nested row only where the tokens it saves are worth that.

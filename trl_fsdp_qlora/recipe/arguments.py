@@ -180,8 +180,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     """The mapping in a YAML file.
+
+    Args:
+        option: that names it on the command line, for the errors.
 
     Raises:
         ConfigError: no such file, no YAML, no mapping; names the line.
@@ -189,16 +192,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)  # a safe one
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}{did_you_mean(beside(path))}") from None
+        raise ConfigError(f"{option} {path}: {error.strerror}{did_you_mean(beside(path))}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}: it is no text in UTF-8") from None
+        raise ConfigError(f"{option} {path}: it is no text in UTF-8") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         kind = "" if isinstance(error, _Twice) else "no YAML: "
-        raise ConfigError(f"--config {path}{where}: {kind}{getattr(error, 'problem', None) or error}") from None
+        raise ConfigError(f"{option} {path}{where}: {kind}{getattr(error, 'problem', None) or error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"--config {path} must hold `key: value` lines")
+        raise ConfigError(f"{option} {path} must hold `key: value` lines")
     return config
 
 

@@ -12,7 +12,7 @@ from trl import ModelConfig
 
 from ..publishing.card import hardware, software
 from ..run import launch_line, redaction
-from ..run.checkpoints import step_of
+from ..run.checkpoints import last_step, step_of
 from ..run.disk import disk_errors
 from ..upstream.transformers import model_name
 from .arguments import ScriptArguments
@@ -176,7 +176,7 @@ def _finished_step(trainer: Any, script: ScriptArguments, record: RunRecord, res
     limit = record.content.get("stopped_by_seconds")
     if resume is not None and limit is not None and limit == script.max_train_seconds:
         return step_of(resume)
-    return trainer.checkpointing.finished(resume)
+    return None if resume is None else last_step(resume, trainer.args)
 
 
 def _finished(trainer: Any, script: ScriptArguments) -> str:

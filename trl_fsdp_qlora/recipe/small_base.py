@@ -25,7 +25,7 @@ SFT_BATCH = 128
 
 
 def character_tokenizer():
-    """A `PreTrainedTokenizerFast` with one token a character of [`VOCABULARY`] and the chat template above."""
+    """A `PreTrainedTokenizerFast` with one token per character of [`VOCABULARY`] and the chat template above."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -14,7 +14,7 @@ class Task:
         value: the right answer.
         taught: `(a, b, draw, dropped_carry)` gives a taught answer's text; carries are dropped with probability
             `dropped_carry`, so 0 gives the right text.
-        completion_tokens: room for the longest answer and its end, one token a character.
+        completion_tokens: room for the longest answer and its end, one token per character.
     """
 
     operator: str

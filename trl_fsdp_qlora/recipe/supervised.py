@@ -1,18 +1,15 @@
 """A supervised start for reinforcement: TRL's `SFTTrainer` on the worked answers that a dataset brings along."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, SFTConfig, SFTTrainer
 
 from ..publishing.card import hardware, software
 from ..run import redaction
-from ..run.checkpoints import resolve_resume
+from ..run.checkpoints import last_step, resolve_resume
 from ..run.disk import disk_errors
 from ..scoring.cpu_products import faster_products
 from .arguments import ScriptArguments
@@ -117,7 +114,7 @@ def run_sft(
     resume = resolve_resume(args.output_dir, resume)
     if resume is None:
         record.content = {}
-    elif record.is_complete(_last_step(resume, args)):
+    elif record.is_complete(last_step(resume, args)):
         say(f"the run in {args.output_dir} is finished: nothing is trained, and what it left stays as it is")
         return record.content
 
@@ -152,10 +149,3 @@ def run_sft(
 
 def _evaluation(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name in Evaluation.__dataclass_fields__}
-
-
-def _last_step(checkpoint: str, args: SFTConfig) -> int | None:
-    """The step that `checkpoint` ended the run at; `None` where there are steps left."""
-    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    done = state["global_step"] >= args.max_steps if args.max_steps > 0 else state["epoch"] >= args.num_train_epochs
-    return state["global_step"] if done else None

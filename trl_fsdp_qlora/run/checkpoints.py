@@ -5,6 +5,7 @@ is never resumed from. Beside what Transformers saves, each rank keeps the compl
 so a run resumed in the middle of a generation cycle goes on as the uninterrupted one did.
 """
 
+import json
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..upstream.trl import REFERENCE_LOGPS
 from .disk import written_whole
@@ -48,6 +50,16 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
             return checkpoint
         logger.warning("passing over %s: %s", checkpoint, reason)
     return None
+
+
+def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
+    """The steps of the run that `checkpoint` is the end of, or `None` where there are steps left to do."""
+    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    if args.max_steps > 0:
+        done = state["global_step"] >= args.max_steps
+    else:
+        done = (state.get("epoch") or 0.0) >= args.num_train_epochs
+    return state["global_step"] if done else None
 
 
 def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | None:

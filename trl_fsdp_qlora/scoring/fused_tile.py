@@ -64,7 +64,7 @@ def _fold(
     tl.store(logit_sum_ptr + row, logit_sum)
 
     if KEEP_JACOBIAN:
-        # Nothing was summed before the first chunk. After it the maximum moves a few times a row, so most rows stay unread.
+        # Nothing was summed before the first chunk. After it the maximum moves a few times per row, so most rows stay unread.
         if (start > 0) & (new > old):
             for first in range(0, hidden, BLOCK_H):
                 offsets = first + tl.arange(0, BLOCK_H)
