@@ -10,11 +10,11 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 
+from ..grpo.arguments import own_config
 from ..grpo.requests import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.completions import generate
 from ..scoring.request import Kind
-from ..upstream.transformers import model_name
 from ..upstream.trl import ASYNC_LOOP, GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, use_adapter
 from .config import AStarPOConfig
 from .estimators import check_reward_range
@@ -38,14 +38,6 @@ _GRPO_ONLY = (
     "top_entropy_quantile",
     "use_bias_correction_kl",
 )
-
-
-def _own_config(model, args: AStarPOConfig | None) -> AStarPOConfig:
-    if args is None:
-        args = AStarPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-A-star-PO")
-    if not isinstance(args, AStarPOConfig):
-        raise TypeError(f"AStarPOTrainer needs an AStarPOConfig, got {type(args).__name__}")
-    return args
 
 
 def _ignored_fields(args: AStarPOConfig) -> list[str]:
@@ -85,7 +77,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     }
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
-        args = _own_config(model, args)
+        args = own_config(AStarPOConfig, args, model, "A-star-PO")
         # The cache identifies the user's own functions, not what the trainer wraps them in.
         self._given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)

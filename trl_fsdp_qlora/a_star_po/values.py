@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
 from transformers import GenerationConfig
 
+from ..run.ranks import on_main
 from ..run.telemetry import PhaseClock
 from .canonical import canonical, digest
 from .config import AStarPOConfig
@@ -82,22 +83,13 @@ class ReferenceValues:
         """
         if self._stage_one is not None:
             return
-        description = [None]
-        if self.accelerator.is_main_process:
-            try:
-                description = [describe()]
-            except Exception as error:  # raised below on every rank, none of which may be left in the broadcast
-                description = [error]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(description)
-        if isinstance(description[0], Exception):
-            raise description[0]
-        context = digest(description[0])
+        description = on_main(describe)
+        context = digest(description)
         cache = ValueCache(self.args.value_cache)
         others = cache.contexts()
         if others and context not in others:
-            logger.warning(f"{cache.path} holds no value for this run: {_difference(description[0], others)}")
-        cache.add_context(context, description[0])
+            logger.warning(f"{cache.path} holds no value for this run: {_difference(description, others)}")
+        cache.add_context(context, description)
         self._stage_one = StageOne(
             cache,
             context,

@@ -29,7 +29,7 @@ from ..recipe.runner import reward_functions
 from ..recipe.script import USER_ERRORS
 from ..recipe.small_tasks import TASKS
 from ..rollout.adapter_sync import RolloutError
-from ..rollout.sync_choice import LOW_ADAPTER_RATE, choose_sync, warnings_for
+from ..rollout.sync_choice import choose_sync, low_adapter_rate, warnings_for
 from ..run.checkpoints import check_output_dir
 from ..run.hub import asked_once
 from ..run.input_checks import RewardError, check_dataset, guard_reward
@@ -168,9 +168,8 @@ def _launch_findings(config: Any, model: ModelConfig, launch: Launch) -> Iterato
         yield Finding(
             "warning",
             "launch",
-            "fsdp_state_dict_type: FULL_STATE_DICT gathers every weight on rank 0 for each checkpoint, and accelerate before "
-            "1.15 loses the other ranks' part of an adapter. In the accelerate config set `fsdp_state_dict_type: "
-            "SHARDED_STATE_DICT`",
+            "fsdp_state_dict_type: FULL_STATE_DICT gathers every weight on rank 0 for each checkpoint. In the accelerate "
+            "config set `fsdp_state_dict_type: SHARDED_STATE_DICT`",
         )
     if launch.processes > 1 and port_taken(launch.port):
         yield Finding(
@@ -196,12 +195,9 @@ def _vllm_findings(config: Any, model: ModelConfig) -> Iterator[Finding]:
 
 
 def _adapter_findings(config: Any, model: ModelConfig) -> Iterator[Finding]:
-    if model.use_peft and not config.use_vllm and 0 < config.learning_rate < LOW_ADAPTER_RATE:
-        yield Finding(
-            "warning",
-            "learning rate",
-            f"learning_rate={config.learning_rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4",
-        )
+    low = low_adapter_rate(config.learning_rate)
+    if model.use_peft and not config.use_vllm and config.learning_rate > 0 and low is not None:
+        yield Finding("warning", "learning rate", low)
     if not model.use_peft and config.learning_rate > 1e-4:
         yield Finding(
             "warning",

@@ -46,6 +46,19 @@ def _is_quantized_on_disk(model: str, args: Any) -> bool:
     return config.get("quantization_config") is not None
 
 
+def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
+    """`args`, or where there are none a config of class `cls` whose folder is named after `model` and the method.
+
+    Raises:
+        TypeError: `args` are of another class.
+    """
+    if args is None:
+        return cls(f"{model_name(model).rstrip('/').split('/')[-1]}-{suffix}")
+    if not isinstance(args, cls):
+        raise TypeError(f"{suffix} needs args of class {cls.__name__}; got {type(args).__name__}")
+    return args
+
+
 def check_dynamic_sampling(call: dict[str, Any]) -> None:
     """Refuse what further prompts cannot be drawn for.
 
@@ -78,9 +91,7 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
         NodesError: several nodes that differ, or do not share the output folder.
     """
     model, args, peft_config = call["model"], call.get("args"), call.get("peft_config")
-    args = EfficientGRPOConfig.complete(args)
-    if args is None:
-        args = EfficientGRPOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-GRPO")
+    args = EfficientGRPOConfig.complete(args) or own_config(EfficientGRPOConfig, None, model, "GRPO")
     checks.check_processes(args.world_size)
     let_trl_cast()
     check_nodes(args.output_dir)

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from transformers import TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..run import checkpoints, identity, manifest
 from ..run.disk import disk_errors
-from ..run.errors import CheckpointError
 from ..run.lock import FolderLock
 from ..run.node_watch import watching
+from ..run.ranks import on_main
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class WholeCheckpoints:
         Raises:
             CheckpointError: it cannot be written, or another process holds it.
         """
-        self._on_main(self._take)
+        on_main(self._take, self.args.should_save)
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ class WholeCheckpoints:
             CheckpointError: there is no whole checkpoint to resume from, or with `True` and `"auto"` it is another run's.
         """
         if resume is None or resume != self._resolved:
-            self._resolved = self._on_main(lambda: self._resolve(resume))
+            self._resolved = on_main(lambda: self._resolve(resume), self.args.should_save)
         return self._resolved
 
     def _resolve(self, resume: str | bool | None) -> str | None:
@@ -105,7 +105,7 @@ class WholeCheckpoints:
         The trainer's own saving removes no older checkpoint and uploads nothing; [`complete`] comes to that.
         """
         with disk_errors(folder):
-            self._on_main(lambda: checkpoints.empty(folder))
+            on_main(lambda: checkpoints.empty(folder), self.args.should_save)
             limit, self.args.save_total_limit = self.args.save_total_limit, None
             self.saving = True
             try:
@@ -149,17 +149,3 @@ class WholeCheckpoints:
                 logger.warning("completions that %s kept are generated anew: %s", checkpoint, reason)
             return None
         return checkpoints.to_device(state, self.accelerator.device)
-
-    def _on_main(self, do: Callable[[], Any]) -> Any:
-        """The result of `do` on the rank that saves, on all ranks; so is its `CheckpointError`."""
-        outcome: list[Any] = [None, None]
-        if self.args.should_save:
-            try:
-                outcome[0] = do()
-            except CheckpointError as error:
-                outcome[1] = str(error)
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(outcome, from_process=0)
-        if outcome[1] is not None:
-            raise CheckpointError(outcome[1])
-        return outcome[0]

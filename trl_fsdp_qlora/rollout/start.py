@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 
+from ..run.ranks import on_main
 from ..upstream.vllm import VLLMGeneration, leave_groups_that_are_gone
 from .adapter_sync import AdapterVersions, RolloutError, served_rank
 from .dequantized_base import DONE, dequantized_base, has_packed_base
@@ -124,15 +124,9 @@ def limit_stalls(engine: Any, seconds: float) -> None:
 
 
 def _shared_dequantized(model: PeftModel, accelerator: Accelerator, tokenizer) -> str:
-    folder = problem = None
-    if accelerator.is_main_process:
-        # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
-        dtype = torch.float32 if accelerator.device.type == "cpu" else torch.bfloat16
-        try:
-            folder = str(dequantized_base(model, tokenizer, cache_folder() / "dequantized", dtype))
-        except (RolloutError, OSError) as error:
-            problem = str(error)
-    folder, problem = broadcast_object_list([folder, problem], from_process=0)
-    if problem is not None:
-        raise RolloutError(problem)
-    return folder
+    # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
+    dtype = torch.float32 if accelerator.device.type == "cpu" else torch.bfloat16
+    try:
+        return str(on_main(lambda: dequantized_base(model, tokenizer, cache_folder() / "dequantized", dtype)))
+    except OSError as error:
+        raise RolloutError(str(error)) from error

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 
+from ..fsdp2_qlora.launch_checks import is_fsdp_launch
 from .adapter_sync import RolloutError, served_rank
 from .reshaped import reshaping_warning
 
@@ -87,9 +88,14 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool) -> Sync:
 
 
 def _is_sharded(args: Any) -> bool:
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    zero = getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None)
-    return fsdp or zero == 3
+    return is_fsdp_launch() or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None) == 3
+
+
+def low_adapter_rate(rate: float) -> str | None:
+    """Why an adapter learns little at a learning rate; `None` where it may learn."""
+    if rate >= LOW_ADAPTER_RATE:
+        return None
+    return f"learning_rate={rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
 
 
 def warnings_for(args: Any, sync: Sync) -> list[str]:
@@ -107,10 +113,8 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
         )
     if (reshaped := reshaping_warning(args)) is not None:
         found.append(reshaped)
-    if sync.mode == "adapter" and args.learning_rate < LOW_ADAPTER_RATE:
-        found.append(
-            f"learning_rate={args.learning_rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
-        )
+    if sync.mode == "adapter" and (low := low_adapter_rate(args.learning_rate)) is not None:
+        found.append(low)
     sleeps = sync.mode == "adapter" and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
     if sleeps and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         found.append("vllm_enable_sleep_mode does not work with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")

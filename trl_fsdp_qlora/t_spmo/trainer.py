@@ -3,9 +3,9 @@
 import torch
 from accelerate.utils import gather_object
 
+from ..grpo.arguments import own_config
 from ..grpo.requests import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
-from ..upstream.transformers import model_name
 from .config import TSPMOConfig
 from .credit import group_credit
 
@@ -30,10 +30,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     _weighs_in_loss = True  # it has no ratio: no pass is made for weights that nothing reads
 
     def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
-        if args is None:
-            args = TSPMOConfig(f"{model_name(model).rstrip('/').split('/')[-1]}-T-SPMO")
-        if not isinstance(args, TSPMOConfig):
-            raise TypeError(f"TSPMOTrainer takes a TSPMOConfig; got {type(args).__name__}")
+        args = own_config(TSPMOConfig, args, model, "T-SPMO")
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self.card_info.method = "T-SPMO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))"
 

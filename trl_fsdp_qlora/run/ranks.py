@@ -1,0 +1,28 @@
+"""What one rank does for all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+
+def on_main(do: Callable[[], Any], here: bool | None = None) -> Any:
+    """The result of `do` on the main rank, on all ranks; so is what it raises. Every rank calls it.
+
+    Args:
+        do: its result, or its exception, is sent to the other ranks.
+        here: whether this rank does it; by default only the main rank does. Whoever does, the main rank's result counts.
+    """
+    state = PartialState()
+    outcome: list[Any] = [None, None]
+    if state.is_main_process if here is None else here:
+        try:
+            outcome[0] = do()
+        except Exception as error:  # raised below on every rank, none of which may be left waiting for this one
+            outcome[1] = error
+    if state.num_processes > 1:
+        broadcast_object_list(outcome, from_process=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
