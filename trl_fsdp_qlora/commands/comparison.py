@@ -17,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from .. import EfficientGRPOTrainer
 from ..grpo.groups import micro_batches
+from ..prefix_sharing.dropout import draws
 from ..recipe.arguments import ScriptArguments
 from ..recipe.building import model_arguments, refusals_in_a_line
 from ..recipe.runner import build_trainer, reward_functions
@@ -82,15 +83,11 @@ def _prepared(trainer: Any) -> Any:
 
 
 def without_dropout(model: torch.nn.Module) -> int:
-    """Switch dropout off in `model`, in place; returns in how many modules it was on."""
-    found = 0
-    for module in model.modules():
-        names = ("p",) if isinstance(module, torch.nn.Dropout) else ("attention_dropout", "dropout")
-        on = [name for name in names if isinstance(getattr(module, name, None), float) and getattr(module, name) > 0]
-        for name in on:
-            setattr(module, name, 0.0)
-        found += bool(on)
-    return found
+    """Switch dropout off in `model`, in place; returns in how many places it was on."""
+    found = draws(model)
+    for draw in found:
+        setattr(draw.module, draw.attribute, 0.0)
+    return len(found)
 
 
 def _trainers(script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset) -> dict[str, Any]:

@@ -6,7 +6,7 @@ With (o_s, l_s) the output and log-sum-exp of a completion over itself (causal) 
 
 is softmax attention over both. The backward needs no new kernel. Writing P for the probabilities of the *merged*
 softmax, dS = P * (dO V^T - rowsum(dO * o)), and P = exp(S - l): with the merged o and l put in, a flash backward over
-either part computes that part's columns of dS exactly. So it runs once a part, dQ is the sum, and dK and dV of a
+either part computes that part's columns of dS exactly. So it runs once per part, dQ is the sum, and dK and dV of a
 prompt add up over its own rows and its completions.
 
 It wins wherever it applies (full attention, no softcap, no sinks, one head size): keys and values are never copied or
@@ -25,6 +25,7 @@ from ..scoring.transfer import to_device
 from . import windowed
 from .layout import PackedLayout
 from .merging import merge
+from .stretches import equal_runs, fold, gather
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -91,8 +92,8 @@ class _Cascade(torch.autograd.Function):
 def _runs(layout: PackedLayout) -> tuple[list, list, torch.Tensor | None]:
     """What to batch: `(own, cross, pad_index)`, derived from the layout once.
 
-    `own`: `(start, count, length)` of neighbouring segments of equal length. `cross`: `(first query, queries a family,
-    first key, keys a family, families)` of neighbouring families of equal size. `pad_index`: `(segments, longest)` row
+    `own`: `(start, count, length)` of neighbouring segments of equal length. `cross`: `(first query, queries per family,
+    first key, keys per family, families)` of neighbouring families of equal size. `pad_index`: `(segments, longest)` row
     positions of the completions where their lengths differ (they are then not in `own`), filled up with the row's last
     position; and the flat positions in it that are real.
     """
@@ -101,13 +102,7 @@ def _runs(layout: PackedLayout) -> tuple[list, list, torch.Tensor | None]:
     roots, lengths, starts = layout.num_roots, layout.lengths, layout.starts
     children = lengths[roots:]
     ragged = len(children) > 0 and (children != children[0]).any()
-    own = []
-    for start, length in zip(starts[: roots if ragged else None], lengths, strict=False):
-        start, length = int(start), int(length)
-        if own and own[-1][2] == length:
-            own[-1][1] += 1
-        else:
-            own.append([start, 1, length])
+    own = equal_runs(starts[: roots if ragged else None], lengths)
     pad = None
     if ragged:
         within = np.broadcast_to(np.arange(children.max()), (len(children), children.max()))
@@ -131,11 +126,6 @@ def _runs(layout: PackedLayout) -> tuple[list, list, torch.Tensor | None]:
     return layout.cache["cpu_runs"]
 
 
-def _fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
-    """`count` neighbouring stretches of a `(1, H, T, D)` tensor as a batch `(count, H, length, D)`; a view."""
-    return x[0].narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
-
-
 class _batched:
     """CPU flash kernels over batches of equal-length stretches. Row tensors are `(1, T, H, D)` and `(1, T, H)`."""
 
@@ -144,7 +134,7 @@ class _batched:
         own, cross, pad = _runs(layout)
         _, heads, tokens, size = q.shape
         if len(own) == 1 and not cross:
-            out, lse = _cpu_forward(*(_fold(x, *own[0]) for x in (q, k, v)), 0.0, True, scale=scale)
+            out, lse = _cpu_forward(*(fold(x, *own[0]) for x in (q, k, v)), 0.0, True, scale=scale)
             return (
                 out.transpose(1, 2).reshape(1, tokens, heads, size),
                 lse.transpose(1, 2).reshape(1, tokens, heads),
@@ -152,20 +142,20 @@ class _batched:
             )
         out_parts, lse_parts = [], []
         for run in own:
-            out, lse = _cpu_forward(*(_fold(x, *run) for x in (q, k, v)), 0.0, True, scale=scale)
+            out, lse = _cpu_forward(*(fold(x, *run) for x in (q, k, v)), 0.0, True, scale=scale)
             out_parts.append(out.transpose(1, 2).flatten(0, 1))
             lse_parts.append(lse.transpose(1, 2).flatten(0, 1))
         if pad is not None:
             index, real = pad
-            out, lse = _cpu_forward(*(_gather(x, index) for x in (q, k, v)), 0.0, True, scale=scale)
+            out, lse = _cpu_forward(*(gather(x, index) for x in (q, k, v)), 0.0, True, scale=scale)
             out_parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, real))
             lse_parts.append(lse.transpose(1, 2).flatten(0, 1).index_select(0, real))
         out = torch.cat(out_parts).unsqueeze(0)
         lse = torch.cat(lse_parts).unsqueeze(0)
         for query_start, queries, key_start, keys, count in cross:
-            prompt_k, prompt_v = (_fold(x, key_start, count, keys) for x in (k, v))
+            prompt_k, prompt_v = (fold(x, key_start, count, keys) for x in (k, v))
             out_p, lse_p = _cpu_forward(
-                _fold(q, query_start, count, queries), prompt_k, prompt_v, 0.0, False, scale=scale
+                fold(q, query_start, count, queries), prompt_k, prompt_v, 0.0, False, scale=scale
             )
             own_out = out[0].narrow(0, query_start, count * queries).unflatten(0, (count, queries))
             own_lse = lse[0].narrow(0, query_start, count * queries).unflatten(0, (count, queries))
@@ -180,15 +170,15 @@ class _batched:
         # The kernels take (batch, H, length, D).
         grad_h, out_h, lse_h = grad_out.transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
-        def call(fold, causal, q_fold=None):
-            q_fold = q_fold or fold
+        def call(part, causal, q_part=None):
+            q_part = q_part or part
             return _cpu_backward(
-                q_fold(grad_h),
-                q_fold(q),
-                fold(k),
-                fold(v),
-                q_fold(out_h),
-                q_fold(lse_h).squeeze(-1),
+                q_part(grad_h),
+                q_part(q),
+                part(k),
+                part(v),
+                q_part(out_h),
+                q_part(lse_h).squeeze(-1),
                 0.0,
                 causal,
                 scale=scale,
@@ -196,7 +186,7 @@ class _batched:
 
         parts = []
         for run in own:
-            grads = call(lambda x, run=run: _fold(x, *run), True)
+            grads = call(lambda x, run=run: fold(x, *run), True)
             parts.append([g.transpose(1, 2).flatten(0, 1) for g in grads])
         if pad is not None:
             index, real = pad
@@ -205,9 +195,9 @@ class _batched:
             fill[real] = 1
             keep = fill.view(*index.shape, 1, 1).transpose(1, 2)
             grads = _cpu_backward(
-                _gather(grad_h, index) * keep,
-                *(_gather(x, index) for x in (q, k, v, out_h)),
-                _gather(lse_h, index).squeeze(-1),
+                gather(grad_h, index) * keep,
+                *(gather(x, index) for x in (q, k, v, out_h)),
+                gather(lse_h, index).squeeze(-1),
                 0.0,
                 True,
                 scale=scale,
@@ -218,9 +208,9 @@ class _batched:
         grads = [torch.cat(g) for g in zip(*parts, strict=True)]
         for query_start, queries, key_start, keys, count in cross:
             grad_q, grad_k, grad_v = call(
-                lambda x, run=(key_start, count, keys): _fold(x, *run),
+                lambda x, run=(key_start, count, keys): fold(x, *run),
                 False,
-                lambda x, run=(query_start, count, queries): _fold(x, *run),
+                lambda x, run=(query_start, count, queries): fold(x, *run),
             )
             for total, start, grad in zip(
                 grads, (query_start, key_start, key_start), (grad_q, grad_k, grad_v), strict=True
@@ -228,11 +218,6 @@ class _batched:
                 grad = grad.transpose(1, 2).flatten(0, 1)
                 total.narrow(0, start, grad.shape[0]).add_(grad)
         return tuple(g.unsqueeze(0).transpose(1, 2) for g in grads)
-
-
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Row positions `index` `(n, length)` of a `(1, H, T, D)` tensor as `(n, H, length, D)`."""
-    return x[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from ..scoring.transfer import to_device
 from ..upstream.flash import is_flash
 from .layout import PackedLayout
+from .stretches import equal_runs, fold, gather
 
 _MASKED_BASES = ("sdpa", "eager")
 
@@ -28,8 +29,8 @@ def refuses(call) -> str | None:
 def attend(call) -> torch.Tensor:
     """Attention output `(1, T, H, D_v)` of an [`AttentionCall`]."""
     parts = []
-    for start, count, length in _equal_roots(call.layout):
-        q, k, v = (_fold(x, start, count, length) for x in (call.query, call.key, call.value))
+    for start, count, length in equal_runs(call.layout.starts[: call.layout.num_roots], call.layout.lengths):
+        q, k, v = (fold(x, start, count, length) for x in (call.query, call.key, call.value))
         parts.append(_own(call, q, k, v).flatten(0, 1))
     for block in _family_blocks(call.layout, call.query.device):
         parts.append(_family(call, block))
@@ -70,33 +71,17 @@ def _family(call, block) -> torch.Tensor:
 
     def completions(x):
         if pad is None:
-            return _fold(x, children_start, count * group, longest)
-        return x[0].transpose(0, 1).index_select(0, pad[0]).unflatten(0, (count * group, longest)).transpose(1, 2)
+            return fold(x, children_start, count * group, longest)
+        return gather(x, pad[0])
 
     def keys(x):
-        prompt = _fold(x, prompt_start, count, prompt_length)
+        prompt = fold(x, prompt_start, count, prompt_length)
         expanded = prompt.unsqueeze(1).expand(-1, group, -1, -1, -1)
         own = completions(x).unflatten(0, (count, group))
         return torch.cat([expanded, own], dim=3).flatten(0, 1)
 
     out = _own(call, completions(call.query), keys(call.key), keys(call.value)).flatten(0, 1)
     return out if pad is None else out.index_select(0, pad[1])
-
-
-def _fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
-    return x[0].narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
-
-
-def _equal_roots(layout: PackedLayout) -> list[tuple[int, int, int]]:
-    """Single rows and prompts as `(start, count, length)` of neighbours of equal length."""
-    runs = []
-    for start, length in zip(layout.starts[: layout.num_roots], layout.lengths, strict=False):
-        start, length = int(start), int(length)
-        if runs and runs[-1][2] == length:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
-        else:
-            runs.append((start, 1, length))
-    return runs
 
 
 def _family_blocks(layout: PackedLayout, device: torch.device) -> list[tuple]:
@@ -126,7 +111,7 @@ def _family_blocks(layout: PackedLayout, device: torch.device) -> list[tuple]:
         pad = None
         if (lengths != longest).any():
             within = torch.arange(longest)
-            index = (starts.unsqueeze(1) + within).clamp_(max=layout.tokens - 1).flatten()
+            index = (starts.unsqueeze(1) + within).clamp_(max=layout.tokens - 1)
             real = (within < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
             pad = (to_device(index, device), to_device(real, device))
         prompt = singles + first
