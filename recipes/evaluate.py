@@ -60,9 +60,7 @@ class EvaluateArguments:
 def checked_tokenizer(script: ScriptArguments, args: EvaluateArguments):
     """The model's tokenizer, when all that can be told to be wrong before the weights are loaded has been looked at."""
     check_script(script)
-    check_counts(
-        args, {"max_new_tokens": (1, "256, say"), "batch_size": (1, "64, say"), "samples": (0, "0 is greedy")}
-    )
+    check_counts(args, {"max_new_tokens": (1, "try 256"), "batch_size": (1, "try 64"), "samples": (0, "0 is greedy")})
     if args.temperature <= 0 or not 0 < args.top_p <= 1:
         raise ConfigError(f"temperature={args.temperature} must be positive and top_p={args.top_p} in (0, 1]")
     if args.load_in_4bit:

@@ -37,7 +37,7 @@ class SFTScriptArguments(ScriptArguments):
 def main() -> None:
     script, config, model = parse_recipe((SFTScriptArguments, SFTConfig, ModelConfig))
     check_script(script)
-    check_counts(script, {"sft_problems": (1, "leave it out for all"), "max_new_tokens": (1, "96, say")})
+    check_counts(script, {"sft_problems": (1, "leave it out for all"), "max_new_tokens": (1, "try 96")})
     if script.max_train_seconds is not None:
         raise ConfigError("max_train_seconds is of the recipes that reinforce; set num_train_epochs or max_steps")
     check_output_dir(config.output_dir, config.resume_from_checkpoint)

@@ -125,7 +125,7 @@ def test_dead_groups_get_advantages(compare, monkeypatch):
             "--accelerate_config fsdp2_qlora",
             "compare runs in one process: leave --accelerate_config out. (Under FSDP2",
         ),
-        ("--steps none", "--steps none is no number of steps"),
+        ("--steps none", "--steps none is not a number of steps"),
         ("--picture x.jpg", "--picture x.jpg must end in .png"),
         ("--learning_rat 1", "unknown key '--learning_rat'; did you mean '--learning_rate'?"),
         ("--value_samples 4", "stock TRL has no A*-PO to compare with"),

@@ -88,7 +88,7 @@ def test_the_users_own_accelerate_config_comes_first(launched, tmp_path, capsys)
             "there is no recipe 'small-base/grpo/s_gpro'; did you mean 'small-base/grpo/s_grpo'?",
         ),
         ("--config mine.yml", "--config mine.yml: no such file; did you mean 'mine.yaml'?"),
-        ("--num_processes two", "--num_processes two is no number of processes; 2, say"),
+        ("--num_processes two", "--num_processes two is not a number of processes; try 2"),
         ("--accelerate_config dpp", "no accelerate config named 'dpp'; did you mean 'ddp'?"),
     ],
 )

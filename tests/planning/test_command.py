@@ -62,7 +62,7 @@ def test_more_memory_than_there_is_has_the_table_and_what_makes_it_fit(tiny, tmp
         (["--accelerate_config", "fsdp2_qlor"], "did you mean 'fsdp2_qlora'?"),
         (["--config", "no_such.yaml"], "no_such.yaml"),
         (["--prompt_tokens", "0"], "must be at least 1"),
-        (["--num_generations", "many"], "num_generations='many' is no whole number"),
+        (["--num_generations", "many"], "num_generations='many' is not a whole number"),
         (["--max_completion_lenght", "8"], "did you mean 'max_completion_length'?"),
         (["--dtype", "float12"], "dtype='float12' is not known"),
         (["--lora_target_modules", "nothing"], "lora_target_modules"),

@@ -61,16 +61,18 @@ ARGUMENTS = [
     Case(
         "yaml-list-for-number",
         "--config list_for_number.yaml",
-        "list_for_number.yaml: learning_rate=[0.1] is no number",
+        "list_for_number.yaml: learning_rate=[0.1] is not a number",
     ),
     Case(
         "yaml-text-for-number",
         "--config text_for_number.yaml",
-        "text_for_number.yaml: max_steps='ten' is no whole number",
+        "text_for_number.yaml: max_steps='ten' is not a whole number",
     ),
-    Case("yaml-fraction-for-count", "--config fraction.yaml", "fraction.yaml: max_steps=1.5 is no whole number"),
+    Case("yaml-fraction-for-count", "--config fraction.yaml", "fraction.yaml: max_steps=1.5 is not a whole number"),
     Case(
-        "yaml-true-for-count", "--config true_for_count.yaml", "true_for_count.yaml: held_out=True is no whole number"
+        "yaml-true-for-count",
+        "--config true_for_count.yaml",
+        "true_for_count.yaml: held_out=True is not a whole number",
     ),
     Case(
         "yaml-number-for-switch",
@@ -205,7 +207,7 @@ MODELS = [
     Case(
         "model-misspelt-hub-like",
         "--model_name_or_path bse",
-        "model_name_or_path='bse' is no folder here and cannot be loaded: ",
+        "model_name_or_path='bse' is not a folder here and cannot be loaded: ",
     ),
     Case(
         "model-path", "--model_name_or_path no/such/folder", "model_name_or_path='no/such/folder': no such folder here"
@@ -240,23 +242,23 @@ DATA = [
     Case(
         "file-misspelt",
         "--dataset mine.jsonl",
-        "dataset 'mine.jsonl' is no file or folder here, and no Hub id (owner/name)",
+        "dataset 'mine.jsonl' is neither a file or folder here nor a Hub id (owner/name)",
     ),
     Case(
         "file-nearly",
         "--dataset dta.jsonl",
-        "dataset 'dta.jsonl' is no file or folder here, and no Hub id (owner/name); did you mean 'data.jsonl'?",
+        "dataset 'dta.jsonl' is neither a file or folder here nor a Hub id (owner/name); did you mean 'data.jsonl'?",
     ),
-    Case("dataset-path", "--dataset no/such/data", "dataset 'no/such/data' is no file or folder here"),
+    Case("dataset-path", "--dataset no/such/data", "dataset 'no/such/data' is not a file or folder here"),
     Case(
         "dataset-hub",
         "--dataset nobody/nothing",
-        "dataset 'nobody/nothing' (split 'train') is no file or folder here and cannot be loaded from the Hub",
+        "dataset 'nobody/nothing' (split 'train') is not a file or folder here and cannot be loaded from the Hub",
     ),
     Case(
         "kind-of-file",
         "--dataset data.txt",
-        "data.txt is no file of a known kind: .jsonl, .json, .csv, .tsv, .parquet",
+        "data.txt is not a file of a known kind: .jsonl, .json, .csv, .tsv, .parquet",
     ),
     Case(
         "bad-line", "--dataset bad_line.jsonl", "bad_line.jsonl, line 3: no JSON: Expecting ',' delimiter (column 20)"
@@ -300,7 +302,7 @@ DATA = [
         "null_in_data.json, data, row 1: the field 'answer' is empty",
     ),
     Case("json-number", "--dataset number.json", "number.json must hold a list of rows, not 3"),
-    Case("not-utf8", "--dataset latin1.jsonl", "latin1.jsonl: it is no text in UTF-8"),
+    Case("not-utf8", "--dataset latin1.jsonl", "latin1.jsonl: it is not UTF-8 text"),
     Case("csv-fields", "--dataset fields.csv", "fields.csv, line 3: more fields than the header has columns (2)"),
     Case("csv-missing", "--dataset missing.csv", "missing.csv, line 3: the field 'answer' is empty"),
     Case("no-parquet", "--dataset no.parquet", "no.parquet: no parquet"),
@@ -328,7 +330,7 @@ DATA = [
         "--dataset addition --held_out 0 --eval_split train",
         "training and held-out problems are both 'addition', split 'train'; set held_out",
     ),
-    Case("eval-dataset", "--held_out 0 --eval_dataset dta.jsonl", "dataset 'dta.jsonl' is no file or folder here"),
+    Case("eval-dataset", "--held_out 0 --eval_dataset dta.jsonl", "dataset 'dta.jsonl' is not a file or folder here"),
     Case(
         "all-held-out",
         "--held_out 0 --eval_dataset copy.jsonl",
@@ -351,7 +353,7 @@ OTHERS = [
     Case(
         "evaluate-adapter-missing",
         "--adapter nobody/nothing",
-        "adapter='nobody/nothing' is no folder here and cannot be loaded",
+        "adapter='nobody/nothing' is not a folder here and cannot be loaded",
         "evaluate",
     ),
     Case("evaluate-tokens", "--max_new_tokens 0", "max_new_tokens=0 must be at least 1", "evaluate"),

@@ -57,7 +57,7 @@ def _words(words: list[str]) -> tuple[dict[str, str], int, list[str]]:
     """(this command's options, steps, the recipe's words).
 
     Raises:
-        ValueError: what cannot be compared, or is no number of steps.
+        ValueError: what cannot be compared, or is not a number of steps.
     """
     launcher, rest = take(words, LAUNCHER)
     if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -68,7 +68,7 @@ def _words(words: list[str]) -> tuple[dict[str, str], int, list[str]]:
     own, rest = take(rest, _OWN)
     steps = own.get("--steps", "3")
     if not steps.isdigit() or not int(steps):
-        raise ValueError(f"--steps {steps} is no number of steps; 3, say")
+        raise ValueError(f"--steps {steps} is not a number of steps; try 3")
     if Path(own.get("--picture", "compare.png")).suffix != ".png":
         raise ValueError(f"--picture {own['--picture']} must end in .png")
     rest = with_recipe(rest)
@@ -140,7 +140,7 @@ def _levelled(config: Any, model: Any) -> list[str]:
             setattr(holder, name, value)
             lines.append(f"{name}: {given} is taken as {value} here: {why}")
 
-    level(config, "token_selection", "all", "a subset of tokens is another objective, which stock TRL has not")
+    level(config, "token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have")
     level(config, "dynamic_sampling", False, "it changes which prompts are trained on, which stock TRL cannot")
     level(config, "use_vllm", False, "completions come from transformers, and what is compared is the loss")
     level(model, "lora_dropout", 0.0, "each trainer would draw masks of its own")

@@ -103,7 +103,7 @@ def default_config(asked: str | None) -> tuple[str, int]:
     import torch
 
     if asked is not None and not (asked.isdigit() and int(asked)):
-        raise ValueError(f"--num_processes {asked} is no number of processes; 2, say")
+        raise ValueError(f"--num_processes {asked} is not a number of processes; try 2")
     gpus = torch.cuda.device_count()
     processes = int(asked) if asked else max(gpus, 1)
     if gpus:

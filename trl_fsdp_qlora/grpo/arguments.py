@@ -68,7 +68,7 @@ def check_dynamic_sampling(call: dict[str, Any]) -> None:
     dataset = call.get("train_dataset")
     if dataset is not None and not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"dynamic_sampling draws further prompts by their index, which an {type(dataset).__name__} has not: load the "
+            f"dynamic_sampling draws further prompts by their index, which an {type(dataset).__name__} does not have: load the "
             "dataset without streaming, or set dynamic_sampling=False"
         )
     own = next((name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)), None)

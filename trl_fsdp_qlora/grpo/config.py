@@ -38,7 +38,7 @@ class EfficientGRPOConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
-            "(keeps its Jacobian: two matrix products in the place of three), 'fused' (the same with a Triton kernel, on "
+            "(keeps its Jacobian: two matrix products instead of three), 'fused' (the same with a Triton kernel, on "
             "CUDA), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU until another one has been measured to be "
             "faster there. A trained head and an entropy bonus are TRL's. Values agree up to rounding."
         },
@@ -166,7 +166,7 @@ class EfficientGRPOConfig(GRPOConfig):
         for name in SWITCHES:
             setattr(self, name, spelled(getattr(self, name)))
         if self.num_generations < 1:
-            raise ValueError(f"num_generations={self.num_generations} must be at least 1; 8, say")
+            raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         accumulation = self.steps_per_generation or self.gradient_accumulation_steps
         try:
             super().__post_init__()
@@ -185,7 +185,7 @@ class EfficientGRPOConfig(GRPOConfig):
         check_head_kernel(self.lm_head_kernel)
         if not self.vllm_stall_timeout >= 0:
             raise ValueError(
-                f"vllm_stall_timeout={self.vllm_stall_timeout} is no number of seconds; use 50, or 0 for no limit"
+                f"vllm_stall_timeout={self.vllm_stall_timeout} is not a number of seconds; use 50, or 0 for no limit"
             )
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(

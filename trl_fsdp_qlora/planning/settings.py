@@ -234,7 +234,7 @@ def count(name: str, value: Any) -> int:
     try:
         number = int(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name}={value!r} is no whole number") from None
+        raise ConfigError(f"{name}={value!r} is not a whole number") from None
     if number < 1:
         raise ConfigError(f"{name}={number} must be at least 1")
     return number

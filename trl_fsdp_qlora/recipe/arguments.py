@@ -194,7 +194,7 @@ def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}{did_you_mean(beside(path))}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{option} {path}: it is no text in UTF-8") from None
+        raise ConfigError(f"{option} {path}: it is not UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -219,13 +219,13 @@ def _scalar(action: argparse.Action, value: Any, path: str) -> Any:
     if kind in _NUMBERS and not isinstance(value, str):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or (kind == "int" and value != int(value)):
-            raise ConfigError(f"{path}: {action.dest}={value!r} is no {_NUMBERS[kind]}")
+            raise ConfigError(f"{path}: {action.dest}={value!r} is not a {_NUMBERS[kind]}")
         value = int(value) if kind == "int" else float(value)
     elif isinstance(value, str) and callable(action.type):
         try:
             value = action.type(value)
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            named = f" is no {_NUMBERS[kind]}" if kind in _NUMBERS else f": {error}"
+            named = f" is not a {_NUMBERS[kind]}" if kind in _NUMBERS else f": {error}"
             raise ConfigError(f"{path}: {action.dest}={value!r}{named}") from None
     elif kind == "string_to_bool" and not isinstance(value, bool):
         raise ConfigError(f"{path}: {action.dest}={value!r} is neither true nor false")

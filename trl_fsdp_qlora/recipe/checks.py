@@ -33,15 +33,15 @@ _SCRIPT_COUNTS = {
     "eval_problems": (1, "leave it out for all of them"),
     "accuracy_steps": (0, "0 measures before and after only"),
     "accuracy_samples": (0, "0 decodes greedily only"),
-    "accuracy_batch_size": (1, "64, say"),
+    "accuracy_batch_size": (1, "try 64"),
 }
 _TRAINING_COUNTS = {
     "per_device_train_batch_size": (1, "a multiple of num_generations keeps groups whole"),
     "gradient_accumulation_steps": (1, "1 does not accumulate"),
-    "num_generations": (1, "8, say"),
+    "num_generations": (1, "try 8"),
     "num_iterations": (1, "1 uses each completion once"),
-    "max_completion_length": (1, "256, say"),
-    "save_steps": (0, "500, say"),
+    "max_completion_length": (1, "try 256"),
+    "save_steps": (0, "try 500"),
 }
 
 
@@ -108,23 +108,23 @@ def check_training(config: Any, model: ModelConfig) -> None:
     _check_reporting(config.report_to)
     _check_quantization(model)
     if model.use_peft and model.lora_r < 1:
-        raise ConfigError(f"lora_r={model.lora_r} must be at least 1: it is the rank of the adapter; 16, say")
+        raise ConfigError(f"lora_r={model.lora_r} must be at least 1: it is the rank of the adapter; try 16")
     if model.use_peft and not 0 <= model.lora_dropout < 1:
-        raise ConfigError(f"lora_dropout={model.lora_dropout} is outside [0, 1); 0.05, say")
+        raise ConfigError(f"lora_dropout={model.lora_dropout} is outside [0, 1); try 0.05")
 
 
 def _check_numbers(config: Any) -> None:
     if config.learning_rate < 0:
-        raise ConfigError(f"learning_rate={config.learning_rate} is negative; 1.0e-5, say")
+        raise ConfigError(f"learning_rate={config.learning_rate} is negative; try 1.0e-5")
     for name in ("learning_rate", "temperature", "beta"):
         if not math.isfinite(getattr(config, name)):
-            raise ConfigError(f"{name}={getattr(config, name)} is no finite number")
+            raise ConfigError(f"{name}={getattr(config, name)} is not a finite number")
     if config.temperature <= 0:
-        raise ConfigError(f"temperature={config.temperature} must be positive: completions are sampled; 1.0, say")
+        raise ConfigError(f"temperature={config.temperature} must be positive: completions are sampled; try 1.0")
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p={config.top_p} is outside (0, 1]; 1.0 draws from all tokens")
     if not 0 <= config.seed < 2**32:
-        raise ConfigError(f"seed={config.seed} is outside 0 to 2**32 - 1; 42, say")
+        raise ConfigError(f"seed={config.seed} is outside 0 to 2**32 - 1; try 42")
     if config.model_init_kwargs is not None and not isinstance(config.model_init_kwargs, dict):
         raise ConfigError(f"model_init_kwargs={config.model_init_kwargs!r} must hold `name: value` lines")
 
@@ -169,7 +169,7 @@ def check_adapter(name: str) -> PeftConfig:
     try:
         return PeftConfig.from_pretrained(name)
     except (OSError, ValueError, TypeError) as error:
-        where = "" if path.is_dir() else " is no folder here and"
+        where = "" if path.is_dir() else " is not a folder here and"
         raise ConfigError(
             f"adapter={name!r}{where} cannot be loaded: {_first_line(error)}{did_you_mean(beside(path))}"
         ) from error
@@ -221,7 +221,7 @@ def _model_config(name: str, revision: str | None, field: str):
     try:
         return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
-        where = "" if path.is_dir() else " is no folder here and"
+        where = "" if path.is_dir() else " is not a folder here and"
         raise ConfigError(
             f"{field}={name!r}{where} cannot be loaded: {_first_line(error)}{did_you_mean(beside(path))}"
         ) from error

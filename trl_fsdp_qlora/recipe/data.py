@@ -87,7 +87,7 @@ def load_problems(args: ScriptArguments, worked: bool = False) -> Problems:
     if args.validation:
         train, validation = hold_out(train, args.validation, field="validation")
     elif args.accuracy_on == "validation":
-        raise DatasetError("accuracy_on='validation' has no problems to measure on; set validation: 100, say")
+        raise DatasetError("accuracy_on='validation' has no problems to measure on; set validation: 100, for example")
     return Problems(train, validation, test)
 
 

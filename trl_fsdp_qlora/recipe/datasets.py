@@ -99,14 +99,14 @@ def _source_rows(source: str, split: str, config: str | None) -> list[Row]:
         return read_rows(path, split)
     if path.suffix in SUFFIXES or not _HUB_ID.fullmatch(source):
         raise DatasetError(
-            f"dataset {source!r} is no file or folder here, and no Hub id (owner/name){did_you_mean(beside(path))}"
+            f"dataset {source!r} is neither a file or folder here nor a Hub id (owner/name){did_you_mean(beside(path))}"
         )
     try:
         rows = load_dataset(source, config, split=split).to_list()
     except (OSError, ValueError, DatasetsError) as error:  # not there, not reached, no such split or configuration
         reason = str(error).strip().split("\n")[0]
         raise DatasetError(
-            f"dataset {source!r} (split {split!r}) is no file or folder here and cannot be loaded from the Hub: {reason}"
+            f"dataset {source!r} (split {split!r}) is not a file or folder here and cannot be loaded from the Hub: {reason}"
             f"{did_you_mean(beside(path))}"
         ) from error
     return [Row(values, f"{source}, row {index}") for index, values in enumerate(rows)]

@@ -40,13 +40,13 @@ def read_rows(path: Path, split: str) -> list[Row]:
             return _saved_rows(path, split)
         return [row for file in _files_of_split(path, split) for row in read_rows(file, split)]
     if path.suffix not in SUFFIXES:
-        raise DatasetError(f"{path} is no file of a known kind: {', '.join(SUFFIXES)}")
+        raise DatasetError(f"{path} is not a file of a known kind: {', '.join(SUFFIXES)}")
     try:
         return [Row(values, f"{path}, {where}") for values, where in SUFFIXES[path.suffix](path)]
     except OSError as error:
         raise DatasetError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{path}: it is no text in UTF-8 (byte {error.start}: {error.reason})") from None
+        raise DatasetError(f"{path}: it is not UTF-8 text (byte {error.start}: {error.reason})") from None
 
 
 def has_splits(source: str) -> bool:

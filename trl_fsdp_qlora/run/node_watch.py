@@ -39,7 +39,7 @@ def patience() -> float:
         seconds = 0.0
     if not seconds > 0:
         raise ValueError(
-            f"TRL_FSDP_QLORA_NODE_PATIENCE={text} is no number of seconds above 0: unset it for {PATIENCE:g}"
+            f"TRL_FSDP_QLORA_NODE_PATIENCE={text} is not a number of seconds above 0: unset it for {PATIENCE:g}"
         )
     return seconds
 

@@ -35,7 +35,7 @@ def load_function(text: str) -> Callable:
     """
     match = _SPELLING.fullmatch(text)
     if match is None:
-        raise OwnCodeError(f"{text!r} is no import path; write my_file.py:function or my_package.module:function")
+        raise OwnCodeError(f"{text!r} is not an import path; write my_file.py:function or my_package.module:function")
     module = _module(match["module"])
     function = getattr(module, match["name"], None)
     if not callable(function):
