@@ -1,8 +1,9 @@
 """The folders that stand at the top of the repository, where a reader looks for them, and inside an installed package."""
 
+from importlib.resources import files
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(str(files(__package__.partition(".")[0]))).resolve()  # recipes are launched, so they are files on a disk
 
 
 def shipped(folder: str) -> Path:
