@@ -7,7 +7,8 @@ import torch
 
 from ..recipe.stats import wilson_interval
 from ..rollout.completions import over_ranks
-from .sampling import LocalScorer, combine, decode
+from ..rollout.rewards import combine
+from .sampling import LocalScorer, decode
 
 
 def evaluate_rows(

@@ -107,12 +107,6 @@ def generation_config(
     return GenerationConfig(**settings, disable_compile=True)
 
 
-def combine(rewards_RK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
-    """The scalar reward: weighted sum over the functions that gave one; NaN where none did (as in TRL)."""
-    total_R = (rewards_RK * weights_K.to(rewards_RK)).nansum(1)
-    return total_R.masked_fill(rewards_RK.isnan().all(1), math.nan)
-
-
 def _ignore(*_args) -> None:
     """Stands in for the trainer's log hooks."""
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from ..rollout.rewards import combine
 from .estimators import SamplePlan, check_reward_range
-from .sampling import combine
 from .value_cache import ValueCache, ValueCacheError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class StageOne:
         reward_weights: weight of each reward function, shape `(K,)`.
         draw: samples and scores; see `Draw`.
         seed: of the sampling.
-        batch_size: prompts a chunk.
+        batch_size: prompts per chunk.
         rank, world: this process among those that share the work.
         any_rank: maximum over the ranks of an integer; needed for `lockstep`.
         poll_seconds: between two looks at prompts that others have claimed.

@@ -14,13 +14,14 @@ from ..grpo.arguments import own_config
 from ..grpo.requests import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.completions import generate
+from ..rollout.rewards import combine
 from ..scoring.request import Kind
 from ..upstream.trl import ASYNC_LOOP, GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, use_adapter
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .evaluation import evaluate_rows
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .sampling import LocalScorer, combine, decode, generation_config
+from .sampling import LocalScorer, decode, generation_config
 from .stage_one import Item, Report
 from .values import ReferenceValues, describe_context
 

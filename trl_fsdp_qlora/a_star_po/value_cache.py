@@ -1,7 +1,7 @@
 """The V* cache: rewards of reference samples, on disk, shared by the ranks of a node, by several runs and by later ones.
 
 One SQLite file in write-ahead-logging mode. An entry is the rewards of all samples drawn so far for one key (see
-`fingerprint.py` for what a key covers), as float64, one row a sample and one column a reward function. Rewards are
+`fingerprint.py` for what a key covers), as float64, one row per sample and one column per reward function. Rewards are
 stored and not values, so more samples extend an entry and any estimator can be applied later.
 
 Before a process samples a prompt it *claims* its key; a claim ends when its samples are stored, when it is released,
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 # Marks the file as ours among all SQLite files ("V*PO").
 APPLICATION_ID = 0x562A504F
-_BATCH = 500  # SQLite allows a limited number of parameters a statement
+_BATCH = 500  # SQLite allows a limited number of parameters per statement
 
 _SCHEMA = """
 CREATE TABLE contexts (context TEXT PRIMARY KEY, description TEXT NOT NULL, created REAL NOT NULL);

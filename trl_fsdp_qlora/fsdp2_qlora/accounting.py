@@ -97,7 +97,7 @@ def check_sharded(model: nn.Module, world_size: int) -> BaseBytes:
         return measured
     layers = quantized_layers(model)
     whole = [name for name, layer in layers.items() if not isinstance(layer.weight, DTensor)]
-    # An even split rounds up by less than one byte a layer and rank; FSDP2 pads by as much.
+    # An even split rounds up by less than one byte per layer and rank; FSDP2 pads by as much.
     allowed = measured.quantized_full / world_size + len(layers) * world_size
     if whole or measured.quantized_local > allowed:
         raise BaseNotSharded(

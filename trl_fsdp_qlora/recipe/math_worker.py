@@ -154,7 +154,7 @@ class MathVerify:
 
 
 def serve(parent: int, cpu_seconds: float) -> None:
-    """Answer questions from stdin, one JSON list a line, with `true` or `false`, until the parent is gone."""
+    """Answer questions from stdin, one JSON list per line, with `true` or `false`, until the parent is gone."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no reply
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; its end closes our input

@@ -13,6 +13,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
+from .rewards import combine
+
 logger = get_logger(__name__)
 
 
@@ -43,10 +45,7 @@ def alive_groups(rewards_NK: torch.Tensor, weights_K: torch.Tensor, group_size: 
         weights_K: of the functions.
         each: the functions are normalised one by one, so one of them is enough; otherwise their weighted sum has to differ.
     """
-    weighted_NK = rewards_NK * weights_K.to(rewards_NK)
-    if not each:
-        none_N = rewards_NK.isnan().all(1)
-        weighted_NK = weighted_NK.nansum(1).masked_fill(none_N, torch.nan)[:, None]
+    weighted_NK = rewards_NK * weights_K.to(rewards_NK) if each else combine(rewards_NK, weights_K)[:, None]
     groups = weighted_NK.unflatten(0, (-1, group_size))
     highest = groups.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1)
     lowest = groups.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(1)

@@ -3,7 +3,9 @@
 from importlib.resources import files
 from pathlib import Path
 
-_PACKAGE = Path(str(files(__package__.partition(".")[0]))).resolve()  # recipes are launched, so they are files on a disk
+_PACKAGE = Path(
+    str(files(__package__.partition(".")[0]))
+).resolve()  # recipes are launched, so they are files on a disk
 
 
 def shipped(folder: str) -> Path:

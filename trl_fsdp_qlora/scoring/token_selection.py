@@ -205,7 +205,7 @@ def weight_gradient(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`values` unchanged, their gradient multiplied by `weight`, elementwise.
 
     What a loss computes from these log-probabilities is then the token's own value, and its gradient the weighted one,
-    for any loss that is a sum of one term a token, KL included.
+    for any loss that is a sum of one term per token, KL included.
     """
     fixed = values.detach()
     return fixed + weight * (values - fixed)

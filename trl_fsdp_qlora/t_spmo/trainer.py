@@ -6,6 +6,7 @@ from accelerate.utils import gather_object
 from ..grpo.arguments import own_config
 from ..grpo.requests import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
+from ..rollout.rewards import combine
 from .config import TSPMOConfig
 from .credit import group_credit
 
@@ -41,8 +42,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        weighted = rewards_per_func * self.reward_weights.to(rewards_per_func.device)
-        self._rewards = weighted.nansum(1).masked_fill(rewards_per_func.isnan().all(1), torch.nan)
+        self._rewards = combine(rewards_per_func, self.reward_weights)
         return rewards_per_func
 
     def _generate_and_score_completions(self, inputs):
