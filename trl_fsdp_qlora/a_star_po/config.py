@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from ..grpo.config import EfficientGRPOConfig
-from ..run.config_fields import documented
+from ..run.config_fields import documented, option
 from .estimators import ESTIMATORS, SamplePlan
 from .local_disk import network_file_system, scratch
 from .objectives import OBJECTIVES
@@ -76,59 +76,43 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
         ValueError: a value outside its range, or a setting that A*-PO has no place for; says what to write instead.
     """
 
-    num_generations: int = field(default=1, metadata={"help": "Completions per prompt in stage 2."})
-    beta: float = field(
-        default=0.03,
-        metadata={
-            "help": "KL coefficient of objective=advantage_weighted; regression has beta2. It cannot be 0, because TRL "
-            "then keeps no reference policy."
-        },
+    num_generations: int = option(1, "Completions per prompt in stage 2.")
+    beta: float = option(
+        0.03,
+        "KL coefficient of objective=advantage_weighted; regression has beta2. It cannot be 0, because TRL "
+        "then keeps no reference policy.",
     )
-    entropy_coef: float = field(default=1e-3, metadata={"help": "Coefficient of the entropy bonus."})
+    entropy_coef: float = option(1e-3, "Coefficient of the entropy bonus.")
     # A completion whose reward is just V* still moves the policy, through the log-ratio or the KL term.
-    skip_zero_advantage: bool = field(
-        default=False, metadata={"help": "Not used by A*-PO, whose losses every completion enters."}
-    )
+    skip_zero_advantage: bool = option(False, "Not used by A*-PO, whose losses every completion enters.")
     # The regression needs no importance ratio, and TRL would compute the old log-probabilities for it.
-    vllm_importance_sampling_correction: bool = field(
-        default=False, metadata={"help": "Not used by A*-PO, whose losses have no importance ratio."}
+    vllm_importance_sampling_correction: bool = option(
+        False, "Not used by A*-PO, whose losses have no importance ratio."
     )
-    objective: str = field(
-        default="regression",
-        metadata={
-            "help": "Loss of stage 2: 'regression', the paper's squared error of summed log-ratios, or "
-            "'advantage_weighted', the report's −A·log π + beta·KL with normalised A = r − V*.",
-            "choices": list(OBJECTIVES),
-        },
+    objective: str = option(
+        "regression",
+        "Loss of stage 2: 'regression', the paper's squared error of summed log-ratios, or "
+        "'advantage_weighted', the report's −A·log π + beta·KL with normalised A = r − V*.",
+        choices=OBJECTIVES,
     )
-    value_estimator: str = field(
-        default="log_mean_exp",
-        metadata={
-            "help": "How V* follows from the rewards of the reference samples: 'log_mean_exp' (the paper), 'mean' or "
-            "'max' (the report).",
-            "choices": list(ESTIMATORS),
-        },
+    value_estimator: str = option(
+        "log_mean_exp",
+        "How V* follows from the rewards of the reference samples: 'log_mean_exp' (the paper), 'mean' or "
+        "'max' (the report).",
+        choices=ESTIMATORS,
     )
-    beta1: float = field(
-        default=0.5, metadata={"help": "Temperature of log_mean_exp, in units of reward; 0 means the mean."}
+    beta1: float = option(0.5, "Temperature of log_mean_exp, in units of reward; 0 means the mean.")
+    beta2: float = option(1e-3, "KL strength of objective=regression, in units of reward per nat.")
+    value_samples: int = option(8, "Reference samples per prompt, at most.")
+    value_samples_min: int | None = option(
+        None,
+        "With a number below value_samples: draw that many first and double until the value is sure (see "
+        "value_tolerance). None: always value_samples.",
     )
-    beta2: float = field(
-        default=1e-3, metadata={"help": "KL strength of objective=regression, in units of reward per nat."}
-    )
-    value_samples: int = field(default=8, metadata={"help": "Reference samples per prompt, at most."})
-    value_samples_min: int | None = field(
-        default=None,
-        metadata={
-            "help": "With a number below value_samples: draw that many first and double until the value is sure (see "
-            "value_tolerance). None: always value_samples."
-        },
-    )
-    value_tolerance: float = field(
-        default=0.2,
-        metadata={
-            "help": "With value_samples_min: width of the interval of V* (one standard error, Wilson) from which it "
-            "counts as sure, in units of reward."
-        },
+    value_tolerance: float = option(
+        0.2,
+        "With value_samples_min: width of the interval of V* (one standard error, Wilson) from which it "
+        "counts as sure, in units of reward.",
     )
     value_reward_range: list[float] | None = field(
         default_factory=lambda: [0.0, 1.0],
@@ -137,37 +121,30 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
             "assumes a range; None switches that off."
         },
     )
-    value_batch_size: int = field(
-        default=8,
-        metadata={
-            "help": "Prompts that a rank samples together in stage 1. With the seed it decides which samples are drawn; "
-            "the number of ranks does not."
-        },
+    value_batch_size: int = option(
+        8,
+        "Prompts that a rank samples together in stage 1. With the seed it decides which samples are drawn; "
+        "the number of ranks does not.",
     )
-    value_cache: str | None = field(
-        default=None,
-        metadata={
-            "help": "SQLite file of the V* cache, on a local disk. None: $XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite, or "
-            "local scratch where that is a network file system."
-        },
+    value_cache: str | None = option(
+        None,
+        "SQLite file of the V* cache, on a local disk. None: $XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite, or "
+        "local scratch where that is a network file system.",
     )
-    value_reward_version: str | None = field(
-        default=None, metadata={"help": "Identifies the reward functions instead of what their code reaches."}
+    value_reward_version: str | None = option(
+        None, "Identifies the reward functions instead of what their code reaches."
     )
-    value_reference_version: str | None = field(
-        default=None, metadata={"help": "Identifies the reference policy instead of the hash of its weights."}
+    value_reference_version: str | None = option(
+        None, "Identifies the reference policy instead of the hash of its weights."
     )
-    unseen_prompts: str = field(
-        default="estimate",
-        metadata={
-            "help": "What stage 2 does with a prompt that stage 1 never saw: 'estimate' its value then, with one line "
-            "that says so, or 'refuse'.",
-            "choices": list(UNSEEN_PROMPTS),
-        },
+    unseen_prompts: str = option(
+        "estimate",
+        "What stage 2 does with a prompt that stage 1 never saw: 'estimate' its value then, with one line "
+        "that says so, or 'refuse'.",
+        choices=UNSEEN_PROMPTS,
     )
-    filter_all_failed: bool = field(
-        default=False,
-        metadata={"help": "Leave out of stage 2 the prompts whose reference samples all got the lowest reward (0)."},
+    filter_all_failed: bool = option(
+        False, "Leave out of stage 2 the prompts whose reference samples all got the lowest reward (0)."
     )
 
     def __post_init__(self):

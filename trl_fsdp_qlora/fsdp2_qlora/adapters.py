@@ -22,9 +22,19 @@ from .generation import reshard
 _AT_ONCE = 1 << 24
 
 
-def _is_adapter_weight(model: PeftModel, name: str, parameter: nn.Parameter) -> bool:
+def _is_writer() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
+    """The adapter's weights by their plain names, sharded."""
+    reshard(model)
     markers = (model.base_model.prefix, "modules_to_save.", "trainable_tokens_")
-    return parameter.requires_grad or any(marker in name for marker in markers)
+    return {
+        plain_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or any(marker in name for marker in markers)
+    }
 
 
 def _full(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
@@ -106,13 +116,7 @@ def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
         On rank 0 the whole adapter weights on the CPU under the model's parameter names, ready for
         `model.save_pretrained(..., state_dict=...)`; elsewhere an empty dictionary.
     """
-    is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    reshard(model)
-    parameters = {
-        plain_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if _is_adapter_weight(model, name, parameter)
-    }
+    is_writer, parameters = _is_writer(), _adapter_parameters(model)
     gathered = dict(zip(parameters, _all_full(list(parameters.values()), is_writer), strict=True))
     return gathered if is_writer else {}
 
@@ -125,12 +129,7 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
         FileNotFoundError: an adapter's files are not there.
         ValueError: the saved weights are not those of the model's adapter.
     """
-    reshard(model)
-    parameters = {
-        plain_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if _is_adapter_weight(model, name, parameter)
-    }
+    parameters = _adapter_parameters(model)
     for adapter_name in model.peft_config:
         source = Path(folder) if adapter_name == "default" else Path(folder) / adapter_name
         saved = load_peft_weights(str(source), device="cpu")
@@ -156,7 +155,7 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
 
 def gather_optimizer(optimizer: torch.optim.Optimizer) -> dict:
     """The optimizer's `state_dict` with every shard gathered. Collective; the tensors are there on rank 0 only."""
-    is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    is_writer = _is_writer()
     state = optimizer.state_dict()
     gathered = {
         index: {key: _full(value, is_writer) if torch.is_tensor(value) else value for key, value in entry.items()}

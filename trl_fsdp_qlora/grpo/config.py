@@ -1,13 +1,13 @@
 """`EfficientGRPOConfig`: `trl.GRPOConfig` plus the few switches this package adds."""
 
 import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from trl import GRPOConfig
 
 from ..fsdp2_qlora.generation import check_mode
 from ..run import redaction
-from ..run.config_fields import SWITCHES, documented, spelled
+from ..run.config_fields import SWITCHES, documented, option, spelled
 from ..run.input_checks import batch_size_advice
 from ..run.telemetry import check_clock
 from ..scoring.head_choice import check_head_kernel
@@ -26,140 +26,103 @@ class EfficientGRPOConfig(GRPOConfig):
         ValueError: values that cannot be right together; says what to write instead.
     """
 
-    prefix_sharing: str = field(
-        default="auto",
-        metadata={
-            "help": "How the forward and backward passes treat the prompt that the completions of a group share. 'auto' "
-            "computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
-            "'cascade', 'two_part', 'flex' insist on one attention backend; 'off' is stock TRL."
-        },
+    prefix_sharing: str = option(
+        "auto",
+        "How the forward and backward passes treat the prompt that the completions of a group share. 'auto' "
+        "computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
+        "'cascade', 'two_part', 'flex' insist on one attention backend; 'off' is stock TRL.",
     )
-    lm_head_kernel: str = field(
-        default="auto",
-        metadata={
-            "help": "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
-            "(keeps its Jacobian: two matrix products instead of three), 'fused' (the same with a Triton kernel, on "
-            "CUDA), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU until another one has been measured to be "
-            "faster there. A trained head and an entropy bonus are TRL's. Values agree up to rounding."
-        },
+    lm_head_kernel: str = option(
+        "auto",
+        "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
+        "(keeps its Jacobian: two matrix products instead of three), 'fused' (the same with a Triton kernel, on "
+        "CUDA), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU until another one has been measured to be "
+        "faster there. A trained head and an entropy bonus are TRL's. Values agree up to rounding.",
     )
-    skip_zero_advantage: bool = field(
-        default=True,
-        metadata={
-            "help": "Leave completions with zero advantage out of the forward and backward where no other term of the "
-            "loss needs them (beta, an entropy bonus, a router loss). Loss and gradients are stock TRL's."
-        },
+    skip_zero_advantage: bool = option(
+        True,
+        "Leave completions with zero advantage out of the forward and backward where no other term of the "
+        "loss needs them (beta, an entropy bonus, a router loss). Loss and gradients are stock TRL's.",
     )
-    token_selection: str = field(
-        default="all",
-        metadata={
-            "help": "Which tokens of a completion enter the loss: 'all', 's_grpo', 'uniform' or 'prefix_cut'. The others "
-            "are not computed."
-        },
+    token_selection: str = option(
+        "all",
+        "Which tokens of a completion enter the loss: 'all', 's_grpo', 'uniform' or 'prefix_cut'. The others "
+        "are not computed.",
     )
-    token_selection_rate: float = field(
-        default=0.5,
-        metadata={
-            "help": "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, "
-            "0.5 or more."
-        },
+    token_selection_rate: float = option(
+        0.5,
+        "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, "
+        "0.5 or more.",
     )
-    token_selection_always_first: int = field(
-        default=0,
-        metadata={"help": "With token_selection: tokens at the start of a completion that are always kept (α)."},
+    token_selection_always_first: int = option(
+        0, "With token_selection: tokens at the start of a completion that are always kept (α)."
     )
-    token_selection_max_tokens: int | None = field(
-        default=None,
-        metadata={"help": "With token_selection: the most tokens of one completion that are kept (k)."},
+    token_selection_max_tokens: int | None = option(
+        None, "With token_selection: the most tokens of one completion that are kept (k)."
     )
-    token_selection_weighting: str = field(
-        default="auto",
-        metadata={
-            "help": "With token_selection: 'self_normalized' (S-GRPO's own), 'horvitz_thompson' (unbiased), or 'auto', "
-            "which is the former for 's_grpo' and the latter for the others."
-        },
+    token_selection_weighting: str = option(
+        "auto",
+        "With token_selection: 'self_normalized' (S-GRPO's own), 'horvitz_thompson' (unbiased), or 'auto', "
+        "which is the former for 's_grpo' and the latter for the others.",
     )
-    compact_generation: bool = field(
-        default=True,
-        metadata={
-            "help": "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
-            "with one random number per row. Completions follow the same distribution and are not the ones that stock "
-            "TRL draws from the same seed; False draws those. Runs as stock, and says why, where it would not be exact."
-        },
+    compact_generation: bool = option(
+        True,
+        "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
+        "with one random number per row. Completions follow the same distribution and are not the ones that stock "
+        "TRL draws from the same seed; False draws those. Runs as stock, and says why, where it would not be exact.",
     )
-    dynamic_sampling: bool = field(
-        default=False,
-        metadata={
-            "help": "Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are "
-            "trained on."
-        },
+    dynamic_sampling: bool = option(
+        False,
+        "Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are "
+        "trained on.",
     )
-    dynamic_sampling_max_rounds: int = field(
-        default=3,
-        metadata={
-            "help": "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
-            "then stay in it."
-        },
+    dynamic_sampling_max_rounds: int = option(
+        3,
+        "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
+        "then stay in it.",
     )
-    rollout_sync: str = field(
-        default="auto",
-        metadata={
-            "help": "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
-            "'merge' (TRL's way: every weight, with the adapter merged into it), or 'auto': the adapter where the base is "
-            "quantized, sharded, served elsewhere or not on a GPU."
-        },
+    rollout_sync: str = option(
+        "auto",
+        "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
+        "'merge' (TRL's way: every weight, with the adapter merged into it), or 'auto': the adapter where the base is "
+        "quantized, sharded, served elsewhere or not on a GPU.",
     )
-    vllm_server_timeout: float = field(
-        default=50.0,
-        metadata={
-            "help": "Seconds to wait at the start for a vLLM server, after which a run ends and says so (TRL's own field, "
-            "there 240). Raise it where server and run are started together."
-        },
+    vllm_server_timeout: float = option(
+        50.0,
+        "Seconds to wait at the start for a vLLM server, after which a run ends and says so (TRL's own field, "
+        "there 240). Raise it where server and run are started together.",
     )
-    vllm_stall_timeout: float = field(
-        default=50.0,
-        metadata={
-            "help": "With vLLM: seconds without progress (no step of a colocated engine, no token of a server's) after which a "
-            "rollout is given up and the run ends on all ranks; on a CPU, while it computes, ten times as many. However long a "
-            "rollout takes, it goes on while there is progress. 0: no limit."
-        },
+    vllm_stall_timeout: float = option(
+        50.0,
+        "With vLLM: seconds without progress (no step of a colocated engine, no token of a server's) after which a "
+        "rollout is given up and the run ends on all ranks; on a CPU, while it computes, ten times as many. However long a "
+        "rollout takes, it goes on while there is progress. 0: no limit.",
     )
-    fsdp_gather: str = field(
-        default="auto",
-        metadata={
-            "help": "Under FSDP2, how weights come together while completions are generated and scored, and while "
-            "accuracy is measured. 'once': the whole model is gathered for the phase (a 4-bit base as it is packed); "
-            "'per_layer': layer by layer in every forward pass, so for every token; 'auto': once, where it fits into half "
-            "of the free memory of every rank."
-        },
+    fsdp_gather: str = option(
+        "auto",
+        "Under FSDP2, how weights come together while completions are generated and scored, and while "
+        "accuracy is measured. 'once': the whole model is gathered for the phase (a 4-bit base as it is packed); "
+        "'per_layer': layer by layer in every forward pass, so for every token; 'auto': once, where it fits into half "
+        "of the free memory of every rank.",
     )
-    fsdp_keep_gathered: bool = field(
-        default=False,
-        metadata={
-            "help": "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step, instead of "
-            "for each forward and backward. Every rank then holds the whole 4-bit base while it trains."
-        },
+    fsdp_keep_gathered: bool = option(
+        False,
+        "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step, instead of "
+        "for each forward and backward. Every rank then holds the whole 4-bit base while it trains.",
     )
-    phase_metrics: str = field(
-        default="on",
-        metadata={
-            "help": "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "
-            "the allocator's peak after each phase, so that every phase of every step has its own "
-            "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'."
-        },
+    phase_metrics: str = option(
+        "on",
+        "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "
+        "the allocator's peak after each phase, so that every phase of every step has its own "
+        "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'.",
     )
-    show_completions: int = field(
-        default=2,
-        metadata={
-            "help": "Completions printed with their rewards some ten times in a run, from the lowest reward to the "
-            "highest; 0 for none. With log_completions, TRL's own table is printed instead."
-        },
+    show_completions: int = option(
+        2,
+        "Completions printed with their rewards some ten times in a run, from the lowest reward to the "
+        "highest; 0 for none. With log_completions, TRL's own table is printed instead.",
     )
-    resume_anyway: bool = field(
-        default=False,
-        metadata={
-            "help": "Go on from a checkpoint even if its base model, data, seed or settings are not those of this run."
-        },
+    resume_anyway: bool = option(
+        False, "Go on from a checkpoint even if its base model, data, seed or settings are not those of this run."
     )
 
     def __post_init__(self):

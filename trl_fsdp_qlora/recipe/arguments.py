@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from ..run.config_fields import spelled
+from ..run.config_fields import option, spelled
 from ..run.nearest import beside, did_you_mean, nearest
 
 DEBUG_ERRORS = "--debug_errors"
@@ -24,20 +24,14 @@ class ConfigError(ValueError):
     """A recipe file or command line that cannot be used; names the key, the reason and what to write."""
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field with the text that `--help` prints."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
 class ScriptArguments:
     """Data, rewards and accuracy of a recipe; everything else is the trainer's config. `--help` has a line for each."""
 
-    dataset: str = field(
-        metadata={
-            "help": "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, 'addition' or 'multiplication', or a "
-            "function of your own that returns rows: my_data.py:load."
-        }
+    dataset: str = option(
+        MISSING,
+        "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, 'addition' or 'multiplication', or a "
+        "function of your own that returns rows: my_data.py:load.",
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
     dataset_split: str = option(
@@ -49,12 +43,10 @@ class ScriptArguments:
     validation: int = option(
         0, "Take this many of the training problems out, to choose settings by: nothing trains on them."
     )
-    accuracy_on: str = field(
-        default="test",
-        metadata={
-            "help": "Measure on 'test', the held-out problems, or on 'validation', those that `validation` took out.",
-            "choices": ["test", "validation"],
-        },
+    accuracy_on: str = option(
+        "test",
+        "Measure on 'test', the held-out problems, or on 'validation', those that `validation` took out.",
+        choices=["test", "validation"],
     )
     eval_problems: int | None = option(None, "Measure on at most this many held-out problems.")
     system_prompt: str | None = option(None, "Put before every question.")

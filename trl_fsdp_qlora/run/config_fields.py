@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 Config = TypeVar("Config", bound=type)
@@ -18,6 +18,17 @@ def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
     if not isinstance(value, bool):
         return value
     return next((word for word in _WORDS[value] if word in known), value)
+
+
+def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
+    """A dataclass field with the one text that `--help`, the docstring and docs/config.md take.
+
+    Args:
+        default: `dataclasses.MISSING` where there is none.
+        choices: what the command line takes.
+    """
+    metadata = {"help": help} if choices is None else {"help": help, "choices": list(choices)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def own_fields(cls: type) -> list[dataclasses.Field]:

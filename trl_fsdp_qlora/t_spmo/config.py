@@ -1,9 +1,9 @@
 """`TSPMOConfig`: `EfficientGRPOConfig` with the choice of objective, and without what T-SPMO has no place for."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..grpo.config import EfficientGRPOConfig
-from ..run.config_fields import documented
+from ..run.config_fields import documented, option
 
 OBJECTIVES = ("probability", "log_probability")
 
@@ -21,12 +21,10 @@ class TSPMOConfig(EfficientGRPOConfig):
             objective does not have.
     """
 
-    t_spmo_objective: str = field(
-        default="probability",
-        metadata={
-            "help": "What is maximised over the credited transitions: A(v|p)·π(v|p) ('probability') or A(v|p)·log π(v|p) "
-            "('log_probability')."
-        },
+    t_spmo_objective: str = option(
+        "probability",
+        "What is maximised over the credited transitions: A(v|p)·π(v|p) ('probability') or A(v|p)·log π(v|p) "
+        "('log_probability').",
     )
 
     def __post_init__(self):
