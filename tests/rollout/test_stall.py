@@ -1,14 +1,12 @@
 """A colocated engine that hangs: told after a while without a step, however it hangs, and never one that goes on."""
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
-from tests.distributed.launch import REPOSITORY
+from tests.distributed.launch import run_code
 from trl_fsdp_qlora.rollout import stall
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.stall import EngineStall, Patience
@@ -101,14 +99,8 @@ def in_another_thread():
 @pytest.mark.parametrize(
     "call", ["in_the_main_thread()", "threading.Thread(target=in_another_thread).start()"], ids=["main", "other"]
 )
-def test_what_cannot_be_interrupted_ends_the_process(call):
-    run = subprocess.run(
-        [sys.executable, "-c", CANNOT_BE_INTERRUPTED + call],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_what_cannot_be_interrupted_ends_the_process(call, tmp_path):
+    run = run_code(CANNOT_BE_INTERRUPTED + call, cwd=tmp_path)
     assert run.returncode == 1
     assert "error: vLLM did not generate" in run.stderr and "this process ends" in run.stderr
     assert "threading.py" in run.stderr  # where it stood
