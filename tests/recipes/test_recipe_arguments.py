@@ -106,7 +106,7 @@ def test_the_small_base_is_built_for_the_task_that_is_asked_for(task, tmp_path, 
     monkeypatch.setattr(small_base, "habit_dataset", lambda *args: taught.append(args) or habit_dataset(*args))
     monkeypatch.setattr(sys, "argv", ["small_base.py", str(tmp_path / "base"), "--seed", "3", "--task", task])
     runpy.run_path(str(RECIPES / "small_base.py"), run_name="__main__")
-    assert taught == [(TASKS[task], 3, small_base.DROPPED_CARRY)]
+    assert taught == [(TASKS[task], 3)]
     assert (tmp_path / "base" / "model.safetensors").is_file()
 
 

@@ -61,9 +61,8 @@ def value_interval(
     estimator: str = "log_mean_exp",
     beta1: float = 0.5,
     reward_range: tuple[float, float] = (0.0, 1.0),
-    z: float = 1.0,
 ) -> tuple[float, float]:
-    """An interval for V* after N samples, that stays wide while all samples agree by chance.
+    """An interval for V* after N samples, of one standard error (about 68%); wide while all samples agree by chance.
 
     `mean` and `log_mean_exp` are monotone functions of a mean of bounded numbers; that mean gets a Wilson interval,
     which is exact in spirit for binary rewards and too wide, never too narrow, for other bounded ones (a Bernoulli
@@ -73,7 +72,6 @@ def value_interval(
     Args:
         rewards_N: scalar rewards inside `reward_range`; NaN is left out.
         reward_range: smallest and largest reward that can occur.
-        z: half width in standard errors; 1.0 is about 68%.
 
     Returns:
         `(low, high)` in units of reward.
@@ -91,7 +89,7 @@ def value_interval(
         scale = (high - low) / beta1
         # expm1 over expm1, written so that exp(scale) cannot overflow.
         unit_N = [(math.exp((unit - 1) * scale) - math.exp(-scale)) / -math.expm1(-scale) for unit in unit_N]
-    bounds = wilson_interval(min(max(math.fsum(unit_N), 0.0), n), n, z)
+    bounds = wilson_interval(min(max(math.fsum(unit_N), 0.0), n), n, z=1.0)
     if not soft:
         return tuple(low + bound * (high - low) for bound in bounds)
     # Inverse of the map above: V = high + β1·log(u·(1 − e^−s) + e^−s).

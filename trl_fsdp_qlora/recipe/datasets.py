@@ -161,14 +161,12 @@ def read_problems(
     return problems
 
 
-def hold_out(
-    problems: Sequence[dict], count: int, seed: int = 0, field: str = "held_out"
-) -> tuple[list[dict], list[dict]]:
+def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
     """Split one set into (train, held out) by question, so that equal questions never stand on both sides.
 
     Args:
         problems: as from [`read_problems`].
-        count: held-out problems; the split depends on `seed` alone.
+        count: held-out problems, always the same of one set.
         field: that asked for them, for the error.
 
     Raises:
@@ -177,7 +175,7 @@ def hold_out(
     keys = sorted({_question_key(problem["question"]) for problem in problems})
     if not 0 < count < len(keys):
         raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
-    random.Random(seed).shuffle(keys)
+    random.Random(0).shuffle(keys)
     held_out_keys = set(keys[:count])
     train = [problem for problem in problems if _question_key(problem["question"]) not in held_out_keys]
     held_out = [problem for problem in problems if _question_key(problem["question"]) in held_out_keys]

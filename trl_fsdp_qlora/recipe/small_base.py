@@ -69,8 +69,8 @@ def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
     )
 
 
-def habit_dataset(task: Task, seed: int, dropped_carry: float = DROPPED_CARRY):
-    """Prompt-completion pairs for SFT, `SFT_STEPS * SFT_BATCH` of them, with the habit in `dropped_carry`."""
+def habit_dataset(task: Task, seed: int):
+    """Prompt-completion pairs for SFT, `SFT_STEPS * SFT_BATCH` of them, with the habit in `DROPPED_CARRY`."""
     from datasets import Dataset
 
     train, _ = two_digit_pairs()
@@ -78,7 +78,7 @@ def habit_dataset(task: Task, seed: int, dropped_carry: float = DROPPED_CARRY):
     rows = []
     for _ in range(SFT_STEPS * SFT_BATCH):
         a, b = draw.choice(train)
-        answer = task.taught(a, b, draw, dropped_carry)
+        answer = task.taught(a, b, draw, DROPPED_CARRY)
         rows.append(
             {
                 "prompt": [{"role": "user", "content": task.question(a, b)}],
@@ -88,9 +88,7 @@ def habit_dataset(task: Task, seed: int, dropped_carry: float = DROPPED_CARRY):
     return Dataset.from_list(rows)
 
 
-def build_small_base(
-    output_dir: str | Path, seed: int = 0, task: str = "addition", dropped_carry: float = DROPPED_CARRY
-) -> Path:
+def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "addition") -> Path:
     """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`.
 
     About a minute on two cores for addition. The folder is written under a temporary name and renamed when it is whole.
@@ -99,7 +97,6 @@ def build_small_base(
         output_dir: folder to create; an existing one is an error.
         seed: of the weights, the data and the order.
         task: key of [`trl_fsdp_qlora.recipe.small_tasks.TASKS`].
-        dropped_carry: share of the taught sums whose carry is missing.
 
     Raises:
         ValueError: `task` is unknown.
@@ -136,7 +133,7 @@ def build_small_base(
                 report_to="none",
                 disable_tqdm=not sys.stderr.isatty(),
             ),
-            train_dataset=habit_dataset(TASKS[task], seed, dropped_carry),
+            train_dataset=habit_dataset(TASKS[task], seed),
             processing_class=tokenizer,
         )
         trainer.train()

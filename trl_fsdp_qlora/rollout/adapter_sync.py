@@ -61,7 +61,7 @@ def served_rank(peft_config: LoraConfig | None) -> int:
         raise RolloutError(f"vLLM cannot serve this adapter by itself: {error}") from None
 
 
-def adapter_weights(model: PeftModel, adapter_name: str = "default") -> dict[str, torch.Tensor]:
+def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
     """The adapter's weights on the CPU under PEFT's file names, on rank 0; `{}` elsewhere. Collective under FSDP2.
 
     Only adapter shards are gathered, nothing of the base. Under ZeRO-3 call it with the adapter's parameters gathered.
@@ -69,9 +69,7 @@ def adapter_weights(model: PeftModel, adapter_name: str = "default") -> dict[str
     gathered = gather_adapter(model)
     if not gathered:
         return {}
-    weights = get_peft_model_state_dict(
-        model, state_dict=gathered, adapter_name=adapter_name, save_embedding_layers=False
-    )
+    weights = get_peft_model_state_dict(model, state_dict=gathered, save_embedding_layers=False)
     return {name: tensor.contiguous() for name, tensor in weights.items()}
 
 

@@ -11,7 +11,6 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -168,13 +167,13 @@ def _not_shared(folder: Path) -> str | None:
     )
 
 
-def _appears(path: Path, text: str, wait: Callable[[float], None] = time.sleep) -> bool:
+def _appears(path: Path, text: str) -> bool:
     """Whether `path` comes to hold `text`: network file systems show a new file after some seconds."""
     deadline = time.monotonic() + _PATIENCE
     while not _holds(path, text):
         if time.monotonic() > deadline:
             return False
-        wait(0.5)
+        time.sleep(0.5)
     return True
 
 
