@@ -29,7 +29,7 @@ def test_errors_name_what_is_wrong(tmp_path):
         datasets.read_problems(write(tmp_path / "x.json", [{"a": 1, "b": 2}]))
     with pytest.raises(datasets.DatasetError, match="no rows"):
         datasets.read_problems(write(tmp_path / "empty.json", []))
-    with pytest.raises(datasets.DatasetError, match="no file or folder here, and no Hub id"):
+    with pytest.raises(datasets.DatasetError, match="neither a file or folder here nor a Hub id"):
         datasets.read_problems("some/missing/file.json")
     rows = [{"problem": "1", "answer": "1"}, {"problem": "2", "answer": "two"}]
     with pytest.raises(UnparsableGoldAnswer, match="row 1"):
