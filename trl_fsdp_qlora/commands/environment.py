@@ -17,9 +17,8 @@ from ..rollout.start import cache_folder
 from ..run.redaction import portable
 
 OPEN_FILES = 4096  # data loaders, checkpoints of many shards and sockets of the ranks; shells commonly give 1,024
-SHARED_MEMORY = (
-    2**30
-)  # bytes; a container's default of 64 MiB is too small for NCCL, data loaders and adapters for vLLM
+# Bytes; a container's default of 64 MiB is too small for NCCL, data loaders and adapters for vLLM.
+SHARED_MEMORY = 2**30
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
 
 

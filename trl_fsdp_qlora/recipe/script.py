@@ -41,8 +41,8 @@ PATIENCE = 20.0
 def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
     """Run a script; what its user did wrong (bad data, config or folder, or one of `errors`) is one line, no traceback.
 
-    The exit status then is 2. With several ranks the first one prints. `--debug_errors` shows the traceback.
-    So is Ctrl-C, while training with the command that goes on; the exit status then is 130. Where nobody reads on what is
+    The exit status then is 2. With several ranks the first one prints. `--debug_errors` shows the traceback. Ctrl-C is one
+    line, too, while training with the command that resumes; the exit status then is 130. Where nobody reads on what is
     printed (`| head -1`), it is 141.
     """
     quiet_end.print_anything()

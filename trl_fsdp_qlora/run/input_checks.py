@@ -68,7 +68,7 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
     if len(dataset) < generation_prompts:
         raise ValueError(
             f"the training dataset has {len(dataset)} rows, but one generation batch takes {generation_prompts} "
-            "different prompts, so not a single step could be made. Lower generation_batch_size (or "
+            "different prompts, so not one step could be taken. Lower generation_batch_size (or "
             "per_device_train_batch_size, gradient_accumulation_steps), raise num_generations, or add rows."
         )
 
