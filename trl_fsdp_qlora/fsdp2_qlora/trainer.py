@@ -4,8 +4,8 @@
         pass
 
 Under an accelerate config with FSDP2 it shards a 4-bit base, saves plain PEFT adapters and resumes from them (of whole bases
-too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the trainer it was mixed into. The trainers of this
-package ask [`Sharding`] themselves.
+too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the trainer it was
+mixed into. The trainers of this package ask [`Sharding`] themselves.
 """
 
 from typing import TYPE_CHECKING

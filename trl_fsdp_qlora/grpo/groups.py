@@ -17,8 +17,9 @@ def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) ->
     """A random order of `batch_size` rows in which whole groups move and rows inside a group keep their order.
 
     Draws exactly one `torch.randperm(batch_size)` from the global generator, which is what TRL's shuffle draws, so a
-    run with the same seed generates the same completions as stock TRL where transformers draws them as in stock. A group that this rank holds only in part
-    (`batch_size` no multiple of `group_size`) stays at the end of the slice where it stood.
+    run with the same seed generates the same completions as stock TRL where transformers draws them as in stock. A
+    group that this rank holds only in part (`batch_size` no multiple of `group_size`) stays at the end of the slice
+    where it stood.
 
     Args:
         batch_size: rows on this rank.

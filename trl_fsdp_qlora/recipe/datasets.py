@@ -130,8 +130,8 @@ def read_problems(
     Args:
         source: a local file or folder (see [`~trl_fsdp_qlora.recipe.files.read_rows`]), a Hub id, a function of one's own
             that returns rows (`my_data.py:load`; a parameter `split` gets the split), or `"addition"` or
-            `"multiplication"` for the two-digit problems of the small base model. Its columns decide the family: SVAMP (`Body`, `Question`,
-            `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
+            `"multiplication"` for the two-digit problems of the small base model. Its columns decide the family: SVAMP
+            (`Body`, `Question`, `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
         split: split to read; a single file holds only one.
         config: configuration name, for a Hub id.
         worked: also `work`, a worked answer that ends in `#### answer`, or `None` where the row has none that is right.

@@ -48,9 +48,8 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
     quiet_end.print_anything()
     quiet_end.stop_by_exception()
     terminal.no_bars_in_files()
-    warnings.simplefilter(
-        "ignore", FutureWarning
-    )  # libraries about each other: nothing that a recipe's user can change
+    # Libraries about each other: nothing that a recipe's user can change.
+    warnings.simplefilter("ignore", FutureWarning)
     try:
         main()
         # Left to the interpreter's end, gloo's threads now and then abort a process that has done its work.

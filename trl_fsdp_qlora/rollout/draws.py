@@ -1,8 +1,8 @@
 """Sampling with one uniform number per row and step: the same distribution as `torch.multinomial`, at a fraction of its cost.
 
-`torch.multinomial` draws one random number for every entry of the vocabulary (5% of the CPU time in a
-profile of 16 rows × 24 tokens of SmolLM2-135M, prefill included). Inverting the distribution function takes one for every row, which also makes a row's draw its own: it depends on
-the seed, the row and the step, not on which other rows are still being generated.
+`torch.multinomial` draws one random number for every entry of the vocabulary (5% of the CPU time in a profile of 16 rows × 24
+tokens of SmolLM2-135M, prefill included). Inverting the distribution function takes one for every row, which also makes a
+row's draw its own: it depends on the seed, the row and the step, not on which other rows are still being generated.
 """
 
 import torch

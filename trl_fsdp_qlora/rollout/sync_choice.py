@@ -1,6 +1,5 @@
 """How the policy gets into a vLLM engine: decided, and refused where it cannot work, before a model is loaded."""
 
-import logging
 import os
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -12,8 +11,6 @@ from packaging.version import Version
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
 from .adapter_sync import RolloutError, served_rank
 from .reshaped import reshaping_warning
-
-logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "adapter", "merge")
 # vLLM versions that TRL 1.16 names as supported end here; the tests here run 0.31.0.

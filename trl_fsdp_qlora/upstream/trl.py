@@ -31,7 +31,6 @@ from trl.trainer.utils import (
 from .signatures import UnsupportedVersion, check_signatures
 
 __all__ = [
-    "VISION_ARGUMENTS",
     "ChunkedLogProbFunction",
     "FusedCausalLMOutput",
     "RepeatSampler",
@@ -56,7 +55,6 @@ _VISION = (
     "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
     "mm_token_type_ids image_position_ids"
 )
-VISION_ARGUMENTS = tuple(_VISION.split())
 EXPECTED: dict[str, tuple[Callable, str]] = {
     "GRPOTrainer._prepare_inputs": (GRPOTrainer._prepare_inputs, "self generation_batch"),
     "GRPOTrainer._generate_and_score_completions": (GRPOTrainer._generate_and_score_completions, "self inputs"),
