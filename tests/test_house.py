@@ -125,6 +125,16 @@ def test_one_of_each(call, file):
     assert calls == {file}
 
 
+def test_no_two_classes_share_a_name():
+    """A name in an import or a traceback says which it is."""
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
 def test_a_file_has_at_most_400_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400

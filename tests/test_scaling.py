@@ -31,13 +31,13 @@ def test_the_formula_still_gives_what_was_measured(scaling, tmp_path):
 def test_packed_bytes_are_those_of_the_layers(scaling):
     """Against bitsandbytes itself; the last block of maxima is not full."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    from trl_fsdp_qlora.fsdp2_qlora.packed_linear import pack
+    from trl_fsdp_qlora.fsdp2_qlora.packed_linear import to_bytes
 
     for double in (True, False):
         layer = bitsandbytes.nn.Linear4bit(100, 512, bias=False, compress_statistics=double, quant_type="nf4").to(
             "cpu"
         )
-        assert scaling.packed_bytes(512, 100, double) == pack(layer)[1].total_bytes
+        assert scaling.packed_bytes(512, 100, double) == to_bytes(layer)[1].total_bytes
 
 
 def test_the_table_of_the_page_is_the_formula(scaling):

@@ -9,7 +9,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.commands import environment, run_findings
-from trl_fsdp_qlora.commands.run_findings import constant_rewards, read_launch
+from trl_fsdp_qlora.commands.run_findings import constant_rewards, launch_environment
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
 from trl_fsdp_qlora.run.accelerate_configs import accelerate_config
@@ -102,7 +102,7 @@ def test_one_finding_does_not_hide_the_next(capsys, place, monkeypatch):
 def test_the_environment_of_a_launch_is_accelerates(name):
     arguments = launch_command_parser().parse_args(["--config_file", str(accelerate_config(name)), "x.py"])
     theirs = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
-    ours = read_launch(accelerate_config(name), None)
+    ours = launch_environment(accelerate_config(name), None)
     shared = {key: value for key, value in ours.environment.items() if key.startswith(("FSDP", "ACCELERATE"))}
     assert len(shared) >= 6
     assert shared == {key: theirs[key] for key in shared}

@@ -6,7 +6,7 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 
 from trl_fsdp_qlora.fsdp2_qlora.accounting import BaseNotSharded, check_sharded, measure_base  # noqa: E402
-from trl_fsdp_qlora.fsdp2_qlora.packed_linear import PackedLinear4bit, pack, pack_model, unpack  # noqa: E402
+from trl_fsdp_qlora.fsdp2_qlora.packed_linear import PackedLinear4bit, from_bytes, pack_model, to_bytes  # noqa: E402
 
 
 def make_layer(quant_type="nf4", double=True, storage=torch.uint8, in_features=128, out_features=96, bias=True):
@@ -64,8 +64,8 @@ def test_cuda_output_and_input_gradient_are_those_of_bitsandbytes(double):
 def test_every_byte_of_the_quantization_state_survives(double, out_features):
     layer = make_layer(double=double, in_features=64, out_features=out_features)
     state = layer.weight.quant_state
-    flat, layout = pack(layer)
-    weight, unpacked = unpack(flat, layout)
+    flat, layout = to_bytes(layer)
+    weight, unpacked = from_bytes(flat, layout)
     assert torch.equal(weight, layer.weight.data)
     assert torch.equal(unpacked.absmax, state.absmax) and unpacked.absmax.dtype == state.absmax.dtype
     assert torch.equal(unpacked.code, state.code) and unpacked.shape == state.shape
@@ -87,7 +87,7 @@ def test_repacked_weights_for_avx512_are_turned_back():
         packed(x)
     assert packed.weight.quant_state.packing_format_for_cpu
     pack_model(torch.nn.Sequential(packed))
-    weight, _ = unpack(packed.weight.data, packed.layout)
+    weight, _ = from_bytes(packed.weight.data, packed.layout)
     assert torch.equal(weight, stock.weight.data)
     # The repacking itself rounds the block maxima to bfloat16, for good: 2^-8 of every weight.
     torch.testing.assert_close(packed(x), stock(x), rtol=0, atol=2**-8 * stock(x).abs().max().item())

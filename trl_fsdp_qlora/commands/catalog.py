@@ -40,7 +40,7 @@ def all_recipes() -> list[Recipe]:
     return [_read(path, root) for path in sorted(root.glob("*/*/config_*.yaml"))]
 
 
-def plain_name(text: str) -> str:
+def recipe_name(text: str) -> str:
     """`small-base/grpo/quickstart` of any way to write it: with `recipes/`, `config_` and `.yaml`, or without."""
     text = text.removeprefix("./").removeprefix("recipes/").removesuffix(".yaml")
     folder, slash, file = text.rpartition("/")
@@ -54,7 +54,7 @@ def find(text: str) -> Recipe:
         ValueError: there is none; names the one that is called nearly so.
     """
     known = {recipe.name: recipe for recipe in all_recipes()}
-    wanted = plain_name(text)
+    wanted = recipe_name(text)
     if wanted in known:
         return known[wanted]
     # Somebody who gives the end of a name knows which one it is.
@@ -70,7 +70,7 @@ def _read(path: Path, root: Path) -> Recipe:
     expected = f"{head['']} {head.get('hardware', '')} {head.get('expect', '')}"
     was_run = "never" if _NEVER.search(expected) else "shortened" if _SHORTENED.search(expected) else "yes"
     hardware = re.sub(r"\s*\((?=[^)]*never run)[^)]*\)", "", head.get("hardware", "not said"))
-    name = plain_name(str(path.relative_to(root).as_posix()))
+    name = recipe_name(str(path.relative_to(root).as_posix()))
     return Recipe(name, path, command.replace("_", "-"), hardware, was_run)
 
 

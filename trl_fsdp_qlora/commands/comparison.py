@@ -82,7 +82,7 @@ def _prepared(trainer: Any) -> Any:
     return trainer
 
 
-def without_dropout(model: torch.nn.Module) -> int:
+def switch_dropout_off(model: torch.nn.Module) -> int:
     """Switch dropout off in `model`, in place; returns in how many places it was on."""
     found = draws(model)
     for draw in found:
@@ -99,7 +99,7 @@ def _trainers(script: ScriptArguments, config: Any, model: ModelConfig, train: D
         given = model_arguments(stock_config, model)
         stock = GRPOTrainer(model.model_name_or_path, reward_functions(script), stock_config, train, **given)
     trainers = {STOCK: _prepared(stock), OURS: _prepared(ours)}
-    if sum(without_dropout(trainer.model) for trainer in trainers.values()):
+    if sum(switch_dropout_off(trainer.model) for trainer in trainers.values()):
         print("the model's dropout is off in both: each would draw masks of its own", flush=True)
     return trainers
 

@@ -47,7 +47,7 @@ def doctor(words: list[str]) -> int:
 def _of_run(launcher: dict[str, str], rest: list[str]) -> list[Finding]:
     from transformers.utils import logging
 
-    from .run_findings import read_launch, run_findings
+    from .run_findings import launch_environment, run_findings
 
     logging.set_verbosity_error()
     taken, fields = take(rest, ("--config",))
@@ -59,7 +59,7 @@ def _of_run(launcher: dict[str, str], rest: list[str]) -> list[Finding]:
     else:
         processes = int(asked) if asked else None
     path = Path(name) if Path(name).is_file() else accelerate_config(name)
-    launch = read_launch(path, processes)
+    launch = launch_environment(path, processes)
     if "--main_process_port" in launcher:
         launch = launch._replace(port=_port(launcher["--main_process_port"]))
     return list(run_findings(fields, Path(taken["--config"]) if taken else None, launch))

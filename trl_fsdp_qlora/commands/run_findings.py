@@ -42,7 +42,7 @@ _DEFAULT_PORT = 29500
 _PROMPTS = 8
 
 
-class Launch(NamedTuple):
+class LaunchEnvironment(NamedTuple):
     """What an accelerate config makes of a launch."""
 
     environment: dict[str, str]
@@ -51,7 +51,7 @@ class Launch(NamedTuple):
     port: int
 
 
-def read_launch(path: Path, processes: int | None) -> Launch:
+def launch_environment(path: Path, processes: int | None) -> LaunchEnvironment:
     """The environment that `accelerate launch` gives its processes, as far as checks read it.
 
     Args:
@@ -72,10 +72,10 @@ def read_launch(path: Path, processes: int | None) -> Launch:
     stage = (config.get("deepspeed_config") or {}).get("zero_stage")
     deepspeed = config.get("distributed_type") == "DEEPSPEED"
     port = int(config.get("main_process_port") or _DEFAULT_PORT)
-    return Launch(environment, processes, int(stage) if deepspeed and stage is not None else None, port)
+    return LaunchEnvironment(environment, processes, int(stage) if deepspeed and stage is not None else None, port)
 
 
-def run_findings(words: Sequence[str], config_path: Path | None, launch: Launch) -> Iterator[Finding]:
+def run_findings(words: Sequence[str], config_path: Path | None, launch: LaunchEnvironment) -> Iterator[Finding]:
     """Every finding on the recipe in `config_path` with the fields in `words`, launched as `launch` says."""
     try:
         method = method_of(words, config_path)
@@ -159,7 +159,7 @@ def _parsed(method: type, words: Sequence[str], config_path: Path | None, proces
     return (*parse_recipe(types, [*scaled, "--use_cpu", "true", "--bf16", "false"]), [found])
 
 
-def _launch_findings(config: Any, model: ModelConfig, launch: Launch) -> Iterator[Finding]:
+def _launch_findings(config: Any, model: ModelConfig, launch: LaunchEnvironment) -> Iterator[Finding]:
     quantization = get_quantization_config(model)
     adapter = checks.lora_config(model)
     yield from _refused("launch", lambda: check_launch(quantization, adapter, launch.zero_stage))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..run.accelerate_configs import accelerate_config
 from ..run.launch import launch
-from ..run.nearest import beside, did_you_mean
+from ..run.nearest import did_you_mean, nearest_path
 from . import catalog
 from .words import refuse, take
 
@@ -68,7 +68,7 @@ def with_recipe(words: list[str]) -> list[str]:
         return rest
     if Path(given).exists():
         return ["--config", given, *rest]
-    near = beside(given, 0.8)
+    near = nearest_path(given, 0.8)
     if near is not None:
         raise ValueError(f"--config {given}: no such file{did_you_mean(near)}")
     return ["--config", str(catalog.find(given).path), *rest]

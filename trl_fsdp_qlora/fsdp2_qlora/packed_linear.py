@@ -34,7 +34,7 @@ def _code(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class PackedLayout:
+class ByteLayout:
     """Where what lies in the bytes of one layer, and the constants of its quantization. Plain data: it can be sent.
 
     Attributes:
@@ -87,7 +87,7 @@ class PackedLayout:
         return self.total_bytes - self.weight_bytes
 
 
-def pack(layer: Linear4bit) -> tuple[torch.Tensor, PackedLayout]:
+def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
     """Write a quantized layer's weight and quantization state into one uint8 vector.
 
     Returns:
@@ -99,7 +99,7 @@ def pack(layer: Linear4bit) -> tuple[torch.Tensor, PackedLayout]:
         data, state = _convert_weight_packed_for_cpu_inverse(data, state)
     data = data.contiguous().view(torch.uint8).flatten()
     nested = state.state2 if state.nested else None
-    layout = PackedLayout(
+    layout = ByteLayout(
         shape=tuple(state.shape),
         dtype=state.dtype,
         quant_type=state.quant_type,
@@ -118,7 +118,7 @@ def pack(layer: Linear4bit) -> tuple[torch.Tensor, PackedLayout]:
     return flat, layout
 
 
-def unpack(flat: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, QuantState]:
+def from_bytes(flat: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, QuantState]:
     """Views of the packed weight `(weight_bytes, 1)` and its `QuantState` into the bytes; nothing is copied."""
     parts = [flat[start : start + size] for start, size in layout.sections]
     code, state2, offset = _code(layout.code, flat.device), None, None
@@ -150,10 +150,10 @@ class PackedLinear4bit(Linear4bit):
     """A `Linear4bit` that computes from its packed bytes. Made from one in place by [`convert_layer`].
 
     It stays an instance of `Linear4bit`, so PEFT's dispatch and type checks hold. `weight` is the uint8 vector of
-    [`pack`], whole or, between FSDP2's gathers, a shard of it.
+    [`to_bytes`], whole or, between FSDP2's gathers, a shard of it.
     """
 
-    layout: PackedLayout
+    layout: ByteLayout
     _unpacked: tuple[int, torch.Tensor, QuantState] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,11 +172,11 @@ class PackedLinear4bit(Linear4bit):
         # stay good; while they are kept, no other storage can have its identity.
         storage = self.weight.untyped_storage()._cdata
         if self._unpacked is None or self._unpacked[0] != storage:
-            self._unpacked = (storage, *unpack(self.weight.data, self.layout))
+            self._unpacked = (storage, *from_bytes(self.weight.data, self.layout))
         return self._unpacked[1:]
 
 
-def convert_layer(layer: Linear4bit, flat: torch.Tensor, layout: PackedLayout) -> None:
+def convert_layer(layer: Linear4bit, flat: torch.Tensor, layout: ByteLayout) -> None:
     """Turn a `Linear4bit` into a [`PackedLinear4bit`] that holds `flat` (which may be on the meta device)."""
     layer.__class__ = PackedLinear4bit
     layer.layout = layout
@@ -189,7 +189,7 @@ def quantized_layers(model: nn.Module) -> dict[str, Linear4bit]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
 
 
-def pack_model(model: nn.Module) -> dict[str, PackedLayout]:
+def pack_model(model: nn.Module) -> dict[str, ByteLayout]:
     """Convert every quantized `Linear4bit` of `model` in place; layers already packed are left as they are.
 
     Returns:
@@ -206,7 +206,7 @@ def pack_model(model: nn.Module) -> dict[str, PackedLayout]:
                     f"{name} is a Linear4bit whose weight was never quantized; load the model with "
                     "from_pretrained(..., quantization_config=...) or move it to its device first"
                 )
-            convert_layer(layer, *pack(layer))
+            convert_layer(layer, *to_bytes(layer))
         layer._unpacked = None  # views from before would keep the whole weight alive beside the shard
         layouts[name] = layer.layout
     return layouts

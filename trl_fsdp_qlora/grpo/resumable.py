@@ -148,4 +148,4 @@ class WholeCheckpoints:
             if self.accelerator.is_main_process:
                 logger.warning("completions that %s kept are generated anew: %s", checkpoint, reason)
             return None
-        return checkpoints.to_device(state, self.accelerator.device)
+        return checkpoints.moved_to(state, self.accelerator.device)

@@ -14,7 +14,7 @@ import yaml
 from trl import TrlParser
 
 from ..run.config_fields import option, spelled
-from ..run.nearest import beside, did_you_mean, nearest
+from ..run.nearest import did_you_mean, nearest, nearest_path
 
 DEBUG_ERRORS = "--debug_errors"
 _NUMBERS = {"int": "whole number", "float": "number"}
@@ -184,7 +184,7 @@ def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     try:
         config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)  # a safe one
     except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}{did_you_mean(beside(path))}") from None
+        raise ConfigError(f"{option} {path}: {error.strerror}{did_you_mean(nearest_path(path))}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{option} {path}: it is not UTF-8 text") from None
     except yaml.YAMLError as error:

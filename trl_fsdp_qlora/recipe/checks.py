@@ -15,7 +15,7 @@ from trl import ModelConfig, get_peft_config
 from ..prefix_sharing.sharing import CHOICES
 from ..run.checkpoints import resolve_resume
 from ..run.input_checks import explained_lora_targets
-from ..run.nearest import beside, did_you_mean
+from ..run.nearest import did_you_mean, nearest_path
 from .answers import extract_answer
 from .arguments import ConfigError, ScriptArguments
 from .rewards import get_reward
@@ -171,7 +171,7 @@ def check_adapter(name: str) -> PeftConfig:
     except (OSError, ValueError, TypeError) as error:
         where = "" if path.is_dir() else " is not a folder here and"
         raise ConfigError(
-            f"adapter={name!r}{where} cannot be loaded: {_first_line(error)}{did_you_mean(beside(path))}"
+            f"adapter={name!r}{where} cannot be loaded: {_first_line(error)}{did_you_mean(nearest_path(path))}"
         ) from error
 
 
@@ -216,14 +216,14 @@ def _model_config(name: str, revision: str | None, field: str):
         raise ConfigError(f"{field}={name!r} is a file; name the folder that it lies in")
     if not path.exists() and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):
         raise ConfigError(
-            f"{field}={name!r}: no such folder here, and no Hub id (owner/name){did_you_mean(beside(path))}"
+            f"{field}={name!r}: no such folder here, and no Hub id (owner/name){did_you_mean(nearest_path(path))}"
         )
     try:
         return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         where = "" if path.is_dir() else " is not a folder here and"
         raise ConfigError(
-            f"{field}={name!r}{where} cannot be loaded: {_first_line(error)}{did_you_mean(beside(path))}"
+            f"{field}={name!r}{where} cannot be loaded: {_first_line(error)}{did_you_mean(nearest_path(path))}"
         ) from error
 
 

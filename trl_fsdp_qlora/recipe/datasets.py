@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 
-from ..run.nearest import beside, did_you_mean
+from ..run.nearest import did_you_mean, nearest_path
 from ..run.own_code import OwnCodeError, is_import_path, load_function
 from .answers import UnparsableGoldAnswer, parse_gold
 from .files import SUFFIXES, DatasetError, Row, read_rows
@@ -99,7 +99,7 @@ def _source_rows(source: str, split: str, config: str | None) -> list[Row]:
         return read_rows(path, split)
     if path.suffix in SUFFIXES or not _HUB_ID.fullmatch(source):
         raise DatasetError(
-            f"dataset {source!r} is neither a file or folder here nor a Hub id (owner/name){did_you_mean(beside(path))}"
+            f"dataset {source!r} is neither a file or folder here nor a Hub id (owner/name){did_you_mean(nearest_path(path))}"
         )
     try:
         rows = load_dataset(source, config, split=split).to_list()
@@ -107,7 +107,7 @@ def _source_rows(source: str, split: str, config: str | None) -> list[Row]:
         reason = str(error).strip().split("\n")[0]
         raise DatasetError(
             f"dataset {source!r} (split {split!r}) is not a file or folder here and cannot be loaded from the Hub: {reason}"
-            f"{did_you_mean(beside(path))}"
+            f"{did_you_mean(nearest_path(path))}"
         ) from error
     return [Row(values, f"{source}, row {index}") for index, values in enumerate(rows)]
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
-from .decoding import Decoding, Work
+from .decoding import Decoding, DecodingWork
 from .engine_model import EngineModel
 from .support import why_stock
 
@@ -32,7 +32,7 @@ def complete(
     synced: bool | None = None,
     compact: bool = True,
     decoding: Decoding | None = None,
-) -> tuple[list[list[int]], Work | None]:
+) -> tuple[list[list[int]], DecodingWork | None]:
     """One completion for every prompt given, from the global random state, in the mode that the model is in.
 
     Args:

@@ -60,7 +60,7 @@ _DROP_SHARE = 1 / 16
 
 
 @dataclass
-class Work:
+class DecodingWork:
     """What one or more calls ran, and what `generate` alone would have run for the same completions.
 
     Attributes:
@@ -73,8 +73,8 @@ class Work:
     prefill_tokens_stock: int = 0
     row_steps_stock: int = 0
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(Work)))
+    def __add__(self, other: "DecodingWork") -> "DecodingWork":
+        return DecodingWork(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(DecodingWork)))
 
 
 class Decoding:
@@ -92,7 +92,7 @@ class Decoding:
 
     def __init__(self, synced: bool | None = None):
         self.synced = synced
-        self.work = Work()
+        self.work = DecodingWork()
         self.faster = FasterLayers()
         self.per_row: str | None = None
         self.found = False

@@ -18,7 +18,7 @@ from ..fsdp2_qlora.generation import choose, gathered, is_gathered
 from ..upstream.trl import unwrap_model_for_generation
 from .completions import complete
 from .continuous_batching import weights_kept
-from .decoding import Decoding, Work
+from .decoding import Decoding, DecodingWork
 from .decoding_weights import can_be_faster
 from .shared_prompts import why_per_row
 from .support import why_stock
@@ -54,7 +54,7 @@ class Rollout:
         self.args = args
         self.accelerator = accelerator
         self.backend = backend
-        self._work = Work()
+        self._work = DecodingWork()
         self._told: set[str] = set()
         self._inside: tuple[nn.Module, nn.Module] | None = None
 
@@ -150,9 +150,9 @@ class Rollout:
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
-        names = [item.name for item in fields(Work)]
+        names = [item.name for item in fields(DecodingWork)]
         figures = torch.tensor([getattr(self._work, name) for name in names], dtype=torch.float64)
-        self._work = Work()
+        self._work = DecodingWork()
         figures = self.accelerator.reduce(figures.to(self.accelerator.device), reduction="sum")
         return {
             f"generation/{name}": value for name, value in zip(names, figures.tolist(), strict=True) if figures.any()

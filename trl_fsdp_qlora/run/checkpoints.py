@@ -233,10 +233,10 @@ def why_unusable(state: dict | None, args: TrainingArguments) -> str | None:
     return None
 
 
-def to_device(value, device: torch.device):
+def moved_to(value, device: torch.device):
     """`value` (tensors in dicts and lists) with its tensors on `device`."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    return [to_device(item, device) for item in value] if isinstance(value, list) else value
+        return {key: moved_to(item, device) for key, item in value.items()}
+    return [moved_to(item, device) for item in value] if isinstance(value, list) else value

@@ -14,7 +14,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
-def beside(path: str | Path, cutoff: float = 0.6) -> str | None:
+def nearest_path(path: str | Path, cutoff: float = 0.6) -> str | None:
     """The path of what lies beside a `path` that does not exist, and is called nearly like it."""
     path = Path(path)
     if path.exists() or not path.parent.is_dir():
