@@ -272,5 +272,5 @@ def test_the_store_is_opened_by_name_and_reading_it_does_nothing(make_trainer, m
     with pytest.raises(RuntimeError, match="on all ranks together"):
         _ = trainer.values.stage_one
     trainer.estimate_values()
-    monkeypatch.setattr("trl_fsdp_qlora.a_star_po.values.broadcast_object_list", None)
+    monkeypatch.setattr("trl_fsdp_qlora.a_star_po.values.on_main", None)
     assert trainer.values.stage_one is trainer.values.stage_one
