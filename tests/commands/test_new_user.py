@@ -100,7 +100,7 @@ def ended(place, monkeypatch, capfd):
         ("doctor --config good.yaml --main_process_port abc", "--main_process_port abc is no port; 29500, say"),
         (
             "doctor --config good.yaml --accelerate_config launch.yaml",
-            "--accelerate_config launch.yaml: no YAML: 'utf-8'",
+            "--accelerate_config launch.yaml: it is not UTF-8 text",
         ),
         (
             "plan --config twice.yaml",
@@ -129,8 +129,8 @@ def test_one_line_and_nothing_is_left(words, said, ended, place):
         ("--dataset digits.jsonl", "data", "digits.jsonl, line 1: cannot be read: Exceeds the limit"),
         ("--config targets.yaml", "model", "lora_target_modules: Target modules {'77'} not found"),
         ("--config env.yaml", "recipe", "env.yaml: env={'A=B': 'c'}: illegal environment variable name"),
-        ("--seed -1", "training", "seed=-1 is outside 0 to 2**32 - 1; 42, say"),
-        ("--learning_rate nan", "training", "learning_rate=nan is no finite number"),
+        ("--seed -1", "training", "seed=-1 is outside 0 to 2**32 - 1; try 42"),
+        ("--learning_rate nan", "training", "learning_rate=nan is not a finite number"),
         ("--top_p 2", "training", "top_p=2.0 is outside (0, 1]"),
         ("--model_init_kwargs abc", "training", "model_init_kwargs="),
     ],

@@ -249,7 +249,11 @@ DATA = [
         "--dataset dta.jsonl",
         "dataset 'dta.jsonl' is neither a file or folder here nor a Hub id (owner/name); did you mean 'data.jsonl'?",
     ),
-    Case("dataset-path", "--dataset no/such/data", "dataset 'no/such/data' is not a file or folder here"),
+    Case(
+        "dataset-path",
+        "--dataset no/such/data",
+        "dataset 'no/such/data' is neither a file or folder here nor a Hub id",
+    ),
     Case(
         "dataset-hub",
         "--dataset nobody/nothing",
@@ -330,7 +334,11 @@ DATA = [
         "--dataset addition --held_out 0 --eval_split train",
         "training and held-out problems are both 'addition', split 'train'; set held_out",
     ),
-    Case("eval-dataset", "--held_out 0 --eval_dataset dta.jsonl", "dataset 'dta.jsonl' is not a file or folder here"),
+    Case(
+        "eval-dataset",
+        "--held_out 0 --eval_dataset dta.jsonl",
+        "dataset 'dta.jsonl' is neither a file or folder here nor a Hub id",
+    ),
     Case(
         "all-held-out",
         "--held_out 0 --eval_dataset copy.jsonl",

@@ -136,7 +136,8 @@ def check_key(key: Any, known: Collection[str], where: str) -> None:
         ConfigError: `key` is none of `known`; says where it stands, and names the nearest.
     """
     if key not in known:
-        raise ConfigError(f"{where}: unknown key {key!r}{did_you_mean(nearest(str(key), set(known) - {"--help"}, 0.5))}")
+        near = nearest(str(key), {*known} - {"--help"}, 0.5)
+        raise ConfigError(f"{where}: unknown key {key!r}{did_you_mean(near)}")
 
 
 def _set_defaults(parser: TrlParser, path: str) -> None:

@@ -19,7 +19,8 @@ def nearest_path(path: str | Path, cutoff: float = 0.6) -> str | None:
     path = Path(path)
     if path.exists() or not path.parent.is_dir():
         return None
-    near = nearest(path.name, (other.name for other in path.parent.iterdir()), cutoff)
+    there = {other.name for other in path.parent.iterdir()} - {path.name}  # it may be a link to nowhere
+    near = nearest(path.name, there, cutoff)
     return None if near is None else str(path.parent / near)
 
 
