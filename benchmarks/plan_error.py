@@ -99,6 +99,7 @@ def planned_again(name: str, model_folder: str, found: dict[str, Any]) -> dict[s
     _, _, spreading, changes = CASES[name]
     ranks, kind = int(spreading[0]), spreading[2:] or "single"
     fields = BASE | changes | {"model_name_or_path": model_folder, "bf16": False, "use_cpu": True}
+    fields["generation_kwargs"] = {"min_new_tokens": fields["max_completion_length"]}  # as in the run
     settings = from_yaml(None, fields, Launch(kind, ranks, use_cpu=True), prompt_tokens=found["tokens"])
     plan = make_plan(settings, hardware=what_is_there(ranks, use_cpu=True))
     process = found["planned"]["optimizer"][PROCESS]

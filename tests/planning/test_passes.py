@@ -38,10 +38,10 @@ def touched_columns(monkeypatch):
     monkeypatch.setattr(logprobs, "VOCABULARY_TILE", 1024)
 
 
-def built(run, four_bit=None):
+def built(run, four_bit=None, **shape):
     torch.manual_seed(0)
     if four_bit is None:
-        model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config(**shape), dtype=torch.float32)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             four_bit, quantization_config=_nf4(), device_map={"": "cpu"}, dtype=torch.float32

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.planning.models import config, folder, settings
 from trl_fsdp_qlora.planning import components, skeleton, static
 from trl_fsdp_qlora.planning.hardware import Hardware
-from trl_fsdp_qlora.planning.plan import FILE, GATHERED, make_plan
+from trl_fsdp_qlora.planning.plan import ACTIVATIONS, CACHE, FILE, GATHERED, LOGITS, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.recipe.checks import lora_config
 
@@ -108,10 +108,28 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     assert components.gathered_bytes(model, run, False) == (root + 2 * layer, whole, 2 * layer, 3 * root)
     assert components.gathered_bytes(model, run, True) == (root + 2 * layer, whole, layer, 2 * root)
     assert components.gathered_bytes(model, settings(tmp_path), True) == (0, 0, 0, 0)
-    plan = make_plan(
-        replace(run, values=run.values | {"fsdp_gather": "once"}), hardware=Hardware("a host", 2**40, 2, gpu=False)
+    host = Hardware("a host", 2**40, 2, gpu=False)
+    plan, scored = (
+        make_plan(replace(run, values=run.values | {"fsdp_gather": "once", "beta": beta}), hardware=host)
+        for beta in (0.0, 0.1)
     )
-    assert plan.phases["generate"][GATHERED] == whole + 2 * layer
+    # All of it is received before the pass begins.
+    parts = plan.phases["generate"]
+    coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS))
+    assert coming > 0 and parts[GATHERED] == whole + max(0, 2 * layer - coming)
+    assert plan.phases["forward_backward"][GATHERED] >= root + 4 * layer
+    assert "score" not in plan.phases and scored.phases["score"][GATHERED] >= whole
+
+
+def test_what_a_checkpointed_layer_was_received_in_is_gone_on_a_host(tmp_path):
+    """Before it is computed again, where a pass needs most; a card's allocator keeps it for the stream that it came by."""
+    run = settings(folder(tmp_path), Launch("fsdp2", 2, use_cpu=True), gradient_checkpointing=True)
+    model = skeleton.build(run, skeleton.read_config(run.model.model_name_or_path))
+    for gpu in (False, True):
+        gathered = components.gathered_bytes(model, run, gpu)
+        parts = make_plan(run, hardware=Hardware("somewhere", 2**40, 2, gpu=gpu)).phases["forward_backward"]
+        assert parts[ACTIVATIONS] > gathered.transit > 0
+        assert parts[GATHERED] == gathered.training + gpu * gathered.transit
 
 
 @pytest.mark.slow  # four plans

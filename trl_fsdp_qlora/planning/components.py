@@ -12,6 +12,19 @@ from .settings import Settings
 from .skeleton import causal_model, dtype_of
 from .static import size
 
+# Fields that let transformers' `generate` change logits -> the values with which it does not.
+_NEUTRAL = {
+    "temperature": (None, 1.0),
+    "repetition_penalty": (None, 1.0),
+    "top_p": (None, 1.0),
+    "top_k": (None, 0),
+    "min_p": (None,),
+}
+_PROCESSORS = dict.fromkeys(
+    ("min_new_tokens", "min_length", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "typical_p"),
+    (None, 0),
+)
+
 
 def compute_bytes(settings: Settings, config: PretrainedConfig) -> int:
     """Bytes of a number that a linear layer returns."""
@@ -66,16 +79,25 @@ def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = Fal
 
 
 def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> int:
-    """What a token step needs beside the cache: logits, their float32 copy and probabilities, one layer's keys and values.
+    """What a token step needs beside the cache: one layer's keys and values, or, when these are gone, copies of the logits.
 
     A cache that grows is copied a layer at a time. Where prompts are not `shared` a batch has a mask, so keys and values are
     repeated for grouped queries.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    logits = settings.rollout_rows * text.vocab_size * (compute_bytes(settings, config) + 3 * 4)
+    # As the model gives them; probabilities in float32 and, while a token is drawn, in float64; transformers' own loop has
+    # two more copies in float32 in the place of the last. What a processor makes of them is one more.
+    logits = compute_bytes(settings, config) + 4 * (3 + processes_logits(settings))
+    logits *= settings.rollout_rows * text.vocab_size
     _, layer = cache_bytes(settings, config, shared)
-    return logits + layer * (1 if shared else max(1, text.num_attention_heads // heads))
+    return max(logits, layer * (1 if shared else max(1, text.num_attention_heads // heads)))
+
+
+def processes_logits(settings: Settings) -> bool:
+    """Whether logits are changed before they are probabilities, which makes one more copy; `top_p`, which sorts, takes more."""
+    asked = {name: getattr(settings, name) for name in _NEUTRAL} | (settings.generation_kwargs or {})
+    return any(asked.get(name) not in neutral for name, neutral in (_NEUTRAL | _PROCESSORS).items())
 
 
 class Gathered(NamedTuple):
@@ -118,8 +140,8 @@ def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gather
 
 
 def gathers_once(settings: Settings, whole: int, free: int) -> bool:
-    """Whether generation gathers the whole model (`fsdp_gather`)."""
-    if settings.launch.kind != "fsdp2" or settings.fsdp_gather == "per_layer":
+    """Whether generation and scoring gather the whole model (`fsdp_gather`); not beside vLLM (`fsdp2_qlora.sharding`)."""
+    if settings.launch.kind != "fsdp2" or settings.fsdp_gather == "per_layer" or settings.use_vllm:
         return False
     missing = whole - whole // settings.launch.processes
     return settings.fsdp_gather == "once" or missing <= FREE_SHARE * free

@@ -112,9 +112,14 @@ def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
 
 
 def loss(settings: Settings, config: PretrainedConfig, packed: bool, on_gpu: bool, grad: bool = True) -> PassBytes:
-    """Bytes of the loss's forward and backward, or without `grad` of a scoring pass on the same tokens."""
-    shape = loss_shape(settings, packed, on_gpu)
-    return measure(settings, config, shape, grad, on_gpu, loss_makes_gradients(settings))
+    """Bytes of the loss's forward and backward, or without `grad` of the largest scoring pass on the same tokens."""
+    shape, bare = loss_shape(settings, packed, on_gpu), not grad and _scores_bare(settings)
+    return measure(settings, config, shape, grad, on_gpu, loss_makes_gradients(settings), bare)
+
+
+def _scores_bare(settings: Settings) -> bool:
+    """Whether the reference alone is scored: with LoRA, the base without its adapter."""
+    return settings.model.use_peft and settings.scores_again and not settings.scores_policy
 
 
 def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu: bool) -> PassBytes:
@@ -122,14 +127,22 @@ def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu:
 
     One pass follows the other, nothing draws in them, and the gradients of the first lie aside while the second makes its own.
     """
+    bare = not grad and _scores_bare(settings)
     if settings.launch.kind.startswith("zero"):
         grad = False  # DeepSpeed's backward cannot be undone, so that the values alone are compared
     settings = replace(settings, model=replace(settings.model, lora_dropout=0.0))
-    return measure(settings, config, comparison_shape(settings, on_gpu), grad, on_gpu, makes_gradients(settings))
+    shape = comparison_shape(settings, on_gpu)
+    return measure(settings, config, shape, grad, on_gpu, makes_gradients(settings), bare)
 
 
 def measure(
-    settings: Settings, config: PretrainedConfig, shape: Shape, grad: bool, on_gpu: bool, first: bool = False
+    settings: Settings,
+    config: PretrainedConfig,
+    shape: Shape,
+    grad: bool,
+    on_gpu: bool,
+    first: bool = False,
+    bare: bool = False,
 ) -> PassBytes:
     """Bytes of a pass of the whole model, measured once for all plans with these modules.
 
@@ -140,14 +153,15 @@ def measure(
         grad: forward and backward; otherwise a forward alone.
         on_gpu: whose kernels' tiles are counted.
         first: it finds no gradients, and makes them.
+        bare: without the adapter.
     """
-    return _measure(skeleton.modules(settings, config), shape, grad, on_gpu, grad and first)
+    return _measure(skeleton.modules(settings, config), shape, grad, on_gpu, grad and first, bare)
 
 
 @lru_cache(maxsize=256)
-def _measure(of: skeleton.Modules, shape: Shape, grad: bool, on_gpu: bool, first: bool) -> PassBytes:
+def _measure(of: skeleton.Modules, shape: Shape, grad: bool, on_gpu: bool, first: bool, bare: bool) -> PassBytes:
     layers = of.config.get_text_config().num_hidden_layers
-    run = _run(of.settings, of.config, min(2, layers), shape, grad, on_gpu, first)
+    run = _run(of.settings, of.config, min(2, layers), shape, grad, on_gpu, first, bare)
     others = max(0, layers - 2) if grad else 0
     begin = run.begin.above(run.before, others * run.slope, 0, others * run.slope_small)
     end = run.end.above(run.before, others * run.gradients, others * run.gradients, others * run.gradients_small)
@@ -181,7 +195,7 @@ class _Run:
     unwritten: int
 
 
-def _run(settings, config, layers, shape: Shape, grad, on_gpu, first: bool) -> _Run:
+def _run(settings, config, layers, shape: Shape, grad, on_gpu, first: bool, bare: bool = False) -> _Run:
     from ..upstream.memory import FakeTensorMode, PeakTracker
 
     with skeleton.quiet(), torch.random.fork_rng(devices=[]):
@@ -198,7 +212,8 @@ def _run(settings, config, layers, shape: Shape, grad, on_gpu, first: bool) -> _
             with tracker:
                 before = tracker.take()
                 watch = _Watch(model, layers, tracker, first)
-                with torch.set_grad_enabled(grad), _autocast(settings):
+                adapter = model.disable_adapter() if bare else contextlib.nullcontext()
+                with torch.set_grad_enabled(grad), _autocast(settings), adapter:
                     forward = _forward(model, shape, on_gpu, tracker, settings)
                 if grad:
                     forward.values.sum().backward()
@@ -266,6 +281,7 @@ def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) ->
     mask = torch.ones((1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length), dtype=torch.bool)
     ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
     positions = torch.zeros_like(ids)
+    weight = _head_weight(skeleton.causal_model(model)) if shape.scored else None
     out = skeleton.backbone(model)(
         input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
     ).last_hidden_state
@@ -273,10 +289,20 @@ def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) ->
         return _Forward(out)
     hidden = out.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
     del out
-    weight = skeleton.causal_model(model).get_output_embeddings().weight
     before = tracker.now()
     values, unwritten = _head(hidden, weight, shape, on_gpu, tracker, settings)
     return _Forward(values, max(0, tracker.peak() - before), unwritten)
+
+
+def _head_weight(causal: nn.Module) -> torch.Tensor:
+    """The head's; where it is tied to trained embeddings, these look up rows of another view of it from now on."""
+    weight, embeddings = causal.get_output_embeddings().weight, causal.get_input_embeddings()
+    if embeddings.weight is not weight or not (weight.requires_grad and torch.is_grad_enabled()):
+        return weight
+    looked_up, weight = stand_ins.BothUses.apply(weight)
+    del embeddings.weight
+    embeddings.weight = looked_up
+    return weight
 
 
 def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> tuple[torch.Tensor, int]:

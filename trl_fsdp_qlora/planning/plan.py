@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from torch import nn
@@ -116,13 +116,11 @@ def make_plan(
 
 def plan_settings(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> Plan:
     """As [`make_plan`], from parts."""
-    model = skeleton.whole(skeleton.modules(settings, config))
-    whole = static.whole_bytes(model, settings)
-    held = static.rank_bytes(whole, settings)
+    lying = _Lying.of(settings, config, hardware)
     packed = settings.prefix_sharing != "off"
-    phases = _phases(settings, config, hardware, model, held, packed)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    host, disk = _host_and_disk(settings, whole, held)
+    phases = _phases(settings, config, hardware, lying, packed)
+    trained = sum(parameter.numel() for parameter in lying.model.parameters() if parameter.requires_grad)
+    host, disk = _host_and_disk(settings, lying.whole, lying.held)
     ranks = settings.launch.processes
     return Plan(
         settings,
@@ -134,7 +132,7 @@ def plan_settings(settings: Settings, config: PretrainedConfig, hardware: Hardwa
         disk,
         # NCCL's buffers between the ranks of a node: about 10 MB for each pair of neighbours and channel.
         0 if ranks == 1 else ranks * 64 * 2**20,
-        (skeleton.numel(model), trained),
+        (skeleton.numel(lying.model), trained),
         _notes(settings, hardware),
         packed,
         passes.loss(settings, config, packed, hardware.gpu).unwritten,
@@ -142,29 +140,17 @@ def plan_settings(settings: Settings, config: PretrainedConfig, hardware: Hardwa
 
 
 def _phases(
-    settings: Settings,
-    config: PretrainedConfig,
-    hardware: Hardware,
-    model: nn.Module,
-    held: dict[str, int],
-    packed: bool,
+    settings: Settings, config: PretrainedConfig, hardware: Hardware, lying: "_Lying", packed: bool
 ) -> dict[str, dict[str, int]]:
-    on_card = not settings.launch.offload
-    resident, optimizer = _lying(settings, config, hardware, model, held)
-    gradients = {static.GRADIENTS: held[static.GRADIENTS] if on_card else 0, static.BUCKETS: held[static.BUCKETS]}
-    together = components.gathered_bytes(model, settings, hardware.gpu)
-    gathered = {GATHERED: together.training + together.transit}
+    model, _, held, resident, optimizer, _, (drawing, resting) = lying
+    offloaded = settings.launch.offload
+    gradients = {static.GRADIENTS: 0 if offloaded else held[static.GRADIENTS], static.BUCKETS: held[static.BUCKETS]}
     made = _Made.of(settings, model, held)
-    drawing, resting = components.engine_bytes(settings, hardware)
 
     phases = {
         "load": resident | {ENGINE: drawing} | _loading(settings, model, hardware),
-        "generate": resident | optimizer | _generation(settings, config, hardware, resident | optimizer, together),
-        "forward_backward": resident
-        | optimizer
-        | gradients
-        | gathered
-        | _pass(settings, config, hardware, packed, made),
+        "generate": resident | optimizer | _generation(settings, config, hardware),
+        "forward_backward": resident | optimizer | gradients | _pass(settings, config, hardware, packed, made),
         "optimizer": resident | optimizer | gradients | _stepping(settings, held),
         "save": resident | optimizer,
     }
@@ -172,11 +158,12 @@ def _phases(
     for name in ("forward_backward", "optimizer", "save"):
         phases[name][ENGINE] = resting
     if settings.scores_again:
-        phases["score"] = resident | optimizer | gathered | {ENGINE: resting}
+        phases["score"] = resident | optimizer | {ENGINE: resting}
         phases["score"] |= _pass(settings, config, hardware, packed, None)
     for name in ("generate", "score", "forward_backward"):
         if name in phases:
-            _begin(phases[name], together.root)
+            training = name == "forward_backward"
+            phases[name][GATHERED] = _gathered(settings, hardware, lying, phases[name], training)
     if not hardware.gpu:
         _leave_heap(phases, _heap_left(settings, config, packed, made), made)
     process = _process(hardware)  # after the passes: what planning them leaves in it is in the run as well
@@ -184,6 +171,40 @@ def _phases(
         parts |= process if name != "load" else {PROCESS: process[PROCESS]}
         parts[ROOM] = parts.get(ROOM, 0) + _slack(parts, hardware)
     return {name: {k: v for k, v in phases[name].items() if v} for name in PHASES if name in phases}
+
+
+class _Lying(NamedTuple):
+    """What can be said before any pass is planned.
+
+    Attributes:
+        model: all its layers, without data.
+        whole, held: component -> bytes, of the run and of a rank.
+        resident, optimizer: component -> bytes that lie there from step to step: base and what is trained; its state.
+        gathered: of weights that are sharded.
+        engine: vLLM's bytes while it generates, and while the model is trained.
+    """
+
+    model: nn.Module
+    whole: dict[str, int]
+    held: dict[str, int]
+    resident: dict[str, int]
+    optimizer: dict[str, int]
+    gathered: components.Gathered
+    engine: tuple[int, int]
+
+    @classmethod
+    def of(cls, settings: Settings, config: PretrainedConfig, hardware: Hardware) -> "_Lying":
+        model = skeleton.whole(skeleton.modules(settings, config))
+        whole = static.whole_bytes(model, settings)
+        held = static.rank_bytes(whole, settings)
+        there = {name: 0 if settings.launch.offload else size for name, size in held.items()}
+        resident = {name: there[name] for name in (static.BASE_4BIT, static.STATE, static.BASE, static.REFERENCE)}
+        resident[FILE] = _file_pages(settings, config, model, hardware, held[static.BASE])
+        resident[static.TRAINED] = there[static.TRAINED]
+        optimizer = {static.OPTIMIZER: there[static.OPTIMIZER]}
+        gathered = components.gathered_bytes(model, settings, hardware.gpu)
+        engine = components.engine_bytes(settings, hardware)
+        return cls(model, whole, held, resident, optimizer, gathered, engine)
 
 
 @dataclass(frozen=True)
@@ -218,31 +239,28 @@ class _Made:
         return cls(by_pass, aside, state, math.ceil(share * held[static.GRADIENTS]), math.ceil(share * state))
 
 
-def _begin(parts: dict[str, int], root: int) -> None:
-    """As a pass begins, what the root gathers lies there more than once, and nothing else that comes and goes."""
-    coming = (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS, GATHERED)
-    parts[GATHERED] += max(0, root - sum(parts.get(name, 0) for name in coming))
+def _gathered(settings: Settings, hardware: Hardware, lying: _Lying, parts: dict[str, int], training: bool) -> int:
+    """Bytes of gathered weights beside `parts` of a phase, at the fuller of two moments.
 
-
-def _lying(settings, config, hardware: Hardware, model: nn.Module, held: dict[str, int]):
-    """`(base and what is trained, optimizer)`: component -> bytes that lie there from step to step."""
-    on_card = not settings.launch.offload
-    base = {name: held[name] * on_card for name in (static.BASE_4BIT, static.STATE, static.BASE, static.REFERENCE)}
-    base[FILE] = _file_pages(settings, config, model, hardware, held[static.BASE])
-    return base | {static.TRAINED: held[static.TRAINED] * on_card}, {
-        static.OPTIMIZER: held[static.OPTIMIZER] * on_card
-    }
+    What weights are received in is gone as a pass begins where the whole model is gathered once, and where a layer is computed
+    again, with checkpointing: a host's is then. (A card's allocator keeps what another stream has used.) The root comes first.
+    """
+    coming = sum(parts.get(name, 0) for name in (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS))
+    together, lies = lying.gathered, sum((lying.resident | lying.optimizer).values())
+    free = hardware.per_rank(settings.launch.processes) - lies - sum(_process(hardware).values())
+    if not training and components.gathers_once(settings, together.whole, free):
+        return together.whole + max(0, together.transit - coming)
+    gone = training and settings.gradient_checkpointing and not hardware.gpu
+    received = max(0, together.transit - coming) if gone else together.transit
+    return max(together.training + received, together.root - coming)
 
 
 def at_least(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> int:
     """Bytes that a rank needs beside every activation: what lies there and what generation adds. No pass is run for it."""
-    model = skeleton.whole(skeleton.modules(settings, config))
-    held = static.rank_bytes(static.whole_bytes(model, settings), settings)
-    resident, optimizer = _lying(settings, config, hardware, model, held)
-    gathered = components.gathered_bytes(model, settings, hardware.gpu)
-    drawing = _generation(settings, config, hardware, resident | optimizer, gathered, measured=False)
-    drawing[ENGINE] = components.engine_bytes(settings, hardware)[0]
-    return sum((resident | optimizer | drawing | _process(hardware)).values())
+    lying = _Lying.of(settings, config, hardware)
+    parts = lying.resident | lying.optimizer | _generation(settings, config, hardware, measured=False)
+    parts |= {GATHERED: _gathered(settings, hardware, lying, parts, False), ENGINE: lying.engine[0]}
+    return sum((parts | _process(hardware)).values())
 
 
 def _pass(settings, config, hardware: Hardware, packed: bool, made: _Made | None) -> dict[str, int]:
@@ -310,15 +328,10 @@ def _file_pages(settings, config, model: nn.Module, hardware: Hardware, others: 
     return max(0, (read or skeleton.numel(model) * asked.itemsize) - others)
 
 
-def _generation(
-    settings, config, hardware, resident, gathered: components.Gathered, measured: bool = True
-) -> dict[str, int]:
+def _generation(settings, config, hardware: Hardware, measured: bool = True) -> dict[str, int]:
     """Of all completions at full length; without `measured` the prefill's activations are left out."""
-    free = hardware.per_rank(settings.launch.processes) - sum(resident.values()) - sum(_process(hardware).values())
-    once = components.gathers_once(settings, gathered.whole, free)
-    parts = {GATHERED: (gathered.whole if once else gathered.training) + gathered.transit}
     if settings.use_vllm:
-        return parts
+        return {}
     rows = components.prompts_at_once(settings) if settings.compact_generation else settings.rollout_rows
     shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
     prefill = passes.measure(settings, config, shape, False, hardware.gpu).peak if measured else 0
@@ -327,7 +340,7 @@ def _generation(
     logits = components.decoding_bytes(settings, config, shared)
     # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
     prefill += components.prompts_cache_bytes(settings, config, rows)
-    return parts | {CACHE: cache, LOGITS: logits, ACTIVATIONS: max(0, prefill - cache - logits)}
+    return {CACHE: cache, LOGITS: logits, ACTIVATIONS: max(0, prefill - cache - logits)}
 
 
 def _loading(settings: Settings, model: nn.Module, hardware: Hardware) -> dict[str, int]:

@@ -109,7 +109,12 @@ class Settings:
     @property
     def scores_again(self) -> bool:
         """A pass without gradients comes before the loss: old log-probabilities, or the reference's."""
-        return bool(self.beta) or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
+        return bool(self.beta) or self.scores_policy
+
+    @property
+    def scores_policy(self) -> bool:
+        """The policy's own old log-probabilities are scored, not the reference's alone."""
+        return self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
 
 
 def _defaults(kind: type) -> dict[str, Any]:

@@ -124,6 +124,21 @@ def _head_tile(tile_TH, weight_VH, dtype, tiles: Tiles, keep_jacobian: bool) -> 
     held.append(tile_TH.new_empty(tokens, hidden, dtype=weight_VH.dtype))  # the targets' rows of the head
 
 
+class BothUses(torch.autograd.Function):
+    """A weight twice, for the embeddings and a head that is tied to them: its two gradients are summed in place.
+
+    The engine does that with plain tensors by itself; of fake ones, as of every subclass, it makes a third.
+    """
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, one, two):
+        return one.add_(two)
+
+
 class TrainedHead(torch.autograd.Function):
     """TRL's `ChunkedLogProbFunction` on a GPU, where its kernel works in place: one tile, gradients in float32."""
 
