@@ -1,7 +1,8 @@
 """A small Hub: the endpoints that `huggingface_hub` uses to publish and to download, over HTTP on 127.0.0.1.
 
 Files up to 1,000 bytes of text go into the commit itself, others by LFS; nothing is visible before its commit. Requests can be
-made to break: before their body is read, in the middle of it, or after they were obeyed; or to be answered with a status.
+made to break: before their body is read, in the middle of it, after they were obeyed, or in the middle of the answer; or to be
+answered with a status.
 """
 
 import base64
@@ -16,18 +17,23 @@ from typing import Any
 import yaml
 
 TOKEN, READER = "hf_testTokenOfTheOwner01", "hf_testTokenOfAReader001"
+LFS = (".safetensors", ".png")
 
 
 def git_oid(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
+def _lfs(content: bytes) -> dict:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "pointerSize": 134}
+
+
 class Hub:
     """The state of the server, and what breaks.
 
     Args:
-        breaks: given the number of a request and its line, says how it ends: `None` as it should, `"before"`, `"middle"` or
-            `"after"` with the connection broken, or an HTTP status.
+        breaks: given the number of a request and its line, says how it ends: `None` as it should, `"before"`, `"middle"`,
+            `"after"` or `"answer"` with the connection broken, or an HTTP status.
     """
 
     def __init__(self):
@@ -75,6 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({"error": "made to fail"}, fate)
         with self.hub.lock:
             answer = self._route(self.path.split("?")[0], body)
+        self.cut = fate == "answer"
         if fate != "after":
             answer()
 
@@ -88,17 +95,21 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _answer(self, content: Any, status: int = 200, code: str | None = None):
+    def _answer(self, content: Any, status: int = 200, code: str | None = None, message: str | None = None):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Content-Type", "application/json")
         self.send_header("Connection", "close")
-        if code:
-            self.send_header("X-Error-Code", code)
+        for header, value in (("X-Error-Code", code), ("X-Error-Message", message)):
+            if value:
+                self.send_header(header, value)
         self.end_headers()
+        self._write(data)
+
+    def _write(self, data: bytes):
         if self.command != "HEAD":
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) // 2] if getattr(self, "cut", False) else data)
 
     def _route(self, path: str, body: bytes) -> Callable[[], None]:
         """Do what is asked for; returns what sends the answer."""
@@ -106,11 +117,13 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         writes = self.command == "POST" and path != "/api/validate-yaml"
         if path.startswith("/lfs/"):  # signed addresses, no token
-            self.hub.blobs[words[1]] = body
             good = hashlib.sha256(body).hexdigest() == words[1]
+            if good:
+                self.hub.blobs[words[1]] = body
             return lambda: self._answer({}, 200 if good else 400)
+        said = "Invalid credentials in Authorization header"  # by which the client tells it from a repository that is not there
         if token not in (TOKEN, READER, ""):
-            return lambda: self._answer({"error": "Invalid username or password."}, 401)
+            return lambda: self._answer({"error": said}, 401, message=said)
         if writes and token != TOKEN:
             return lambda: self._answer({"error": "You don't have the rights to do this"}, 403 if token else 401)
         if path == "/api/validate-yaml":
@@ -147,7 +160,11 @@ class _Handler(BaseHTTPRequestHandler):
             return lambda: self._answer(entries)
         card = files.get("README.md", b"").decode()
         data = yaml.safe_load(card.split("---\n")[1]) if card.startswith("---\n") else None
-        siblings = [{"rfilename": name} for name in files]
+        siblings = [
+            {"rfilename": name}
+            | ({"size": len(data), "lfs": _lfs(data)} if name.endswith(LFS) and "blobs=" in self.path else {})
+            for name, data in files.items()
+        ]
         info = {
             "id": repo,
             "modelId": repo,
@@ -160,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _mode(self, file: dict, files: dict[str, bytes]) -> dict:
         sample = base64.b64decode(file["sample"])
-        lfs = file["path"].endswith((".safetensors", ".png")) or b"\0" in sample
+        lfs = file["path"].endswith(LFS) or b"\0" in sample
         there = files.get(file["path"])
         oid = None if there is None else hashlib.sha256(there).hexdigest() if lfs else git_oid(there)
         return {"path": file["path"], "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False, "oid": oid}
@@ -202,8 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
             ):
                 self.send_header(header, str(value))
             self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(data)
+            self._write(data)
 
         return send
 

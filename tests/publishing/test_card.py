@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +48,10 @@ def test_metadata_and_recipe(trained):
     assert recipe["lora"]["r"] == 4
     assert "n=10" in written.text
     assert "seed: 7" in written.text
+    assert (
+        f", trl {version('trl')}, torch {torch.__version__}, transformers {version('transformers')}, peft "
+        in written.text
+    )
 
 
 def test_the_logits_recorded_with_the_adapter_are_its_own(trained):

@@ -38,6 +38,14 @@ An adapter for `base`.
 base = 'base'  # fill in: the folder of the base model
 adapter = 'adapter'  # fill in: the folder that this card is in
 ```
+
+```bash
+trl-fsdp-qlora grpo --model_name_or_path base --output_dir base-adapter
+```
+
+```yaml
+model_name_or_path: base
+```
 """
 
 
@@ -64,12 +72,18 @@ def folder(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "adapter")
 
 
+def files_of(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
 @pytest.fixture
-def server(monkeypatch):
+def server(trained, monkeypatch):
     # Settings of the client: no Xet, no waiting before it tries again.
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
     with hub() as state:
+        state.commit(BASE, files_of(trained.parent / "base"))
         yield state
 
 
@@ -97,6 +111,8 @@ def test_what_is_published_loads_with_plain_peft_and_gives_the_recorded_logits(t
     card = ModelCard(sent["README.md"].decode())
     assert (card.data.base_model, card.data.tags) == (BASE, ["lora", f"base_model:adapter:{BASE}"])
     assert f"base = '{BASE}'\nadapter = '{REPO}'\n" in card.text
+    assert f"grpo --model_name_or_path {BASE} --output_dir base-adapter\n" in card.text
+    assert f"\nmodel_name_or_path: {BASE}\n" in card.text
     assert json.loads(sent["adapter_config.json"])["base_model_name_or_path"] == BASE
     # And the folder itself is as it was.
     assert (trained / "README.md").read_text() == CARD
@@ -139,7 +155,7 @@ def test_ten_broken_uploads_are_whole_or_said_to_be_incomplete_and_a_repeat_comp
         at, length, how = (
             draw.randrange(count),
             draw.choice([1, 1, 30]),
-            draw.choice(["before", "middle", "after", 503]),
+            draw.choice(["before", "middle", "after", "answer", 503]),
         )
         server.breaks = lambda i, line, a=start + at, n=length, how=how: how if a <= i < a + n else None
         try:
@@ -158,15 +174,102 @@ def test_ten_broken_uploads_are_whole_or_said_to_be_incomplete_and_a_repeat_comp
     assert {"whole", "incomplete"} == set(outcomes)
 
 
-def test_what_a_hub_in_trouble_says_is_one_line(folder, server, without_proof):
+STAGES = {
+    "create": "POST /api/repos/create",
+    "preupload": "/preupload/",
+    "batch": "/info/lfs/objects/batch",
+    "storage": "PUT /lfs/",
+    "commit": "/commit/",
+    "download": "/resolve/",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whatever_fails_at_a_stage_is_one_line_and_a_repeat_completes_it(stage, folder, server, without_proof):
+    publish_adapter(folder, "me/whole", BASE, api=api(server))
+    wanted = set(server.files("me/whole"))
+    for how in (401, 403, 409, 500, 502, 503, "before", "middle", "after", "answer"):
+        repo, start = f"me/{stage}-{how}", len(server.requests)
+        server.blobs.clear()  # or its weights need not be sent
+        server.breaks = lambda i, line, how=how: how if STAGES[stage] in line else None
+        with pytest.raises(PublishError) as caught:
+            publish_adapter(folder, repo, BASE, api=api(server))
+        assert [line for line in server.requests[start:] if STAGES[stage] in line]
+        said = str(caught.value)
+        assert "\n" not in said and "said None" not in said
+        rights = how in (401, 403) and stage not in ("storage", "download")  # whose addresses are signed, or only read
+        assert isinstance(caught.value, PublishIncomplete) is not rights
+        assert ("(401)" in said or "(403)" in said) if rights else "the same command again goes on" in said
+        here = set(server.files(repo)) if repo in server.repos else set()
+        assert here == wanted if stage == "download" else here in (set(), {".gitattributes"}, wanted)
+        server.breaks = lambda i, line: None
+        publish_adapter(folder, repo, BASE, api=api(server))
+        assert set(server.files(repo)) == wanted
+
+
+def test_what_a_hub_in_trouble_says(folder, server, without_proof):
     server.breaks = lambda number, line: 500
     with pytest.raises(
         PublishIncomplete, match=r"me/sums is incomplete: the Hub said 500: .*same command again goes on"
     ):
         publish_adapter(folder, REPO, BASE, api=api(server))
-    server.breaks = lambda number, line: "after" if "/resolve/" in line else None
+    server.breaks = lambda number, line: "answer" if "/resolve/" in line else None
     with pytest.raises(PublishIncomplete, match="it is uploaded, but could not be downloaded and checked: "):
         publish_adapter(folder, REPO, BASE, api=api(server))
+    server.blobs.clear()
+    server.breaks = lambda number, line: "middle" if "PUT /lfs/" in line else None
+    with pytest.raises(PublishIncomplete, match=r"RuntimeError: Error while uploading '\S+' to the Hub \(\w+Error: "):
+        publish_adapter(folder, "me/again", BASE, api=api(server))
+
+
+def as_a_reader(server, monkeypatch, tmp_path):
+    """A process that is started finds this Hub, and nothing that was downloaded before."""
+    settings = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+    for name, value in {**settings, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.processes
+def test_another_base_than_it_was_trained_on_is_refused_before_anything_is_sent(folder, server, monkeypatch, tmp_path):
+    as_a_reader(server, monkeypatch, tmp_path)
+    save_tiny_model(tmp_path / "other", seed=1)  # of the same shape, so that it would load
+    server.commit("owner/other", files_of(tmp_path / "other"))
+    said = refused("nothing was sent to me/sums: plain PEFT's logits differ", folder, server, base="owner/other")
+    assert said.endswith("is owner/other what it was trained on?") and REPO not in server.repos
+
+
+@pytest.mark.processes
+def test_where_the_folder_that_it_was_trained_on_is_gone_the_proof_loads_the_base_that_readers_get(
+    folder, server, monkeypatch, tmp_path
+):
+    as_a_reader(server, monkeypatch, tmp_path)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    gone = {**config, "base_model_name_or_path": str(tmp_path / "gone" / "base")}
+    (folder / "adapter_config.json").write_text(json.dumps(gone))
+    done = publish_adapter(folder, REPO, BASE, api=api(server))
+    assert "gives the logits recorded when it was saved" in done.proof and "not shown" not in done.proof
+    assert [line for line in server.requests if line.startswith("GET") and f"{BASE}/resolve/" in line]
+
+
+def test_a_base_that_no_reader_finds_is_refused_before_anything_is_sent(folder, server, monkeypatch):
+    refused("the base owner/nobodys is not on the Hub, or hidden", folder, server, base="owner/nobodys")
+    # A relative folder that is gone reads like a name on the Hub.
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "runs/base"}))
+    refused("the base runs/base is not on the Hub, or hidden", folder, server, base=None)
+    assert REPO not in server.repos
+
+
+def test_a_base_folder_that_is_not_the_hubs_is_said_to_be_unproven(folder, server, tmp_path, without_proof):
+    done = publish_adapter(folder, REPO, BASE, trained_base(folder), api=api(server))
+    assert done.proof == "not asked here"
+    save_tiny_model(tmp_path / "other", seed=1)
+    done = publish_adapter(folder, REPO, BASE, tmp_path / "other", api=api(server))
+    assert done.proof.endswith("(that owner/tiny-base holds the weights of the folder was not shown)")
+
+
+def trained_base(folder) -> str:
+    return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
 def test_a_repeat_sends_nothing_twice(folder, server, without_proof):

@@ -23,6 +23,7 @@ SENT = {"README.md", "adapter_config.json", "adapter_model.safetensors", LOGITS}
 def server(monkeypatch):
     # Settings of the client: no Xet, no waiting before it tries again; transformers makes the repository with one of its own.
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
     monkeypatch.setenv(
         "HF_HUB_OFFLINE", "1"

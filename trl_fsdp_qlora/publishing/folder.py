@@ -127,6 +127,7 @@ def _card(path: Path, known: set[str], base: str, repo: str) -> ModelCard:
         tags = [tag.replace(f":{named}", f":{base}") for tag in card.data.tags or []]
         card.data.base_model, card.data.tags = base, tags
         card.text = card.text.replace(f"`{named}`", f"`{base}`")
+        card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(named)}(?=\s)", rf"\g<1>{base}", card.text)
     text = re.sub(r"(?m)^base = '[^'\n]*'  # fill in: .*$", f"base = {base!r}", card.text)
     card.text = re.sub(r"(?m)^adapter = '[^'\n]*'  # fill in: .*$", f"adapter = {repo!r}", text)
     return card

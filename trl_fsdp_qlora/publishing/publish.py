@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, get_token
 from huggingface_hub.errors import (
@@ -17,11 +18,13 @@ from huggingface_hub.errors import (
     HFValidationError,
     HTTPError,
     RepositoryNotFoundError,
+    XetDownloadError,
 )
 from huggingface_hub.utils import validate_repo_id
 
 from ..run.one_line import OneLineParser
 from ..run.redaction import redact
+from .base import holds_the_same
 from .folder import CARD, CONFIG, PublishError, Staged, stage
 from .logits import LogitsError, prove
 
@@ -80,11 +83,12 @@ def publish_adapter(
         staged_as: is shown what is to be published, before anything is sent.
         message: of the commit.
         revision: branch to commit to, by default `main`.
-        proves: compare logits in a fresh process with the recorded ones, too, and not the bytes alone.
+        proves: compare logits in a fresh process with the recorded ones, too, and not the bytes alone; where `base` cannot be
+            told to be what the adapter was trained on, once before anything is sent.
 
     Raises:
-        PublishError: see [`stage`]; no token, no rights, a repository of another base, or an adapter that does not give the
-            recorded logits.
+        PublishError: see [`stage`]; no token, no rights, a repository of another base, a base that no reader finds, or an
+            adapter that does not give the recorded logits on it.
         PublishIncomplete: the connection or the Hub failed on the way.
     """
     api = api or HfApi()
@@ -96,6 +100,11 @@ def publish_adapter(
             raise PublishError("there is no token to publish with: run `hf auth login`, or set HF_TOKEN")
         with _hub_errors(repo):
             _check_repository(api, repo, staged.base)
+            loaded = _Base(staged.base, staged.base, "")
+            if proves:
+                loaded = _base_of_the_proof(api, folder, staged.base, base_folder)
+                if staged.recorded and loaded.is_doubtful:
+                    _prove(staged.folder, loaded, f"nothing was sent to {repo}: ")
             url = str(api.create_repo(repo, private=private, exist_ok=True))
             commit = _upload(api, repo, staged, message or "Adapter, card and recorded logits", revision)
         started = time.perf_counter()
@@ -106,20 +115,41 @@ def publish_adapter(
         if not staged.recorded:
             proof = f"no logits were recorded when it was saved: {proof}"
         elif proves:
-            try:
-                proof = prove(
-                    back, str(Path(base_folder).resolve()) if base_folder else _loads_from(folder, staged.base)
-                )
-            except LogitsError as error:
-                raise PublishError(f"{repo} is uploaded, but not what was trained: {error}") from error
+            proof = _prove(Path(back), loaded, f"{repo} is uploaded, but not what was trained: ")
         size = sum((staged.folder / name).stat().st_size for name in staged.files)
         return Published(url, commit, staged.files, size, proof, time.perf_counter() - started)
 
 
-def _loads_from(folder: str | Path, base: str) -> str:
-    """The folder that the adapter was trained on where it is still there; otherwise the Hub's `base`."""
+class _Base(NamedTuple):
+    """What the proof loads as the base: `place` for `name`, and what that leaves open."""
+
+    name: str
+    place: str
+    left_open: str
+    is_doubtful: bool = False
+
+
+def _base_of_the_proof(api: HfApi, folder: str | Path, base: str, base_folder: str | Path | None) -> _Base:
+    """What a reader of the card loads, or a folder with the same weights; the folder that the caller names in any case.
+
+    Raises:
+        PublishError: the base is not on the Hub.
+    """
     trained_on = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    return str(Path(trained_on).resolve()) if Path(trained_on).is_dir() else base
+    local = Path(base_folder or trained_on)
+    same = holds_the_same(api, base, local.resolve() if local.is_dir() else None)
+    if base_folder or same:
+        left_open = "" if same else f" (that {base} holds the weights of the folder was not shown)"
+        return _Base(base, str(local.resolve()), left_open)
+    return _Base(base, base, "", is_doubtful=base != trained_on)
+
+
+def _prove(adapter: Path, base: _Base, lead: str) -> str:
+    try:
+        return prove(adapter, base.place) + base.left_open
+    except LogitsError as error:
+        doubt = f"; is {base.name} what it was trained on?" if base.is_doubtful else ""
+        raise PublishError(f"{lead}{error}{doubt}") from error
 
 
 def _check_repository(api: HfApi, repo: str, base: str) -> None:
@@ -130,7 +160,7 @@ def _check_repository(api: HfApi, repo: str, base: str) -> None:
         return  # or it is hidden from this token, which making it will show
     names = {file.rfilename for file in info.siblings or []}
     theirs = info.card_data.base_model if info.card_data is not None else None
-    if theirs is not None and theirs != base:
+    if theirs not in (None, base, [base]):
         raise PublishError(f"{repo} is there and belongs to the base {theirs}, not {base}; name another repository")
     if CONFIG not in names and names & {"config.json", "model.safetensors", "model.safetensors.index.json"}:
         raise PublishError(f"{repo} is there and holds a model, not an adapter; name another repository")
@@ -158,26 +188,28 @@ def _hub_errors(repo: str, lead: str = "") -> Iterator[None]:
         raise
     except HFValidationError as error:
         raise PublishError(f"--repo {repo}: {_first_line(error)}; name it owner/name") from error
-    except (HfHubHTTPError, EntryNotFoundError) as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status == 401:
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status == 401 and not lead:
+            raise PublishError("the Hub does not take this token (401): log in again with `hf auth login`") from error
+        if status == 403 and not lead:
             raise PublishError(
-                f"{lead}the Hub does not take this token (401): log in again with `hf auth login`"
-            ) from error
-        if status == 403:
-            raise PublishError(
-                f"{lead}this token has no right to write to {repo} (403): take one with write access, or a name of your own"
+                f"this token has no right to write to {repo} (403): take one with write access, or a name of your own"
             ) from error
         raise PublishIncomplete(
             f"{repo} is incomplete: {lead}the Hub said {status}: {_first_line(error)}; {again}"
         ) from error
-    except (HTTPError, OSError, ValueError) as error:  # ValueError: an answer that broke off, or of a proxy
+    # ValueError, KeyError: an answer that broke off, or of a proxy. RuntimeError: the client's around what ended a file's transfer,
+    # and Xet's own.
+    except (HTTPError, OSError, ValueError, KeyError, RuntimeError, EntryNotFoundError, XetDownloadError) as error:
+        inner = error.__cause__ if isinstance(error, RuntimeError) else None
+        cause = f" ({type(inner).__name__}: {_first_line(inner)})" if inner else ""
         raise PublishIncomplete(
-            f"{repo} is incomplete: {lead}{type(error).__name__}: {_first_line(error)}; {again}"
+            f"{repo} is incomplete: {lead}{type(error).__name__}: {_first_line(error)}{cause}; {again}"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = redact(str(error)).strip().splitlines()
     return lines[0].rstrip(".") if lines else "no reason given"
 
