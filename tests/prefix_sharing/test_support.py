@@ -1,6 +1,7 @@
 """What cannot be exact is refused with its reason, and runs padded; nothing goes wrong silently."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import transformers as tf
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError, sharing
+from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError, position_limit, sharing
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (
@@ -158,6 +159,16 @@ def test_rotary_tables_that_depend_on_the_longest_position(caplog):
         assert ("tokens_share" in result[3]) == bool(packed_share)
         torch.testing.assert_close(result[0], stock, atol=2e-5, rtol=1e-5)
     assert "rows of 23 positions" in caplog.text
+
+
+def test_rotary_tables_of_single_layer_types_count_too():
+    default, dynamic = {"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0}
+    tables = {"sliding_attention": default, "full_attention": dynamic}
+    for rope, limit in ((tables, 64), ({"full_attention": dynamic | {"original_max_position_embeddings": 16}}, 16)):
+        config = SimpleNamespace(rope_parameters=rope, max_position_embeddings=64)
+        assert position_limit(SimpleNamespace(config=config)) == limit
+    config.rope_parameters = {"full_attention": default}
+    assert position_limit(SimpleNamespace(config=config)) == float("inf")
 
 
 def test_generation_uses_the_models_own_attention():
