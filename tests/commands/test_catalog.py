@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trl_fsdp_qlora.__main__ import COMMANDS, main
 from trl_fsdp_qlora.commands import catalog
@@ -20,6 +21,13 @@ def test_every_yaml_is_listed_with_what_its_head_says():
         assert (recipe.was_run == "never") == for_gpus or "sft" in recipe.name, recipe
     assert found["SmolLM2-135M-Instruct/grpo_vllm/svamp"].was_run == "shortened"
     assert found["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
+
+
+def test_recipes_for_cpus_pin_no_memory_of_which_torch_warns_without_a_gpu():
+    for recipe in catalog.all_recipes():
+        fields = yaml.safe_load(recipe.path.read_text(encoding="utf-8"))
+        if recipe.hardware.endswith("CPU cores, 1 GB of memory") or recipe.name.startswith("SmolLM2"):
+            assert fields.get("use_cpu") or fields.get("dataloader_pin_memory") is False, recipe.name
 
 
 @pytest.mark.parametrize(
