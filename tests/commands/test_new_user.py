@@ -103,6 +103,10 @@ def ended(place, monkeypatch, capfd):
             "--accelerate_config launch.yaml: it is not UTF-8 text",
         ),
         (
+            "compare --config good.yaml --model_name_or_path cut_base",
+            "error: a file of weights is cut off or damaged: ",
+        ),
+        (
             "plan --config twice.yaml",
             "--config twice.yaml, line 3, column 1: 'max_steps' is there twice; leave one out",
         ),
@@ -128,6 +132,7 @@ def test_one_line_and_nothing_is_left(words, said, ended, place):
         ("--dataset deep.json", "data", "deep.json: cannot be read: maximum recursion depth"),
         ("--dataset digits.jsonl", "data", "digits.jsonl, line 1: cannot be read: Exceeds the limit"),
         ("--config targets.yaml", "model", "lora_target_modules: Target modules {'77'} not found"),
+        ("--accelerate_config ddp_cpu --use_cpu false", "launch", "2 processes on this machine's CPU would each take"),
         ("--config env.yaml", "recipe", "env.yaml: env={'A=B': 'c'}: illegal environment variable name"),
         ("--seed -1", "training", "seed=-1 is outside 0 to 2**32 - 1; try 42"),
         ("--learning_rate nan", "training", "learning_rate=nan is not a finite number"),

@@ -164,6 +164,12 @@ def _launch_findings(config: Any, model: ModelConfig, launch: LaunchEnvironment)
     adapter = checks.lora_config(model)
     yield from _refused("launch", lambda: check_launch(quantization, adapter, launch.zero_stage))
     yield from _refused("launch", lambda: check_reference(config.beta != 0.0 and adapter is None))
+    if launch.processes > 1 and config.device.type == "cpu" and not config.use_cpu:
+        yield Finding(
+            "error",
+            "launch",
+            f"{launch.processes} processes on this machine's CPU would each take themselves for the only one: set use_cpu: true",
+        )
     if is_fsdp_launch() and "FULL" in launch.environment.get("FSDP_STATE_DICT_TYPE", ""):
         yield Finding(
             "warning",

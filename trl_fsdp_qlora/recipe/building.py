@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, TrainingArguments
 from trl import ModelConfig, get_quantization_config
 
@@ -35,4 +36,5 @@ def refusals_in_a_line() -> Iterator[None]:
     except Exception as error:
         if not is_refusal(error):
             raise
-        raise ConfigError(f"{error} ({DEBUG_ERRORS} shows where)") from error
+        lead = "a file of weights is cut off or damaged: " if isinstance(error, SafetensorError) else ""
+        raise ConfigError(f"{lead}{error} ({DEBUG_ERRORS} shows where)") from error
