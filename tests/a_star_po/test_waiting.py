@@ -73,7 +73,7 @@ def test_a_living_process_that_finishes_nothing_is_named_and_the_wait_ends(tmp_p
         with ValueCache(tmp_path / "v") as cache:
             waiting = stage_one(cache, patience_seconds=0.5, report_seconds=0.1)
             with pytest.raises(ValueCacheError, match=rf"any of the last 4 prompts .*process {holder.pid} holds them"):
-                waiting.fill(ITEMS, progress=True)
+                waiting.fill(ITEMS, shows=True)
         assert f"waiting for 4 prompts that process {holder.pid} is sampling" in caplog.text
     finally:
         end.set()

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from ..rollout.rewards import combine
+from ..run.progress import progress
 from .estimators import SamplePlan, check_reward_range
 from .value_cache import ValueCache, ValueCacheError
 
@@ -123,12 +123,12 @@ class StageOne:
     def _drawn(self, key: bytes, found: dict[bytes, list[float]]) -> list[float]:
         return found.get(key, []) + [math.nan] * self._unscored[key]
 
-    def fill(self, items: dict[bytes, Item], progress: bool = False) -> Report:
+    def fill(self, items: dict[bytes, Item], shows: bool = False) -> Report:
         """Draw and store what is missing; returns when every item has its samples.
 
         Args:
             items: the same on every rank.
-            progress: show a bar with the prompts that all ranks and runs have finished.
+            shows: the prompts that all ranks and runs have finished, as they become more.
 
         Raises:
             ValueCacheError: the cache cannot be written, or others hold prompts and finish none.
@@ -141,16 +141,10 @@ class StageOne:
         order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
         chunks = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         chunks = [chunk for chunk in chunks if missing.intersection(chunk)]
-        bar = tqdm(
-            total=len(items),
-            initial=report.already_known,
-            desc="V*",
-            unit="prompt",
-            disable=None if progress else True,
-        )
+        bar = progress("V*", len(items), "prompts", initial=report.already_known, hidden=not shows, leave=True)
         shown = time.monotonic()
         jobs = self._jobs(chunks)
-        waiting = _Wait(self, order, progress)
+        waiting = _Wait(self, order, shows)
         while True:
             job = next(jobs, None)
             state = _DONE if job is None else _READY if job else waiting.state()
@@ -168,11 +162,11 @@ class StageOne:
                 time.sleep(self.poll_seconds)
             if state == _READY:
                 self._run(job, items, report)
-            if progress and time.monotonic() - shown > 1:
+            if shows and time.monotonic() - shown > 1:
                 open_keys = self.missing(open_keys)
                 bar.update(len(items) - len(open_keys) - bar.n)
                 shown = time.monotonic()
-        if progress:
+        if shows:
             bar.update(len(items) - bar.n)
         bar.close()
         report.seconds = time.perf_counter() - started

@@ -132,9 +132,7 @@ class ReferenceValues:
 
     def _fill(self, items: dict[bytes, Item]) -> Report:
         with self.clock.phase("value_sampling"):
-            report = self.stage_one.fill(
-                items, progress=self.accelerator.is_main_process and not self.args.disable_tqdm
-            )
+            report = self.stage_one.fill(items, shows=self.accelerator.is_main_process and not self.args.disable_tqdm)
             self.accelerator.wait_for_everyone()
         values = self.stage_one.values(list(items))
         self.known |= values

@@ -8,9 +8,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from ..run.progress import progress
 from .decoding import Decoding, DecodingWork
 from .engine_model import EngineModel
 from .support import why_stock
@@ -122,7 +122,7 @@ def over_ranks(
         generate: completions of a batch of problems; may be collective.
         score: one result for every problem of a batch from its completions; runs on one rank alone.
         lockstep: `generate` is collective: a rank that has no batch left repeats the first problem, for nobody.
-        description: of a progress bar on the main rank; none is shown without.
+        description: of the progress that the main rank shows, of its own problems; none is shown without.
 
     Raises:
         RuntimeError: the ranks disagree about the problems.
@@ -131,10 +131,11 @@ def over_ranks(
     batches = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
     mine = batches[state.process_index :: state.num_processes]
     results = []
-    # `disable=None`: a bar only where there is a terminal to draw it in.
-    hidden = None if description and state.is_main_process else True
-    for batch in tqdm(mine, desc=description, disable=hidden, leave=False):
-        results += zip(batch, score(batch, generate(batch)), strict=True)
+    hidden = description is None or not state.is_main_process
+    with progress(description or "", sum(map(len, mine)), "problems", hidden=hidden) as bar:
+        for batch in mine:
+            results += zip(batch, score(batch, generate(batch)), strict=True)
+            bar.update(len(batch))
     if lockstep:
         for _ in range(-(-len(batches) // state.num_processes) - len(mine)):
             generate(range(1))
