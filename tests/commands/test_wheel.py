@@ -153,6 +153,8 @@ def test_grpo_trains_with_data_and_rewards_of_ones_own_and_is_published(installe
     assert f"trl-fsdp-qlora {words}" in card.replace("\n", " ")  # what anybody can type
     assert str(place) not in card and str(installed) not in card
     with hub() as server:
+        # A reader finds the base there, too.
+        server.commit("owner/tiny-base", {f.name: f.read_bytes() for f in (place / "base").iterdir() if f.is_file()})
         client = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         words = "publish out --repo me/sums --base owner/tiny-base --base-folder base"
         said = call(*words.split(), installed=installed, cwd=place, **client)

@@ -13,6 +13,14 @@ from trl_fsdp_qlora.recipe.script import run_main
 _AND_THEN = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9); print('went on')"
 
 
+@pytest.fixture(autouse=True)
+def of_a_terminal():
+    """SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def ended(*words: str, **more) -> tuple[int, str]:
     """Exit status and standard error of a Python process."""
     run = subprocess.run([sys.executable, *words], stderr=subprocess.PIPE, text=True, timeout=60, **more)
