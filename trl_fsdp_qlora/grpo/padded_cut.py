@@ -64,6 +64,8 @@ def padded_cut(
     def whole(values):
         if values is None:
             return None
-        return values.new_zeros(scored_BC.shape).index_copy(0, index, F.pad(values, (0, logits_to_keep - width)))
+        padded_KC = F.pad(values, (0, logits_to_keep - width))
+        # TRL leaves them where the LM head is, see `PassRequest.padded`.
+        return values.new_zeros(scored_BC.shape).index_copy(0, index.to(values.device), padded_KC)
 
     return whole(logps), whole(entropies), aux_loss
