@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TemperatureLogitsWarper
 
+from tests.benchmark_modules import benchmark
 from tests.planning.models import config, folder, settings
 from tests.planning.test_passes import NEAR, batch, built
 from tests.prefix_sharing.helpers import packed_forward
@@ -16,14 +16,7 @@ from trl_fsdp_qlora.rollout.decoding import _Batch
 
 def rise(call) -> int:
     """Bytes by which torch's allocator rises while `call` runs."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    level = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        most = max(most, level)
-    return most
+    return benchmark("synthetic").peak_bytes(call, "cpu")
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
