@@ -13,8 +13,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from trl_fsdp_qlora.checkpoints.manifest import write_json
 from trl_fsdp_qlora.recipe.stats import wilson_interval
-from trl_fsdp_qlora.run.manifest import write_json
 
 # verl's GRPO + LoRA logs: 116 steps of 64 prompts x 5 completions.
 THEIRS = {

@@ -22,12 +22,12 @@ from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.checkpoints.manifest import write_json
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
-from trl_fsdp_qlora.run.manifest import write_json
-from trl_fsdp_qlora.run.telemetry import MIB, PeakMemory
+from trl_fsdp_qlora.telemetry.phases import MIB, PeakMemory
 
 
 def build(cls, config_cls, model, folder: str, **extra):

@@ -41,13 +41,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.compat import onednn
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import completion_text
-from trl_fsdp_qlora.run.manifest import write_json
-from trl_fsdp_qlora.run.telemetry import MIB, PeakMemory
 from trl_fsdp_qlora.scoring import cpu_products
-from trl_fsdp_qlora.upstream import onednn
+from trl_fsdp_qlora.telemetry.phases import MIB, PeakMemory
 
 # Completions per step, per prompt, tokens of a completion, problems shown before the question.
 SETTINGS = {

@@ -22,9 +22,9 @@ import torch
 import trl
 from synthetic import peak_bytes, unless_out_of_memory
 
+from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.scoring.head_choice import AUTO_ON_GPU, choose_head_kernel
-from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
 TRL_VOCABULARY_TILE = 8192
 

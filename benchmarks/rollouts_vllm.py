@@ -40,11 +40,11 @@ from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.checkpoints.manifest import write_json
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
 from trl_fsdp_qlora.rollout.completions import generate
-from trl_fsdp_qlora.run.manifest import write_json
 
 TEMPLATE = "{question}\nThink step by step, then give the answer as a number after ####."
 # What `accelerate launch` makes of accelerate_configs/fsdp2.yaml.

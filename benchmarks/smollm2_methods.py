@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from trl_fsdp_qlora.checkpoints.manifest import write_json
 from trl_fsdp_qlora.recipe.stats import wilson_interval
-from trl_fsdp_qlora.run.manifest import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "README.md"

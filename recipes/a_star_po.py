@@ -21,13 +21,13 @@ from trl import ModelConfig
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po.fingerprint import FingerprintError
 from trl_fsdp_qlora.a_star_po.value_cache import ValueCacheError
+from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.planning.beside import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 
 @dataclass

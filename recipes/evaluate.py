@@ -18,6 +18,8 @@ import torch
 from accelerate import PartialState
 from transformers import BitsAndBytesConfig
 
+from trl_fsdp_qlora.checkpoints.disk import disk_errors
+from trl_fsdp_qlora.checkpoints.manifest import write_json
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.loading import LoadError, load_base, with_adapter
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
@@ -25,8 +27,6 @@ from trl_fsdp_qlora.recipe.checks import check_adapter, check_counts, check_inst
 from trl_fsdp_qlora.recipe.data import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.run.disk import disk_errors
-from trl_fsdp_qlora.run.manifest import write_json
 
 
 @dataclass

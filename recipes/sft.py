@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 from trl import ModelConfig, SFTConfig
 
+from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_counts, check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.script import run_main
 from trl_fsdp_qlora.recipe.supervised import build_sft_trainer, run_sft, worked_data
-from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 
 @dataclass

@@ -17,13 +17,13 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 from trl import ModelConfig
 
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.planning.beside import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
 from trl_fsdp_qlora.recipe.script import run_main
-from trl_fsdp_qlora.run.checkpoints import check_output_dir
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ def options_of(name: str) -> set[str]:
 
 
 def launchers_options() -> set[str]:
-    from trl_fsdp_qlora.commands.scripts import LAUNCHER
+    from trl_fsdp_qlora.cli.scripts import LAUNCHER
 
     return set(LAUNCHER)
 

@@ -1,13 +1,10 @@
 """`benchmarks/gpu_bytes.py` around its measurements: processes of their own, rows kept, a table."""
 
-import ast
 import json
-import shutil
-import subprocess
 
 import pytest
 
-from tests.benchmark_modules import BENCHMARKS, benchmark
+from tests.benchmark_modules import benchmark
 
 
 @pytest.fixture(scope="module")
@@ -122,21 +119,3 @@ def test_the_picture_is_of_the_largest_shape_and_left_out_where_nothing_can_draw
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     pictures.show(content, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-EMULATOR = BENCHMARKS.parents[1] / "shared" / "tools" / "fakegpu"
-
-
-@pytest.mark.skipif(not EMULATOR.is_dir(), reason="needs the emulated device's sources beside the clone")
-@pytest.mark.parametrize("changes", [["sizes"], ["kernels"], ["kernels", "sizes"]], ids="-".join)
-def test_the_changes_to_the_emulated_device_apply(tmp_path, changes):
-    """docs/gpu.md says with what was counted and tested; a change that does not apply cannot be repeated."""
-    for name in ("emulate.py", "fakenccl.cpp"):
-        shutil.copyfile(EMULATOR / name, tmp_path / name)
-    for change in changes:
-        subprocess.run(["git", "apply", str(BENCHMARKS / f"fakegpu_{change}.patch")], cwd=tmp_path, check=True)
-    text = (tmp_path / "emulate.py").read_text()
-    assert ("LARGE = " in text) == ("sizes" in changes) and ('"torch_attn"' in text) == ("kernels" in changes)
-    assert ("#define memcpy copy_" in (tmp_path / "fakenccl.cpp").read_text()) == ("sizes" in changes)
-    assert (tmp_path / "site").is_dir() == ("kernels" in changes)
-    ast.parse(text)

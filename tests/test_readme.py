@@ -41,7 +41,7 @@ def test_it_is_short_and_says_first_what_a_user_asks_first():
 
 
 def test_the_terminal_shown_is_what_is_printed_now():
-    """Every line of it has the form that `run/startup.py` and `run/terminal.py` give it."""
+    """Every line of it has the form that `telemetry/startup.py` and `telemetry/terminal.py` give it."""
     (terminal,) = re.findall(r"```text\n(trl-fsdp-qlora\n.*?)```", README, re.DOTALL)
     forms = (
         r"trl-fsdp-qlora",

@@ -23,21 +23,21 @@ class _Command(NamedTuple):
 
 
 COMMANDS = {
-    "grpo": _Command("commands.scripts", "grpo", "train with GRPO: --config FILE.yaml and any field"),
-    "t-spmo": _Command("commands.scripts", "t_spmo", "train with T-SPMO, credit for single tokens"),
-    "a-star-po": _Command("commands.scripts", "a_star_po", "train with A*-PO, one completion per prompt"),
-    "sft": _Command("commands.scripts", "sft", "teach worked answers first, where a base is never right"),
-    "evaluate": _Command("commands.scripts", "evaluate", "measure accuracy on held-out problems"),
-    "merge": _Command("commands.scripts", "merge", "merge an adapter into its unquantized base"),
+    "grpo": _Command("cli.scripts", "grpo", "train with GRPO: --config FILE.yaml and any field"),
+    "t-spmo": _Command("cli.scripts", "t_spmo", "train with T-SPMO, credit for single tokens"),
+    "a-star-po": _Command("cli.scripts", "a_star_po", "train with A*-PO, one completion per prompt"),
+    "sft": _Command("cli.scripts", "sft", "teach worked answers first, where a base is never right"),
+    "evaluate": _Command("cli.scripts", "evaluate", "measure accuracy on held-out problems"),
+    "merge": _Command("cli.scripts", "merge", "merge an adapter into its unquantized base"),
     "publish": _Command("publishing.publish", "run_publish", "check an adapter, upload it, prove that it loads"),
-    "dequantize": _Command("commands.scripts", "dequantize", "write a 4-bit base for a vLLM server to hold"),
-    "small-base": _Command("commands.scripts", "small_base", "build the quickstart's small model"),
-    "plan": _Command("commands.plan", "plan", "bytes of each phase of a run, and whether it fits"),
-    "compare": _Command("commands.compare", "compare", "a few steps beside stock TRL, on the same completions"),
-    "doctor": _Command("commands.doctor", "doctor", "say what would fail or go wrong, before it does"),
-    "recipes": _Command("commands.recipes", "recipes", "list the recipes; print one, or copy it here"),
+    "dequantize": _Command("cli.scripts", "dequantize", "write a 4-bit base for a vLLM server to hold"),
+    "small-base": _Command("cli.scripts", "small_base", "build the quickstart's small model"),
+    "plan": _Command("cli.plan", "plan", "bytes of each phase of a run, and whether it fits"),
+    "compare": _Command("cli.compare", "compare", "a few steps beside stock TRL, on the same completions"),
+    "doctor": _Command("cli.doctor", "doctor", "say what would fail or go wrong, before it does"),
+    "recipes": _Command("cli.recipes", "recipes", "list the recipes; print one, or copy it here"),
     "launch": _Command("run.launch", "launch", "accelerate launch for a script of your own"),
-    "config": _Command("commands.configs", "config", "print the path of an accelerate config, or all names"),
+    "config": _Command("cli.configs", "config", "print the path of an accelerate config, or all names"),
 }
 
 

@@ -16,11 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.launch import run_code
 from trl_fsdp_qlora.a_star_po.canonical import FingerprintError, canonical, digest
-from trl_fsdp_qlora.a_star_po.fingerprint import (
-    reference_fingerprint,
-    reward_fingerprint,
-    row_key,
-)
+from trl_fsdp_qlora.a_star_po.fingerprint import reference_fingerprint, reward_fingerprint, row_key
 
 from .tiny import tiny_model
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.launch import REPOSITORY, _end_all, _Rank, _run, free_port, launch, rank_environment
 from tests.tiny import save_tiny_model
-from trl_fsdp_qlora.run.checkpoints import checkpoints_in
+from trl_fsdp_qlora.checkpoints.checkpoints import checkpoints_in
 
 CONFIGS = REPOSITORY / "accelerate_configs"
 WORKER = "tests/distributed/node_worker.py"

@@ -18,12 +18,12 @@ from tests.grpo.test_token_budget import made
 from tests.publishing.hub_server import TOKEN, hub
 from tests.rollout import whole_engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.compat.fsdp import reshard_settings
 from trl_fsdp_qlora.fsdp2_qlora import adapters, generation
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.grpo import trainer as grpo_trainer
 from trl_fsdp_qlora.publishing import pushing
-from trl_fsdp_qlora.upstream.fsdp import reshard_settings
 
 
 def empty_rank(_model_path, out, _world_size, base, quantized=1, sharing="auto"):

@@ -11,7 +11,7 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.grpo.test_resume import KEYS, history
 from tests.tiny import save_tiny_model
-from trl_fsdp_qlora.run import checkpoints
+from trl_fsdp_qlora.checkpoints import checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

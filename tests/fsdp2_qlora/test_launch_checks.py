@@ -7,13 +7,7 @@ from transformers import BitsAndBytesConfig
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.fsdp2_qlora.launch_checks import (
-    FLOORS,
-    LaunchError,
-    check_launch,
-    check_reference,
-    check_versions,
-)
+from trl_fsdp_qlora.fsdp2_qlora.launch_checks import FLOORS, LaunchError, check_launch, check_reference, check_versions
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
 EIGHT_BIT = BitsAndBytesConfig(load_in_8bit=True)

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trl_fsdp_qlora.upstream.fsdp import filled_shard
+from trl_fsdp_qlora.compat.fsdp import filled_shard
 
 
 def test_a_filled_shard_stays_where_it_lies(tmp_path):

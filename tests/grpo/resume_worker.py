@@ -8,8 +8,7 @@ from transformers import TrainerCallback
 
 from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.grpo import resumable
-from trl_fsdp_qlora.run import checkpoints
+from trl_fsdp_qlora.checkpoints import checkpoints, resumable
 
 # Generation cycles of 2 × 2 = 4 micro-steps and 4-step epochs: checkpoints fall inside a cycle and past an epoch's end.
 SETTINGS = {

@@ -8,7 +8,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.upstream.older_gpus import lacks_bf16
+from trl_fsdp_qlora.compat.older_gpus import lacks_bf16
 
 from .on_gpu import MARKS
 

@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.upstream.older_gpus import lacks_bf16
+from trl_fsdp_qlora.compat.older_gpus import lacks_bf16
 
 from .on_gpu import MARKS, a_star_po
 from .test_cuda import loss_and_gradient

@@ -25,8 +25,8 @@ from tests.tiny import (
     trainer,
 )
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.compat.onednn import product
 from trl_fsdp_qlora.scoring import cpu_products
-from trl_fsdp_qlora.upstream.onednn import product
 
 # fp32, SGD: what differs is the order of additions. Three steps of lr 1e-2.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_fsdp_qlora.compat.trl import RepeatSampler
 from trl_fsdp_qlora.grpo.groups import EpochRepeatSampler, group_permutation, shuffle_groups
-from trl_fsdp_qlora.upstream.trl import RepeatSampler
 
 
 @given(rows=st.integers(1, 60), group=st.integers(2, 9), offset=st.integers(0, 100))

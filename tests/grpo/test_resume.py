@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.distributed.launch import launch
-from trl_fsdp_qlora.run import checkpoints, manifest
+from trl_fsdp_qlora.checkpoints import checkpoints, manifest
 
 KEYS = ("loss", "reward", "kl", "grad_norm", "learning_rate", "completions/mean_length")
 

@@ -15,8 +15,7 @@ from transformers import TrainerCallback, TrainerState
 
 from tests.tiny import config, lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.grpo import resumable
-from trl_fsdp_qlora.run import checkpoints, manifest
+from trl_fsdp_qlora.checkpoints import checkpoints, manifest, resumable
 from trl_fsdp_qlora.run.errors import CheckpointError
 
 SETTINGS = {
@@ -264,7 +263,7 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_dataset_is_known_by_its_rows_not_by_how_it_came():
-    from trl_fsdp_qlora.run.identity import describe_dataset
+    from trl_fsdp_qlora.checkpoints.identity import describe_dataset
 
     rows = [{"prompt": f"{i}", "answer": i} for i in range(50)]
     plain = datasets.Dataset.from_list(rows)

@@ -11,6 +11,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.planning.models import LAYERS, config, folder, settings
 from tests.prefix_sharing.helpers import packed_forward
+from trl_fsdp_qlora.compat.memory import HEAP_BLOCK, TRL_VOCABULARY_CHUNK, FakeTensorMode, PeakTracker
+from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
 from trl_fsdp_qlora.planning import components, passes
 from trl_fsdp_qlora.planning.hardware import Hardware
 from trl_fsdp_qlora.planning.settings import Launch
@@ -19,12 +21,10 @@ from trl_fsdp_qlora.prefix_sharing.dropout import without_dropout
 from trl_fsdp_qlora.prefix_sharing.layout import pack
 from trl_fsdp_qlora.prefix_sharing.self_check import compare
 from trl_fsdp_qlora.recipe.checks import lora_config
-from trl_fsdp_qlora.run.telemetry import PeakMemory
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
-from trl_fsdp_qlora.upstream.memory import HEAP_BLOCK, TRL_VOCABULARY_CHUNK, FakeTensorMode, PeakTracker
-from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
+from trl_fsdp_qlora.telemetry.phases import PeakMemory
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
 NEAR = 0.05

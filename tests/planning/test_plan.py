@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.planning.models import folder, settings
+from trl_fsdp_qlora.compat.memory import TRL_VOCABULARY_CHUNK
 from trl_fsdp_qlora.planning import passes, skeleton, static
 from trl_fsdp_qlora.planning.hardware import HEAP_SHARE, HEAP_SHARE_CHECKPOINTING, Hardware
 from trl_fsdp_qlora.planning.plan import ACTIVATIONS, CACHE, COMPARISON, HEAD, LOGITS, ROOM, make_plan
 from trl_fsdp_qlora.planning.settings import Launch, from_config
 from trl_fsdp_qlora.planning.solve import changed
-from trl_fsdp_qlora.upstream.memory import TRL_VOCABULARY_CHUNK
 
 CPU = Hardware("a host", 2**40, 1, gpu=False)
 

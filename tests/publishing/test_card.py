@@ -15,10 +15,10 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from tests.distributed.launch import run_code
 from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.checkpoints import checkpoints
 from trl_fsdp_qlora.publishing import card
 from trl_fsdp_qlora.publishing.card import CardInfo, adapter_card, card_of, changed_arguments
 from trl_fsdp_qlora.publishing.logits import LOGITS
-from trl_fsdp_qlora.run import checkpoints
 
 
 @pytest.fixture

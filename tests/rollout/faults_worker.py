@@ -16,12 +16,12 @@ from trl.generation import vllm_client
 
 from tests import tiny
 from tests.distributed.launch import free_port
+from trl_fsdp_qlora.compat.trl import SAMPLED_LOGPS
+from trl_fsdp_qlora.compat.vllm import VLLMGeneration
 from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
 from trl_fsdp_qlora.rollout.engine import AdapterEngine, _Serving
 from trl_fsdp_qlora.rollout.stall import EngineStall
 from trl_fsdp_qlora.rollout.watch import EngineWatch
-from trl_fsdp_qlora.upstream.trl import SAMPLED_LOGPS
-from trl_fsdp_qlora.upstream.vllm import VLLMGeneration
 
 
 def closed_port() -> str:

@@ -12,13 +12,7 @@ from datasets import IterableDataset
 
 from tests.distributed.launch import launch
 from tests.tiny import config, lora, prompts, tiny_model, trainer
-from trl_fsdp_qlora import (
-    AStarPOConfig,
-    EfficientGRPOConfig,
-    EfficientGRPOTrainer,
-    TSPMOConfig,
-    TSPMOTrainer,
-)
+from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.recipe.rewards import completion_text
 from trl_fsdp_qlora.rollout.dynamic_sampling import DynamicSampling, NothingToLearn, ScoredRows, alive_groups
 

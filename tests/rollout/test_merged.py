@@ -8,9 +8,9 @@ from accelerate import Accelerator
 from trl.generation import vllm_client
 
 from tests.vllm.serve import RecordedServer
+from trl_fsdp_qlora.compat.vllm import VLLMClient, VLLMGeneration
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.start import limit_stalls
-from trl_fsdp_qlora.upstream.vllm import VLLMClient, VLLMGeneration
 
 SECONDS = 0.4
 

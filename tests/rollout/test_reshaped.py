@@ -7,10 +7,10 @@ from peft import get_peft_model
 from tests import tiny
 from tests.rollout.whole_engine import start_whole
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.compat.trl import SAMPLED_LOGPS
 from trl_fsdp_qlora.grpo import trainer as grpo_trainer
 from trl_fsdp_qlora.rollout.reshaped import own_draws, reshaping, reshaping_warning
 from trl_fsdp_qlora.rollout.sync_proof import StaleRolloutError
-from trl_fsdp_qlora.upstream.trl import SAMPLED_LOGPS
 
 
 def settings(folder, **changes):

@@ -4,11 +4,11 @@ import pytest
 
 from tests.tiny import trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.checkpoints.identity import differences
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.datasets import DatasetError
 from trl_fsdp_qlora.recipe.rewards import get_reward
-from trl_fsdp_qlora.run.identity import differences
 from trl_fsdp_qlora.run.own_code import OwnCodeError, is_import_path, load_function
 
 REWARDS = """

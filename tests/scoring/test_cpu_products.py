@@ -10,10 +10,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import serve_by_onednn
+from trl_fsdp_qlora.compat import onednn
 from trl_fsdp_qlora.scoring import cpu_products
 from trl_fsdp_qlora.scoring.cpu_products import faster_products, replaced_forward
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
-from trl_fsdp_qlora.upstream import onednn
 
 # Sums of up to 300 products of about one, in float32 and in any order: 20 units in the last place of a sum of about 20.
 ROUNDING = {"rtol": 0, "atol": 4e-5}

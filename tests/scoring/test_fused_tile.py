@@ -9,8 +9,8 @@ import os
 import pytest
 import torch
 
+from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
-from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
 from .float64 import assert_equal, gradient, reference
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trl_fsdp_qlora.compat.older_gpus import let_trl_cast
+from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
 from trl_fsdp_qlora.scoring import frozen_head
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, score_positions
-from trl_fsdp_qlora.upstream.older_gpus import let_trl_cast
-from trl_fsdp_qlora.upstream.trl import ChunkedLogProbFunction
 
 from .float64 import assert_equal, gradient, reference
 

@@ -8,9 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trl.kernels import chunked_logprob
 
-from trl_fsdp_qlora.run.startup import _precision
+from trl_fsdp_qlora.compat import older_gpus
 from trl_fsdp_qlora.scoring.frozen_head import add_product
-from trl_fsdp_qlora.upstream import older_gpus
+from trl_fsdp_qlora.telemetry.startup import _precision
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, TrainerState
 from trl.data_utils import apply_chat_template, is_conversational
 
-from ..upstream.trl import is_async_callable, parse_response
+from ..compat.trl import is_async_callable, parse_response
 from .config import AStarPOConfig
 
 

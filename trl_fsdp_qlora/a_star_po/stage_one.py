@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..rollout.rewards import combine
-from ..run.progress import progress
+from ..telemetry.progress import progress
 from .estimators import SamplePlan, check_reward_range
 from .value_cache import ValueCache, ValueCacheError
 

@@ -10,13 +10,13 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 
+from ..compat.trl import ASYNC_LOOP, GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, use_adapter
 from ..grpo.arguments import own_config
 from ..grpo.requests import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.completions import generate
 from ..rollout.rewards import combine
 from ..scoring.request import Kind
-from ..upstream.trl import ASYNC_LOOP, GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, use_adapter
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .evaluation import evaluate_rows

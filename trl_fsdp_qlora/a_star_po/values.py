@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ..run.ranks import on_main
-from ..run.telemetry import PhaseClock
+from ..telemetry.phases import PhaseClock
 from .canonical import canonical, digest
 from .config import AStarPOConfig
 from .fingerprint import (

@@ -15,7 +15,7 @@ from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weight
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..upstream.fsdp import plain_name
+from ..compat.fsdp import plain_name
 from .generation import reshard
 
 # Elements of the tensors whose shards travel in one collective: 64 MiB in float32.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..upstream.fsdp import DefaultAllGather, DefaultReduceScatter
+from ..compat.fsdp import DefaultAllGather, DefaultReduceScatter
 from .mesh import replicate_group
 
 

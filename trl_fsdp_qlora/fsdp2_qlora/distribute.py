@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..upstream.fsdp import filled_shard, plain_name
+from ..compat.fsdp import filled_shard, plain_name
 from .mesh import shard_dimension
 from .packed_linear import PackedLinear4bit, convert_layer, pack_model, quantized_layers
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..upstream.fsdp import initialise, param_groups, reshard_settings, restore_reshard_settings, units
+from ..compat.fsdp import initialise, param_groups, reshard_settings, restore_reshard_settings, units
 
 MODES = ("auto", "once", "per_layer")
 # Of the memory that is free, the share that gathered weights may take: the rest is for the cache and activations.

@@ -11,7 +11,7 @@ from packaging.version import Version
 from .mesh import launch_mesh
 
 # The oldest versions that this was run with. torch 2.12 is the first that shards integer parameters by itself; for 2.11
-# see `upstream.fsdp.integer_shards`.
+# see `compat.fsdp.integer_shards`.
 FLOORS = {"torch": "2.11", "accelerate": "1.15", "bitsandbytes": "0.50", "peft": "0.21"}
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers.utils import is_bitsandbytes_available
 
-from ..upstream.fsdp import finds_final_norm
+from ..compat.fsdp import finds_final_norm
 
 if TYPE_CHECKING:
     from .accounting import BaseBytes
@@ -127,7 +127,7 @@ def _has_4bit_layers(model: nn.Module) -> bool:
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
-    from ..upstream.fsdp import integer_shards
+    from ..compat.fsdp import integer_shards
     from .accounting import check_sharded
     from .communication import count_traffic
     from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
-from ..upstream.transformers import no_optimizer_read
+from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
 from .communication import ranks_per_node
 from .generation import choose, gathered, keep_gathered

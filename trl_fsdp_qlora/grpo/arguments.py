@@ -5,14 +5,14 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedConfig
 
+from ..compat.older_gpus import let_trl_cast
+from ..compat.transformers import model_name
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
 from ..rollout.sync_choice import Sync, choose_sync
 from ..run import input_checks as checks
 from ..run.hub import asked_once
 from ..run.nodes import check_nodes
-from ..upstream.older_gpus import let_trl_cast
-from ..upstream.transformers import model_name
 from .config import EfficientGRPOConfig
 
 

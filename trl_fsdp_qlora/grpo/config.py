@@ -5,13 +5,13 @@ from dataclasses import dataclass, fields
 
 from trl import GRPOConfig
 
+from ..compat.trl import is_split_group
 from ..fsdp2_qlora.generation import check_mode
 from ..run import redaction
 from ..run.config_fields import SWITCHES, documented, option, spelled
 from ..run.input_checks import batch_size_advice
-from ..run.telemetry import check_clock
 from ..scoring.head_choice import check_head_kernel
-from ..upstream.trl import is_split_group
+from ..telemetry.phases import check_clock
 from .token_budget import check_config
 
 

@@ -4,13 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..compat.trl import RepeatSampler, split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 from ..scoring.transfer import to_device
-from ..upstream.trl import (
-    RepeatSampler,
-    split_pixel_values_by_grid,
-    split_tensor_dict,
-    unsplit_pixel_values_by_grid,
-)
 
 
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:

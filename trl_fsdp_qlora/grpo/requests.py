@@ -2,8 +2,8 @@
 
 import torch
 
+from ..compat.peft import is_reference
 from ..scoring.request import Kind, PassRequest
-from ..upstream.peft import is_reference
 
 
 def loss_pass(model, training: bool, **asked) -> PassRequest:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..compat.trl import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, SCORED_MEANS
 from ..scoring.token_selection import check_selection, select_tokens, step_generator
-from ..upstream.trl import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, SCORED_MEANS
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,9 @@ from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
+from ..checkpoints import identity
+from ..checkpoints.resumable import WholeCheckpoints
+from ..compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, write_card
@@ -23,20 +26,18 @@ from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import limit_stalls, start_engine
 from ..rollout.sync_choice import warnings_for, withheld
 from ..rollout.watch import EngineWatch, weighed
-from ..run import identity, terminal
 from ..run import input_checks as checks
-from ..run.startup import StartupCallback
-from ..run.telemetry import PhaseClock, TelemetryCallback, token_counts
 from ..scoring.contexts import with_tied_entropies
 from ..scoring.cpu_products import faster_products
 from ..scoring.request import Kind, PassRequest
-from ..upstream.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
+from ..telemetry import terminal
+from ..telemetry.phases import PhaseClock, TelemetryCallback, token_counts
+from ..telemetry.startup import StartupCallback
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
 from .living_groups import LivingGroups
 from .padded_cut import padded_pass
 from .requests import loss_pass, padded_batch, rollout_pass
-from .resumable import WholeCheckpoints
 from .token_budget import TokenBudget
 
 logger = get_logger(__name__)
@@ -298,7 +299,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
 
         Raises:
-            trl_fsdp_qlora.run.errors.CheckpointError: see [`trl_fsdp_qlora.grpo.resumable.WholeCheckpoints`].
+            trl_fsdp_qlora.run.errors.CheckpointError: see [`trl_fsdp_qlora.checkpoints.resumable.WholeCheckpoints`].
         """
         with self.checkpointing.training():
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)

@@ -21,7 +21,7 @@ from . import skeleton, stand_ins
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from ..upstream.memory import Peak
+    from ..compat.memory import Peak
 
 _PAGE = 1024  # float32 numbers of a page of memory
 
@@ -196,7 +196,7 @@ class _Run:
 
 
 def _run(settings, config, layers, shape: Shape, grad, on_gpu, first: bool, bare: bool = False) -> _Run:
-    from ..upstream.memory import FakeTensorMode, PeakTracker
+    from ..compat.memory import FakeTensorMode, PeakTracker
 
     with skeleton.quiet(), torch.random.fork_rng(devices=[]):
         model = skeleton.build(settings, config, layers)
@@ -263,7 +263,7 @@ class _Watch:
         return two - one, two_small - one_small
 
     def layer_gradients(self) -> tuple[int, int]:
-        from ..upstream.memory import HEAP_BLOCK
+        from ..compat.memory import HEAP_BLOCK
 
         sizes = [parameter.nbytes for parameter in self._trained]
         return sum(sizes), sum(size for size in sizes if size < HEAP_BLOCK)
@@ -319,8 +319,8 @@ def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: S
         keep = torch.is_grad_enabled() and hidden_NH.requires_grad
         tiles = stand_ins.tiles(on_gpu, kernel == "fused")
         return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, tiles, keep, tracker), 0
-    from ..upstream.memory import TRL_TOKEN_CHUNK, TRL_VOCABULARY_CHUNK
-    from ..upstream.trl import ChunkedLogProbFunction
+    from ..compat.memory import TRL_TOKEN_CHUNK, TRL_VOCABULARY_CHUNK
+    from ..compat.trl import ChunkedLogProbFunction
 
     chunk = VOCABULARY_TILE if shape.packed else TRL_VOCABULARY_CHUNK
     if on_gpu:

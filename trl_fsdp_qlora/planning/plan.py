@@ -226,7 +226,7 @@ class _Made:
 
     @classmethod
     def of(cls, settings: Settings, model: nn.Module, held: dict[str, int]) -> "_Made":
-        from ..upstream.memory import HEAP_BLOCK
+        from ..compat.memory import HEAP_BLOCK
 
         whole = passes.makes_gradients(settings)
         by_pass = passes.loss_makes_gradients(settings)

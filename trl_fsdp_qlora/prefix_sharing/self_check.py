@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..upstream.fsdp import has_unreduced_gradients, reducing, sharded_trainable
+from ..compat.fsdp import has_unreduced_gradients, reducing, sharded_trainable
 
 # Largest |Δ log-probability| in nats that rounding explains. Padded and packed float32 passes were never further apart
 # than 6e-5 here (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state moves

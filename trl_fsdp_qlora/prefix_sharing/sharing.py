@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from ..compat.fsdp import forget_forward
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
-from ..upstream.fsdp import forget_forward
 from .agreement import is_out_of_memory, largest_over_ranks, reason_of, rewindable
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch

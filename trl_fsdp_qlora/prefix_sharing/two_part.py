@@ -11,8 +11,8 @@ both apply `cascade` was never slower on CPU and keeps fewer bytes (docs/prefix_
 
 import torch
 
+from ..compat.flash import is_flash
 from ..scoring.transfer import to_device
-from ..upstream.flash import is_flash
 from .layout import PackedLayout
 from .stretches import equal_runs, fold, gather
 

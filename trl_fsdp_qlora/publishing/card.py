@@ -18,8 +18,8 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constan
 from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
+from ..compat.transformers import model_name
 from ..run.redaction import clean, command_line, is_secret_name, portable, redact, secret_values
-from ..upstream.transformers import model_name
 
 logger = logging.get_logger(__name__)
 

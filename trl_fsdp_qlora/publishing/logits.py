@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from ..run.manifest import ManifestError, read_json, write_json
+from ..checkpoints.manifest import ManifestError, read_json, write_json
 from ..run.redaction import redact
 
 LOGITS = "logits.json"

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from ..run.disk import disk_errors
+from ..checkpoints.disk import disk_errors
 from .card import portable
 from .loading import LoadError, load_base, with_adapter
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 from trl import ModelConfig, get_peft_config
 
+from ..checkpoints.checkpoints import resolve_resume
 from ..prefix_sharing.sharing import CHOICES
-from ..run.checkpoints import resolve_resume
 from ..run.input_checks import explained_lora_targets
 from ..run.nearest import did_you_mean, nearest_path
 from .answers import extract_answer
@@ -287,7 +287,7 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> Pr
 
     Raises:
         ConfigError: names the field, the value and what to write.
-        trl_fsdp_qlora.run.checkpoints.CheckpointError: there is nothing to resume from.
+        trl_fsdp_qlora.checkpoints.checkpoints.CheckpointError: there is nothing to resume from.
     """
     check_script(script)
     check_training(config, model)

@@ -7,7 +7,8 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from ..run import manifest, redaction
+from ..checkpoints import manifest
+from ..run import redaction
 from .evaluation import Evaluation
 from .script import say
 

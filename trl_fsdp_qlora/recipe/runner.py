@@ -10,11 +10,11 @@ from accelerate import PartialState
 from datasets import Dataset
 from trl import ModelConfig
 
+from ..checkpoints.checkpoints import last_step, step_of
+from ..checkpoints.disk import disk_errors
+from ..compat.transformers import model_name
 from ..publishing.card import hardware, software
 from ..run import launch_line, redaction
-from ..run.checkpoints import last_step, step_of
-from ..run.disk import disk_errors
-from ..upstream.transformers import model_name
 from .arguments import ScriptArguments
 from .building import model_arguments, refusals_in_a_line
 from .evaluation import Evaluation, evaluate

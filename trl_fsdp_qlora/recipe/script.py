@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from ..checkpoints import checkpoints
 from ..fsdp2_qlora.launch_checks import LaunchError
 from ..prefix_sharing.sharing import PrefixSharingError
-from ..run import checkpoints, launch_line, quiet_end, redaction, terminal
+from ..run import launch_line, quiet_end, redaction
 from ..run.errors import NodesError
 from ..run.input_checks import RewardError
 from ..run.launch import USER_ERROR
+from ..telemetry import terminal
 from .answers import UnparsableGoldAnswer
 from .arguments import DEBUG_ERRORS, ConfigError
 from .datasets import DatasetError

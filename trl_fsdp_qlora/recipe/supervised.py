@@ -7,10 +7,10 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import ModelConfig, SFTConfig, SFTTrainer
 
+from ..checkpoints.checkpoints import last_step, resolve_resume
+from ..checkpoints.disk import disk_errors
 from ..publishing.card import hardware, software
 from ..run import redaction
-from ..run.checkpoints import last_step, resolve_resume
-from ..run.disk import disk_errors
 from ..scoring.cpu_products import faster_products
 from .arguments import ScriptArguments
 from .building import model_arguments, refusals_in_a_line

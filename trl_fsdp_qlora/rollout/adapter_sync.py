@@ -18,8 +18,8 @@ from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ..checkpoints.disk import written_whole
 from ..fsdp2_qlora.adapters import gather_adapter
-from ..run.disk import written_whole
 
 # Initialisations that move part of the base's weights into the adapter: an engine that serves the untouched base with such
 # an adapter counts that part twice.
@@ -39,7 +39,7 @@ def served_rank(peft_config: LoraConfig | None) -> int:
     Raises:
         RolloutError: vLLM cannot serve such an adapter; names the line to change.
     """
-    from ..upstream.vllm import round_lora_rank, validate_lora_for_vllm_sync
+    from ..compat.vllm import round_lora_rank, validate_lora_for_vllm_sync
 
     if peft_config is None:
         raise RolloutError("rollout_sync='adapter' without an adapter: set use_peft: true, or rollout_sync: merge")

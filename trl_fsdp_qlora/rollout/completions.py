@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from ..run.progress import progress
+from ..telemetry.progress import progress
 from .decoding import Decoding, DecodingWork
 from .engine_model import EngineModel
 from .support import why_stock

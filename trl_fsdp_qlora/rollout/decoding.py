@@ -14,8 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from ..prefix_sharing.support import position_limit
-from ..upstream.generation import (
+from ..compat.generation import (
     next_inputs,
     pad_token,
     prefill,
@@ -24,6 +23,7 @@ from ..upstream.generation import (
     tuned_for_decoding,
     unfinished,
 )
+from ..prefix_sharing.support import position_limit
 from .cache import repeat_rows
 from .decoding_weights import FasterLayers, faster_layers
 from .draws import RowUniforms, draw

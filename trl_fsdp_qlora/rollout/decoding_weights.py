@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
+from ..compat.onednn import product
 from ..scoring.cpu_products import gains, is_plain, replaced_forward
-from ..upstream.onednn import product
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..run.disk import written_whole
+from ..checkpoints.disk import written_whole
 from .adapter_sync import RolloutError
 
 SHARD_BYTES = 4 * 2**30

@@ -15,8 +15,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from requests.exceptions import RequestException
 
-from ..upstream.trl import ensure_master_addr_port
-from ..upstream.vllm import VLLMGeneration, leave_groups_that_are_gone
+from ..compat.trl import ensure_master_addr_port
+from ..compat.vllm import VLLMGeneration, leave_groups_that_are_gone
 from .adapter_sync import RESUME, AdapterVersions, RolloutError, adapter_weights
 from .server import AdapterServer, not_watched
 from .stall import EngineStall

@@ -7,7 +7,7 @@ adapter, or none, and two matrix products do.
 
 from contextlib import contextmanager
 
-from ..upstream.vllm_cpu import FITS, PunicaWrapperCPU, current_platform
+from ..compat.vllm_cpu import FITS, PunicaWrapperCPU, current_platform
 
 
 class OneAdapterOnCPU(PunicaWrapperCPU):

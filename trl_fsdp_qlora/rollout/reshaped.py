@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..upstream.trl import SAMPLED_LOGPS
+from ..compat.trl import SAMPLED_LOGPS
 
 # Under these a setting changes nothing; the temperature's is the trainer's, by which the loss divides as well.
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from ..compat.trl import unwrap_model_for_generation
 from ..fsdp2_qlora.generation import choose, gathered, is_gathered
-from ..upstream.trl import unwrap_model_for_generation
 from .completions import complete
 from .continuous_batching import weights_kept
 from .decoding import Decoding, DecodingWork

@@ -6,7 +6,7 @@ from pathlib import Path
 import requests
 from requests.adapters import HTTPAdapter, ReadTimeoutError, Retry
 
-from ..upstream.vllm import VLLMClient
+from ..compat.vllm import VLLMClient
 from .adapter_sync import RolloutError
 from .server_stall import ServerStall, WatchedAdapter
 

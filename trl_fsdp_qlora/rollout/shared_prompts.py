@@ -19,10 +19,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ..compat.generation import prepares_inputs_itself
 from ..prefix_sharing.attention import NEUTRAL, PREFIX, UnsupportedAttention, no_mask, own_attention_function
 from ..prefix_sharing.merging import merge
 from ..prefix_sharing.support import position_limit, unsupported_reason
-from ..upstream.generation import prepares_inputs_itself
 from .cache import RoomyLayer
 
 _NAME = "shared_prompts_"

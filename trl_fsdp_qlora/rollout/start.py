@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from peft import PeftModel
 
+from ..compat.vllm import VLLMGeneration, leave_groups_that_are_gone
 from ..run.ranks import on_main
-from ..upstream.vllm import VLLMGeneration, leave_groups_that_are_gone
 from .adapter_sync import AdapterVersions, RolloutError, served_rank
 from .dequantized_base import DONE, dequantized_base, has_packed_base
 from .engine import AdapterEngine, count_steps, together

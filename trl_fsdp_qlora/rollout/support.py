@@ -4,7 +4,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from ..upstream.generation import MISFIT, effective_config, takes_dynamic_cache
+from ..compat.generation import MISFIT, effective_config, takes_dynamic_cache
 from .cache import unrepeatable
 
 

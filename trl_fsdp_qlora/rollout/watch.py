@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..upstream.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
+from ..compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
 from .correction import importance_weights
 from .sync_proof import AdapterSnapshot, SyncProof
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from ..upstream.peft import targets_not_found
-from ..upstream.trl import get_callable_name, is_async_callable
+from ..compat.peft import targets_not_found
+from ..compat.trl import get_callable_name, is_async_callable
 
 logger = logging.get_logger(__name__)
 

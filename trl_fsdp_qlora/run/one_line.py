@@ -9,7 +9,7 @@ from typing import NoReturn
 from .launch import USER_ERROR
 from .nearest import did_you_mean, nearest
 
-# No field of a recipe is as near to an option of a command, but for one of transformers': tests/commands/test_bad_input.py.
+# No field of a recipe is as near to an option of a command, but for one of transformers': tests/cli/test_bad_input.py.
 _CLOSE = 0.85
 _FIELDS = ("--accelerator_config", "--accelerator-config")
 

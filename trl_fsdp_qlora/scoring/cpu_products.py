@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..upstream.onednn import beats_mkl, product
+from ..compat.onednn import beats_mkl, product
 
 # Below, the call costs what the product does.
 MANY_WEIGHTS = 2**16

@@ -15,8 +15,8 @@ they stay in the cache.
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..upstream.older_gpus import refuses_wide_sum
-from ..upstream.onednn import product
+from ..compat.older_gpus import refuses_wide_sum
+from ..compat.onednn import product
 from .cpu_products import gains
 
 # Together 8 MB in float32: large enough for the GEMMs to run at full rate, small enough for the last-level cache.

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..upstream.trl import ChunkedLogProbFunction, FusedCausalLMOutput, maybe_gather_lm_head_ctx
+from ..compat.trl import ChunkedLogProbFunction, FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from .frozen_head import FrozenHeadLogProbFunction
 from .head_choice import check_head_kernel, choose_head_kernel, say_once
 

@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_fsdp_qlora.__main__ import COMMANDS, main
+from trl_fsdp_qlora.cli import catalog
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_yaml_is_listed_with_what_its_head_says():
+    found = {recipe.name: recipe for recipe in catalog.all_recipes()}
+    assert len(found) == len(list((ROOT / "recipes").glob("*/*/*.yaml")))
+    for recipe in found.values():
+        assert recipe.hardware != "not said", recipe.path
+        assert recipe.command in COMMANDS
+        assert catalog.script(recipe.command.replace("-", "_")).is_file()
+        # Nothing was run on a GPU yet; what is for CPUs was, or is about to be.
+        for_gpus = "GPU" in recipe.hardware and "CPU" not in recipe.hardware
+        assert (recipe.was_run == "never") == for_gpus or "sft" in recipe.name, recipe
+    assert found["SmolLM2-135M-Instruct/grpo_vllm/svamp"].was_run == "shortened"
+    assert found["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
+
+
+def test_recipes_for_cpus_pin_no_memory_of_which_torch_warns_without_a_gpu():
+    for recipe in catalog.all_recipes():
+        fields = yaml.safe_load(recipe.path.read_text(encoding="utf-8"))
+        if recipe.hardware.endswith("CPU cores, 1 GB of memory") or recipe.name.startswith("SmolLM2"):
+            assert fields.get("use_cpu") or fields.get("dataloader_pin_memory") is False, recipe.name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "small-base/grpo/quickstart",
+        "small-base/grpo/config_quickstart.yaml",
+        "recipes/small-base/grpo/config_quickstart.yaml",
+        "./recipes/small-base/grpo/config_quickstart.yaml",
+    ],
+)
+def test_a_recipe_by_each_of_its_names(text):
+    assert catalog.find(text).path == ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml"
+
+
+@pytest.mark.parametrize("text", ["small-base/grpo/quikstart", "quickstart"])
+def test_an_unknown_recipe_is_answered_with_the_nearest(text, capsys):
+    assert main(["recipes", text]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: there is no recipe '{text}'; did you mean 'small-base/grpo/quickstart'? ")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    copy = ["recipes", "small-base/t_spmo/quick", "--copy"]
+    original = (ROOT / "recipes" / "small-base" / "t_spmo" / "config_quick.yaml").read_text()
+    assert main(copy) == 0
+    assert capsys.readouterr().out == (
+        "config_quick.yaml is small-base/t_spmo/quick; run it: trl-fsdp-qlora t-spmo --config config_quick.yaml\n"
+    )
+    path = tmp_path / "config_quick.yaml"
+    assert path.read_text() == original
+    path.write_text("mine")
+    assert main(copy) == 2
+    assert capsys.readouterr().err == (
+        "error: config_quick.yaml is there already; --overwrite replaces it, --to PATH writes elsewhere\n"
+    )
+    assert path.read_text() == "mine"
+    assert main([*copy, "--to", "new/mine.yaml"]) == 0
+    assert main([*copy, "--overwrite"]) == 0
+    assert path.read_text() == (tmp_path / "new" / "mine.yaml").read_text() == original
+    assert {item.name for item in tmp_path.rglob("*")} == {"config_quick.yaml", "new", "mine.yaml"}
+
+
+def test_without_a_name(capsys):
+    assert main(["recipes", "--copy"]) == 2
+    assert "--copy needs a recipe's name" in capsys.readouterr().err
+    assert main(["recipes"]) == 0
+    table = capsys.readouterr().out
+    assert all(recipe.name in table for recipe in catalog.all_recipes())
+    assert main(["recipes", "small-base/grpo/quickstart"]) == 0
+    assert capsys.readouterr().out.startswith("# GRPO + LoRA on the small base model")

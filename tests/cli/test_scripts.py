@@ -1,0 +1,128 @@
+import re
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+from trl_fsdp_qlora.__main__ import main
+from trl_fsdp_qlora.cli import scripts
+from trl_fsdp_qlora.cli.words import take
+from trl_fsdp_qlora.run.accelerate_configs import accelerate_config
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml")
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """The words that `accelerate launch` would get, in a folder without a config of the user's own."""
+    import accelerate.commands.config.config_args as own
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(own, "default_config_file", str(tmp_path / "default_config.yaml"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    calls = []
+    monkeypatch.setattr(scripts, "launch", lambda words: calls.append(words) or 0)
+    return calls
+
+
+def test_the_launchers_options_are_accelerates_and_no_scripts():
+    from tests.test_docs import options_of
+
+    parser = launch_command_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
+    assert set(scripts.LAUNCHER) - known == {"--accelerate_config"}
+    for name in ("grpo.py", "t_spmo.py", "a_star_po.py", "evaluate.py"):
+        assert not set(scripts.LAUNCHER) & options_of(name)
+
+
+def test_the_launchers_words_and_the_scripts(launched):
+    typed = "grpo --config small-base/grpo/quickstart --num_processes 2 --seed 3 --accelerate_config=ddp_cpu --output_dir x"
+    assert main(typed.split()) == 0
+    script = str(ROOT / "recipes" / "grpo.py")
+    launcher = ["--config_file", str(accelerate_config("ddp_cpu")), "--num_processes", "2"]
+    assert launched == [[*launcher, script, "--config", QUICKSTART, "--seed", "3", "--output_dir", "x"]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "name", "processes"),
+    [
+        (0, None, "cpu", 1),
+        (0, "2", "ddp_cpu", 2),
+        (1, None, "single_gpu", 1),
+        (4, None, "ddp", 4),
+        (4, "1", "single_gpu", 1),
+        (4, "2", "ddp", 2),
+    ],
+)
+def test_a_config_that_fits_what_is_here(gpus, asked, name, processes, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert scripts.default_config(asked) == (name, processes)
+
+
+def test_the_users_own_accelerate_config_comes_first(launched, tmp_path, capsys):
+    assert main(["evaluate", "--model", "m"]) == 0
+    assert "accelerate config: cpu, 1 process (" in capsys.readouterr().out
+    (tmp_path / "default_config.yaml").write_text("num_processes: 1")
+    assert main(["evaluate", "--model", "m"]) == 0
+    script = str(ROOT / "recipes" / "evaluate.py")
+    assert launched[0] == [
+        "--config_file",
+        str(accelerate_config("cpu")),
+        "--num_processes",
+        "1",
+        script,
+        "--model",
+        "m",
+    ]
+    assert launched[1] == [script, "--model", "m"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--config", "--config needs a value"),
+        ("--config a.yaml --config=b.yaml", "--config is given twice"),
+        (
+            "--config small-base/grpo/s_gpro",
+            "there is no recipe 'small-base/grpo/s_gpro'; did you mean 'small-base/grpo/s_grpo'?",
+        ),
+        ("--config mine.yml", "--config mine.yml: no such file; did you mean 'mine.yaml'?"),
+        ("--num_processes two", "--num_processes two is not a number of processes; try 2"),
+        ("--accelerate_config dpp", "no accelerate config named 'dpp'; did you mean 'ddp'?"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_starts(launched, tmp_path, words, said, capsys):
+    (tmp_path / "mine.yaml").write_text("seed: 1")
+    assert main(["grpo", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {said}") and len(err.splitlines()) == 1
+    assert launched == []
+
+
+def test_an_unknown_field_is_answered_with_the_nearest(monkeypatch, capsys):
+    """The script's own check, as it is called without a launcher."""
+    monkeypatch.setattr("sys.argv", [])
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", "--adaptor", "x", "--output", "y"])
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err == "error: command line: unknown key '--adaptor'; did you mean '--adapter'?\n"
+
+
+def test_help_has_the_launchers_options_and_the_fields(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [])
+    with pytest.raises(SystemExit) as ended:
+        main(["grpo", "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Of the launcher: --accelerate_config, ")
+    assert {"--learning_rate", "--token_selection", "--held_out", "--lora_r"} <= set(re.findall(r"--\w+", said))
+
+
+def test_words_taken_apart():
+    assert take(["--a", "1", "x", "--b=2", "--c", "--a"][:5], ("--a", "--b")) == (
+        {"--a": "1", "--b": "2"},
+        ["x", "--c"],
+    )
+    assert take(["--a", "--b"], ("--a",)) == ({"--a": "--b"}, [])  # a value may begin as an option does

@@ -1,0 +1,198 @@
+import mmap
+import time
+from collections import defaultdict
+
+import pytest
+import torch
+
+from tests.tiny import lora, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.telemetry.deferred import MOST, DeferredSums
+from trl_fsdp_qlora.telemetry.phases import MIB, PhaseClock, TelemetryCallback, token_counts, waste_metrics
+
+
+def test_nested_phases_are_not_counted_twice():
+    clock = PhaseClock(torch.device("cpu"))
+    with clock.phase("outer"):
+        time.sleep(0.02)
+        with clock.phase("inner"):
+            time.sleep(0.05)
+        time.sleep(0.02)
+    metrics = clock.drain()
+    assert 0.05 <= metrics["time/inner_s"] < 0.2
+    assert 0.04 <= metrics["time/outer_s"] < metrics["time/inner_s"] + 0.1
+    assert metrics["time/outer_s"] + metrics["time/inner_s"] >= 0.09
+    assert clock.drain() == {}
+
+
+def test_an_exception_closes_what_it_left_open():
+    clock = PhaseClock(torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError), clock.phase("outer"):
+        clock.start("left open")
+        _ = 1 / 0
+    assert clock._open == []
+
+
+def test_peak_bytes_of_a_phase():
+    clock = PhaseClock(torch.device("cpu"))
+    if not clock.memory.available:
+        pytest.skip("no /proc/self/clear_refs here")
+    with clock.phase("small"):
+        pass
+    # Mapped pages: malloc may serve a tensor from memory that earlier tests left resident.
+    with clock.phase("large"), clock.phase("inside"), mmap.mmap(-1, 256 * MIB) as block:
+        for page in range(0, len(block), mmap.PAGESIZE):
+            block[page] = 1
+    metrics = clock.drain()
+    for name in ("large", "inside"):
+        assert metrics[f"memory/{name}_peak_mib"] - metrics["memory/small_peak_mib"] == pytest.approx(256, abs=40)
+
+
+def test_waste_of_a_batch_by_hand():
+    # two groups of two: prompts of 3 and 1 tokens, completions of 2, 4, 1, 1
+    prompt_mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]])
+    completion_mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]])
+    batch = {
+        "prompt_mask": prompt_mask,
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([1.0, -1.0, 0.0, 0.0]),
+    }
+    counts = token_counts(batch, 2)
+    assert counts.tolist() == [28, 16, 12, 4, 2, 8]
+    metrics = waste_metrics(counts.tolist())
+    assert metrics["waste/padding_share"] == pytest.approx(1 - 16 / 28)
+    assert metrics["waste/prompt_redundancy"] == pytest.approx(16 / 12)
+    assert metrics["waste/zero_advantage_share"] == 0.5
+
+
+def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
+    made = trainer(
+        EfficientGRPOTrainer,
+        EfficientGRPOConfig,
+        tmp_path,
+        peft_config=lora(),
+        beta=0.1,
+        num_iterations=2,
+        max_steps=2,
+    )
+    made.train()
+    first = made.state.log_history[0]
+    for phase in ("generate", "reward", "old_policy_pass", "reference_pass", "forward_backward", "optimizer"):
+        assert first[f"time/{phase}_s"] > 0, phase
+    assert first["waste/prompt_redundancy"] > 1
+    assert first["throughput/tokens_per_s"] > 0
+    assert made.state.log_history[1]["time/generate_s"] == 0.0  # the second iteration reuses the completions
+    out = capsys.readouterr().out
+    for text in (
+        "8 completions in the loss = 2 prompts × 4 completions, each used 2 times",
+        "2 optimizer steps, 2 prompts, 8 completions",
+        "trainable parameters",
+        "prefix sharing",
+    ):
+        assert text in out
+
+
+def test_a_phase_that_a_step_did_not_have_took_none_of_its_time(tmp_path):
+    # Two steps to a generation: a window's mean is per step, so phases add up to the step.
+    made = trainer(
+        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2, steps_per_generation=2, logging_steps=1
+    )
+    made.train()
+    first, second = made.state.log_history[:2]
+    assert first["time/generate_s"] > 0 and second["time/generate_s"] == 0.0
+
+
+class Device:
+    """Stands in for a CUDA device with a queue: moments lie on its own clock, and are reached when the host waits."""
+
+    def __init__(self):
+        self.time, self.waits = 0.0, 0
+
+    def moment(self, is_past=False):
+        return Moment(self, self.time, is_past)
+
+
+class Moment:
+    def __init__(self, device, at, is_past):
+        self.device, self.at, self.is_past = device, at, is_past
+
+    def query(self):
+        return self.is_past
+
+    def synchronize(self):
+        self.device.waits += not self.is_past
+        self.is_past = True
+
+    def elapsed_time(self, end):
+        return 1000 * (end.at - self.at)
+
+
+def test_a_step_on_a_device_is_read_when_it_is_logged(monkeypatch):
+    device, metrics = Device(), defaultdict(list)
+    clock = PhaseClock(torch.device("cpu"))
+    monkeypatch.setattr(clock, "now", device.moment)
+    telemetry = TelemetryCallback(clock, lambda: metrics)
+    for seconds in (2.0, 4.0):
+        telemetry.on_step_begin(None, None, None)
+        with clock.phase("outer"):
+            device.time += seconds
+            with clock.phase(f"inner {seconds}"):
+                device.time += 1
+        clock.tokens = 30.0
+        telemetry.on_step_end(None, None, None)
+    assert device.waits == 0 and not any(name.startswith("time/") for name in metrics)
+    telemetry.settle()
+    assert metrics["time/outer_s"] == [2.0, 4.0]
+    assert metrics["time/inner 2.0_s"] == [1.0, 0.0] and metrics["time/inner 4.0_s"] == [1.0]
+    assert metrics["throughput/tokens_per_s"] == [10.0, 6.0]
+    assert device.waits > 0
+    # Steps that the device has done are read at once, so that few events are held.
+    monkeypatch.setattr(clock, "now", lambda: device.moment(is_past=True))
+    telemetry.on_step_begin(None, None, None)
+    telemetry.on_step_end(None, None, None)
+    assert metrics["time/outer_s"] == [2.0, 4.0, 0.0]
+
+
+def test_the_peak_of_the_process_stays_the_users(monkeypatch):
+    """Where nothing is reset, a phase has a peak once it raised that of the process, and keeps the highest."""
+    clock, peak, resets = PhaseClock(torch.device("cpu")), [5 * MIB], []
+    clock.resets = False  # as on CUDA
+    clock.memory.available = True
+    monkeypatch.setattr(clock.memory, "read", lambda: peak[0])
+    monkeypatch.setattr(clock.memory, "reset", lambda: resets.append(1))
+
+    def step(**raised):
+        for name, value in raised.items():
+            with clock.phase(name):
+                peak[0] = value * MIB
+        return clock.drain_peaks()
+
+    assert step(low=5, high=7, later=7) == {"memory/high_peak_mib": 7}
+    assert step(low=7, high=8, later=9) == {"memory/high_peak_mib": 8, "memory/later_peak_mib": 9}
+    assert step(low=9) == {"memory/high_peak_mib": 8, "memory/later_peak_mib": 9}
+    assert step(low=3)["memory/low_peak_mib"] == 3  # the user has reset it inside
+    assert not resets
+
+
+def test_a_clock_that_is_off_measures_nothing():
+    clock = PhaseClock(torch.device("cpu"), "off")
+    with clock.phase("outer"):
+        pass
+    assert clock.drain() == {}
+    with pytest.raises(ValueError, match="phase_metrics='none' is unknown; use one of 'on', 'peaks', 'off'"):
+        EfficientGRPOConfig("unused", phase_metrics="none", use_cpu=True)
+
+
+def test_deferred_sums_are_read_in_order_and_at_the_latest_after_so_many():
+    deferred, found = DeferredSums(), []
+    deferred.settle()
+    for i in range(3):
+        deferred.add(torch.arange(i + 1, dtype=torch.float32) + i, found.append)
+    assert found == []
+    deferred.settle()
+    assert found == [[0.0], [1.0, 2.0], [2.0, 3.0, 4.0]]
+    deferred.settle()
+    assert len(found) == 3
+    for _ in range(MOST):
+        deferred.add(torch.zeros(1), found.append)
+    assert len(found) == 3 + MOST

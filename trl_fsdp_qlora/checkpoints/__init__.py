@@ -1,0 +1,1 @@
+"""Whole checkpoints: written, found again, resumed."""

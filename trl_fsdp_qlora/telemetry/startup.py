@@ -1,0 +1,142 @@
+"""The block that a run prints once, before its first step: what will happen, with what, and what fell back."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..compat.older_gpus import lacks_bf16
+from ..fsdp2_qlora.prepare import dense_shapes
+from ..run.redaction import redact
+
+_PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
+
+
+def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """`{"trainable": (parameters, bytes), "frozen": (parameters, bytes)}` of the whole model, over all ranks.
+
+    A 4-bit weight counts as what it unpacks to.
+    """
+    packed = dense_shapes(model)
+    counts = {"trainable": [0, 0], "frozen": [0, 0]}
+    for parameter in model.parameters():
+        entry = counts["trainable" if parameter.requires_grad else "frozen"]
+        state = getattr(parameter, "quant_state", None)
+        entry[0] += math.prod(packed.get(id(parameter), parameter.shape if state is None else state.shape))
+        entry[1] += parameter.numel() * parameter.element_size()
+    return {kind: (n, size) for kind, (n, size) in counts.items()}
+
+
+def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[str]) -> str:
+    """The start-up text of a run.
+
+    Args:
+        args: its `GRPOConfig`.
+        model: what is trained, as it lies on this rank.
+        steps: optimizer steps of the whole run.
+        features: lines on what is switched on and what fell back, with the reason.
+    """
+    rows = [
+        *_counts(args, steps),
+        *(
+            (f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)")
+            for kind, (count, size) in parameter_bytes(model).items()
+        ),
+        ("hardware", _hardware(args)),
+        ("precision", _precision(args, model)),
+        ("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"),
+        *(("", line) if i else ("switched on", line) for i, line in enumerate(features)),
+    ]
+    width = max(len(name) for name, _ in rows) + 1
+    return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
+
+
+def _counts(args: Any, steps: int) -> list[tuple[str, str]]:
+    """Prompts and completions of an optimizer step, a generation batch and the whole run."""
+    group, uses = args.num_generations, args.num_iterations
+    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    new = completions / uses
+    every = args.steps_per_generation * uses / args.gradient_accumulation_steps
+    return [
+        (
+            "optimizer step",
+            f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions"
+            + (f", each used {uses} times" if uses > 1 else ""),
+        ),
+        (
+            "generation batch",
+            f"{args.generation_batch_size} completions = {args.generation_batch_size // group} prompts × {group}, "
+            + ("every optimizer step" if every == 1 else f"every {every:g} optimizer steps"),
+        ),
+        ("whole run", f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"),
+    ]
+
+
+def _precision(args: Any, model: torch.nn.Module) -> str:
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+    mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    said = dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
+    if "bfloat16" in said and lacks_bf16(args.device):
+        said += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
+    return said
+
+
+def _hardware(args: Any) -> str:
+    ranks = args.world_size
+    layouts = {
+        "FSDP": "weights sharded over them by FSDP",
+        "DEEPSPEED": "DeepSpeed",
+        "MULTI_GPU": "a copy of the model in each (DDP)",
+        "MULTI_CPU": "a copy of the model in each (DDP)",
+    }
+    kind = args.distributed_state.distributed_type.value
+    layout = layouts.get(kind, kind) if ranks > 1 or kind in ("FSDP", "DEEPSPEED") else None
+    where = {"cpu": "the CPU", "cuda": "CUDA"}.get(args.device.type, args.device.type)
+    return f"{ranks} process{'es' if ranks > 1 else ''} on {where}" + (f", {layout}" if layout else "")
+
+
+def first_prompt(
+    data: Any, tokenize: Callable[[list], tuple] | None, decode: Callable[[list[int]], str]
+) -> str | None:
+    """The first training prompt as the model reads it, special tokens and all, with its length.
+
+    Args:
+        data: the training data.
+        tokenize: token ids of each of a list of prompts come first in what it returns; `None` for prompts with images or
+            environments.
+        decode: the text of token ids.
+
+    Returns:
+        `None` where it cannot be said before training: no `tokenize`, images, streamed data.
+    """
+    columns = set(getattr(data, "column_names", None) or ())
+    plain = tokenize is not None and not columns & {"image", "images"}
+    if not plain or "prompt" not in columns or not hasattr(data, "__getitem__"):
+        return None
+    ids = tokenize([data[0]["prompt"]])[0][0]
+    text = decode(ids)
+    if len(text) > _PROMPT_CHARACTERS:
+        half = _PROMPT_CHARACTERS // 2
+        text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    return f"the first training prompt, {len(ids)} tokens:\n{lines}"
+
+
+class StartupCallback(TrainerCallback):
+    """Prints the start-up block and the first prompt once, on the main rank.
+
+    Args:
+        features: gives the lines of [`startup_block`].
+        tokenize: see [`first_prompt`].
+    """
+
+    def __init__(self, features: Callable[[], list[str]], tokenize: Callable[[list], tuple] | None):
+        self._features, self._tokenize = features, tokenize
+
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, train_dataloader=None, **kwargs):
+        if state.is_world_process_zero:
+            block = startup_block(args, model, state.max_steps, self._features())
+            prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
+            print(redact("\n".join(filter(None, (block, prompt)))), flush=True)
