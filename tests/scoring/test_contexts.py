@@ -25,6 +25,13 @@ def test_first_of_equal_contexts():
     assert share_values(values, ids, mask, 3).tolist() == expected
 
 
+def test_a_masked_completion_gives_its_zeros_to_nobody():
+    ids = torch.tensor([[1, 5, 6], [1, 5, 6], [1, 5, 7]])
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 1]])  # the first completion was cut off and is masked
+    values = torch.tensor([[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]])
+    assert share_values(values, ids, mask, 2).tolist() == [[0, 0], [1, 2], [1, 2]]
+
+
 def test_a_quantile_that_falls_on_a_tie_selects_what_stock_selects(tmp_path):
     stock, ours = (
         make_trainer(cls, build(SUPPORTED["qwen3"]), tmp_path, top_entropy_quantile=0.5)
@@ -34,6 +41,8 @@ def test_a_quantile_that_falls_on_a_tie_selects_what_stock_selects(tmp_path):
         ids, mask = make_batch(PROMPT_LENGTHS, COMPLETION_LENGTHS, seed=seed)
         for first, last, same in ((0, 4, 4), (4, 7, 3)):  # completions that begin alike
             ids[first:last, -COMPLETION : same - COMPLETION] = ids[first, -COMPLETION : same - COMPLETION]
+        if seed % 2:  # completions in front of their groups that were cut off are masked, as TRL masks them
+            mask[[0, 4], -COMPLETION:] = 0
         entropies = []
         for trainer in (stock, ours):
             with torch.no_grad():

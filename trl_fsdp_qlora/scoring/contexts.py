@@ -8,10 +8,11 @@ from .request import LogProbs, PassRequest
 def share_values(
     values_BC: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
 ) -> torch.Tensor:
-    """`values_BC` with that of the first of all equal contexts for each of them.
+    """`values_BC` with that of the first of all equal contexts for each of them, among completion tokens of the mask.
 
     A padded batch computes them by the same operations in the same order, so they tie to the last bit, and a quantile may
-    fall on the tie: all of its tokens are then selected. On a packed row they differ in the last bit.
+    fall on the tie: all of its tokens are then selected. On a packed row they differ in the last bit. Where the mask has
+    nothing (a completion that was masked because it was cut off) nothing was computed, and the zero there is no value.
 
     Args:
         values_BC: what each completion token was predicted with, such as the entropy.
@@ -22,12 +23,15 @@ def share_values(
     # What stands under the padding does not matter, and token t is predicted from what is in front of it.
     tokens = input_ids.masked_fill(attention_mask == 0, -1)
     contexts = tokens[:, columns : columns + logits_to_keep - 1]
+    computed_BC = attention_mask[:, columns:].bool()
     first_BC = torch.zeros(values_BC.shape, dtype=torch.long, device=values_BC.device)
     for row in range(len(tokens)):
         same_prompt = (tokens[: row + 1, :columns] == tokens[row, :columns]).all(1, keepdim=True)
-        same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1)
-        first_BC[row] = same.argmax(0)  # the row is equal to itself
-    return values_BC.gather(0, first_BC)
+        same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1).bool()
+        first_BC[row] = (
+            (same & computed_BC[: row + 1]).int().argmax(0)
+        )  # a computed token of the row is equal to itself
+    return torch.where(computed_BC, values_BC.gather(0, first_BC), values_BC)
 
 
 def with_tied_entropies(values: LogProbs, request: PassRequest) -> LogProbs:
