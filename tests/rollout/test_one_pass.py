@@ -107,7 +107,8 @@ def test_every_loss_and_every_mode(ours_with, tmp_path, monkeypatch):
             expected_loss, expected = loss_and_gradients(stock)
             loss, gradients = loss_and_gradients(ours)
             where = f"{loss_type}, {mode}"
-            assert loss == pytest.approx(expected_loss, abs=1e-6), where
+            # Sums in another order: a few last bits of float32, more or fewer by the machine's products.
+            assert loss == pytest.approx(expected_loss, abs=1e-6, rel=1e-5), where
             assert gradients.keys() == expected.keys()
             for name, gradient in gradients.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=f"{where}: {name}")
