@@ -5,7 +5,6 @@ What they train is compared with the same ranks started without a launcher; equa
 
 import json
 import math
-import re
 import socket
 import time
 from functools import partial
@@ -89,32 +88,27 @@ class TestLaunched:
         # DeepSpeed sums gradients in buckets of another order, and AdamW makes a step of any gradient, however small.
         assert difference(tmp_path / "run", undisturbed) <= 1e-4
 
-    def test_a_node_that_dies_is_named_and_its_successor_goes_on(self, base, undisturbed, tmp_path):
+    def test_another_node_takes_the_place_of_one_that_dies(self, base, undisturbed, tmp_path):
         """torchrun on two nodes; the second's agent and rank are killed in step 3, and an agent is started in its place."""
         out, port, started = tmp_path / "run", free_port(), []
 
-        def agent(node: int, attempt: int) -> Path:
+        def agent(node: int, attempt: int) -> None:
             log = tmp_path / f"node{node}-{attempt}.txt"
             log.touch()
             nodes = ["--nnodes", "2", "--nproc_per_node", "1"]
             words = ["--fork", "torchrun", *nodes, "--rdzv_backend", "c10d", "--rdzv_id", "job"]
             words += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1", "--max_restarts", "3"]
-            variables = {"TRL_FSDP_QLORA_NODE_PATIENCE": "15", "DIE_AT": "2"}
+            variables = {"DIE_AT": "2"}
             # Where agents share one store over all rounds, torch 2.13 tells a new agent nothing of it: it waits in vain.
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             words += [SCRIPT, "ddp", base, str(out)]
             started.append(_Rank(AGENT, words, rank_environment(variables), log))
-            return log
 
         try:
-            first = agent(0, 0)  # hosts the rendezvous: its death would end the job
+            agent(0, 0)  # hosts the rendezvous: its death would end the job
             await_(lambda: listens(port), 60, "the first agent hosts no rendezvous")
             agent(1, 0)
             await_(lambda: started[1].poll() is not None, 240, "the second node did not die")
-            killed = time.monotonic()
-            await_(lambda: "has not answered" in first.read_text(), 60, "the first node does not say who is lost")
-            assert re.search(r"error: node \d of 2 \(\S+\) has not answered for \d+ s", first.read_text())
-            print(f"named after {time.monotonic() - killed:.0f} s")
             agent(1, 1)
             await_(lambda: None not in (started[0].poll(), started[2].poll()), 240, "the run does not end")
         finally:

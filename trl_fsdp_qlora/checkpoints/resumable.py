@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 from transformers import TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from ..run.node_watch import watching
 from ..run.ranks import on_main
 from . import checkpoints, identity, manifest
 from .disk import disk_errors
@@ -54,12 +53,6 @@ class WholeCheckpoints:
         finally:
             if self.args.should_save:
                 self._lock.release()
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Hold the output folder, and on several nodes end this one where another is lost."""
-        with self.alone(), watching():
-            yield
 
     def _take(self) -> None:
         checkpoints.check_writable(self.args.output_dir)

@@ -12,7 +12,6 @@ from ..fsdp2_qlora.loading import load_for_launch
 from ..rollout.sync_choice import Sync, choose_sync
 from ..run import input_checks as checks
 from ..run.hub import asked_once
-from ..run.nodes import check_nodes
 from .config import EfficientGRPOConfig
 
 
@@ -88,13 +87,11 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
-        NodesError: several nodes that differ, or do not share the output folder.
     """
     model, args, peft_config = call["model"], call.get("args"), call.get("peft_config")
     args = EfficientGRPOConfig.complete(args) or own_config(EfficientGRPOConfig, None, model, "GRPO")
     checks.check_processes(args.world_size)
     let_trl_cast()
-    check_nodes(args.output_dir)
     if call.get("train_dataset") is not None:
         needs_prompt = call.get("environment_factory") is None
         checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)

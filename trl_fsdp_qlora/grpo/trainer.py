@@ -301,7 +301,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         Raises:
             trl_fsdp_qlora.run.errors.CheckpointError: see [`trl_fsdp_qlora.checkpoints.resumable.WholeCheckpoints`].
         """
-        with self.checkpointing.training():
+        with self.checkpointing.alone():
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *more):

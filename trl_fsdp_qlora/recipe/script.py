@@ -16,7 +16,6 @@ from ..checkpoints import checkpoints
 from ..fsdp2_qlora.launch_checks import LaunchError
 from ..prefix_sharing.sharing import PrefixSharingError
 from ..run import launch_line, quiet_end, redaction
-from ..run.errors import NodesError
 from ..run.input_checks import RewardError
 from ..run.launch import USER_ERROR
 from ..telemetry import terminal
@@ -29,7 +28,6 @@ USER_ERRORS = (
     ConfigError,
     DatasetError,
     LaunchError,
-    NodesError,
     PrefixSharingError,
     RewardError,
     UnparsableGoldAnswer,

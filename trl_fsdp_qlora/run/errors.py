@@ -3,7 +3,3 @@
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be resumed from or written, or a folder that holds another run."""
-
-
-class NodesError(ValueError):
-    """The nodes of a launch do not go together, or do not share a folder that they have to."""
