@@ -26,7 +26,7 @@ def test_the_smallest_script_runs_as_printed(tmp_path):
     script = smallest_script().replace(MODEL, "tiny")
     run = run_code(script, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert "step 10/10  reward" in run.stdout
+    assert "'loss'" in run.stdout and "'reward'" in run.stdout  # TRL's own lines
     assert (tmp_path / "runs" / "mine" / "adapter_model.safetensors").is_file()
 
 
@@ -50,7 +50,7 @@ def test_the_terminal_shown_is_what_is_printed_now():
         r"the first training prompt, \d+ tokens:",
         r"    <\|user\|>.*",
         r"before: greedy pass@1 .*",
-        r"memory of the first step on rank 0, planned and measured:",
+        r"memory of step \d+ on rank 0, planned and measured:",
         r"  [a-z_]+ +\d+ MiB +\d+ MiB",
         r"step +\d+/300  reward \d\.\d{3}(  accuracy \d+\.\d%)?  \d+\.\d\d s/step  \d+:\d\d left",
         r'    reward \d\.\d{3}  ".*" → ".*"',

@@ -3,14 +3,16 @@
 import re
 import runpy
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import TrainerState
 from trl import ModelConfig
 
 from tests.distributed.launch import launch
-from tests.tiny import config, prompts, save_tiny_model
+from tests.tiny import config, digit_share, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning import beside
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
@@ -85,12 +87,29 @@ def test_a_recipe_says_planned_and_measured_after_its_first_step(base, tmp_path,
     record = {}
     import trl_fsdp_qlora.recipe.runner as runner
 
+    monkeypatch.setattr(
+        runner, "reward_functions", lambda script: [digit_share]
+    )  # a base without training earns nothing
     real = runner.run_recipe
     monkeypatch.setattr(runner, "run_recipe", lambda *args: record.update(real(*args)))
     runpy.run_path(str(GRPO), run_name="__main__")
     said = capsys.readouterr().out
-    assert said.count("memory of the first step on rank 0, planned and measured:") == 1
+    assert said.count("memory of step 1 on rank 0, planned and measured:") == 1
     lines = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith("  ") and "MiB" in line}
     assert {"generate", "forward_backward"} <= lines.keys()
-    assert not list((tmp_path / "out").glob("checkpoint-*")) and "prefix sharing: off" in said
+    assert not list((tmp_path / "out").glob("checkpoint-*")) and "prefix sharing: switched off" in said
     assert [entry["memory/planned_mib"] > 0 for entry in record["history"] if "loss" in entry] == [True, True]
+
+
+def test_the_step_that_is_measured_has_something_to_learn(base, tmp_path, capsys):
+    """Two steps on a batch without a reward, two on one with rewards: the third is the first to make gradients."""
+    metrics, state = defaultdict(list), TrainerState()
+    callback = beside.BesideCallback(lambda: metrics, first(base, tmp_path))
+    for state.global_step, zero in enumerate([1.0, None, 0.5, None], start=1):
+        metrics.clear()  # as when a step is logged
+        if zero is not None:
+            metrics["waste/zero_advantage_share"].append(zero)
+        metrics["memory/forward_backward_peak_mib"].append(100.0 * state.global_step)
+        callback.on_step_end(None, state, None)
+    said = capsys.readouterr().out
+    assert said.count("planned and measured") == 1 and "memory of step 3" in said and " 300 MiB" in said

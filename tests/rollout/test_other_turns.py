@@ -99,7 +99,7 @@ def test_a_reason_that_shows_in_the_prefill_is_said_once(tmp_path, monkeypatch, 
         return stock(self, hidden_states, position_embeddings, attention_mask, past, **kwargs)
 
     trainer = make(folder=tmp_path)
-    assert any("attended to once per group" in line for line in trainer.features())
+    assert any("attended to once per group" in line for _, line in trainer.features())
     with monkeypatch.context() as patch:
         patch.setattr(modeling_qwen3.Qwen3Attention, "forward", other_keys)
         history(trainer)

@@ -108,8 +108,8 @@ def test_evaluation_repeats_by_its_own_number(tmp_path):
 )
 def test_what_is_not_exact_runs_as_stock_and_says_so(tmp_path, changes, said):
     made = make(folder=tmp_path, **changes)
-    line = next(line for line in made.features() if line.startswith("rollouts:"))
-    assert f"as stock ({said}" in line or said in line
+    heading, line = next(feature for feature in made.features() if feature[1].startswith("rollouts:"))
+    assert said in line and heading == ("off" if "compact_generation" in changes else "as stock TRL")
     asked = []
     made.rollout.generating = lambda *_: asked.append(1)
 
@@ -129,7 +129,7 @@ def test_what_decoding_saves_is_said_as_it_is(tmp_path, adapter, bf16):
         EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora() if adapter else None, bf16=bf16
     )
     made.model_wrapped = made.accelerator.prepare_model(made.model)
-    line = next(line for line in made.features() if line.startswith("decoding:"))
+    line = next(line for _, line in made.features() if line.startswith("decoding:"))
     seen = []
     head = made.accelerator.unwrap_model(made.model_wrapped).get_output_embeddings()
     head.register_forward_hook(lambda _, __, out: seen.append(torch.is_autocast_enabled("cpu")))

@@ -1,15 +1,18 @@
+"""What is printed while training: TRL's own lines in a script of a user's, the calm terminal in a recipe."""
+
 import io
 import json
 import sys
 
 import pytest
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import config, digit_share, prompts, tiny_model, trainer
+from tests.tiny import config, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
-from trl_fsdp_qlora.telemetry import terminal
-from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, duration, number, training_line
+from trl_fsdp_qlora.telemetry import startup, terminal
+from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, duration, number, use_terminal
 
 
 class Terminal(io.StringIO):
@@ -17,8 +20,33 @@ class Terminal(io.StringIO):
         return True
 
 
-def of_type(made, kind):
-    return [callback for callback in made.callback_handler.callbacks if type(callback) is kind]
+class State:
+    is_world_process_zero, global_step, max_steps = True, 0, 100
+
+
+class Control:
+    should_training_stop = should_log = False
+
+
+def recipe_trainer(folder, **changes):
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, folder, **changes)
+    use_terminal(made)
+    return made
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_a_users_script_prints_what_stock_trl_prints(disable_tqdm, tmp_path, capsys):
+    printed = []
+    for cls, config_cls in ((GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)):
+        made = trainer(cls, config_cls, tmp_path, disable_tqdm=disable_tqdm)
+        kinds = [type(callback) for callback in made.callback_handler.callbacks]
+        assert (PrinterCallback in kinds) == disable_tqdm and (ProgressCallback in kinds) != disable_tqdm
+        made.train()
+        out = capsys.readouterr().out
+        printed.append([line for line in out.splitlines() if line.startswith("{")])
+        for name in ("loss", "grad_norm", "learning_rate", "entropy", "reward"):
+            assert sum(f"'{name}'" in line for line in printed[-1]) == 3, (cls, name)
+    assert len(printed[0]) == len(printed[1]) == 4  # three steps, and the end of training
 
 
 def test_durations_and_numbers():
@@ -26,12 +54,6 @@ def test_durations_and_numbers():
     assert [number(x) for x in (0.5, 0.0, 1234.5678, 1e-5, None, float("nan"))] == [
         "0.500", "0.000", "1235", "1e-05", "-", "-",
     ]  # fmt: skip
-
-
-def test_a_logging_steps_line():
-    line = training_line(10, 300, {"reward": 0.71234, "accuracy": 0.955}, 0.084, 24.4)
-    assert line == "step  10/300  reward 0.712  accuracy 95.5%  0.08 s/step  0:24 left"
-    assert "accuracy" not in training_line(10, 300, {"reward": 0.7}, 0.1, 1)
 
 
 def test_completions_from_the_lowest_to_the_highest_reward():
@@ -46,17 +68,15 @@ def test_completions_from_the_lowest_to_the_highest_reward():
     assert completion_lines([], [], {}, 2) == []
 
 
-def test_a_run_in_a_log_file(tmp_path, capsys):
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, disable_tqdm=False, max_steps=4)
+def test_a_recipe_in_a_log_file(tmp_path, capsys):
+    made = recipe_trainer(tmp_path, disable_tqdm=False, max_steps=4)
     made.train()
     made.save_state()
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert "\r" not in captured.out + captured.err and "it/s" not in captured.err
-    block, prompt = (
-        lines.index("trl-fsdp-qlora"),
-        next(i for i, line in enumerate(lines) if "first training prompt" in line),
-    )
+    block = lines.index("trl-fsdp-qlora")
+    prompt = next(i for i, line in enumerate(lines) if "first training prompt" in line)
     steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
     assert block < prompt < steps[0]
     assert "  precision:            float32" in lines
@@ -70,6 +90,28 @@ def test_a_run_in_a_log_file(tmp_path, capsys):
     assert {"loss", "grad_norm", "completions/mean_length", "time/generate_s"} <= set(history[0])
 
 
+@pytest.mark.parametrize("stop_after", [None, 5])
+def test_the_first_and_the_last_step_print_a_line_and_completions(stop_after, tmp_path, capsys):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == stop_after:
+                control.should_training_stop = True
+
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=7, logging_steps=100)
+    made.add_callback(Stop())
+    use_terminal(made)
+    made.train()
+    lines = capsys.readouterr().out.splitlines()
+    steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
+    assert [lines[i].split("  ")[0] for i in steps] == ["step 1/7", f"step {stop_after or 7}/7"]
+    assert all("→" in lines[i + 1] for i in steps)
+
+
+def test_who_wants_no_log_gets_none(tmp_path, capsys):
+    recipe_trainer(tmp_path, max_steps=2, logging_strategy="no").train()
+    assert "s/step" not in capsys.readouterr().out.partition("first training prompt")[2]
+
+
 def test_the_first_prompt_is_what_the_model_reads(tmp_path, capsys):
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=1)
     made.train()
@@ -81,83 +123,70 @@ def test_the_first_prompt_is_what_the_model_reads(tmp_path, capsys):
 
 def test_completions_can_be_switched_off_and_give_way_to_trls_table(tmp_path, capsys):
     for more in ({"show_completions": 0}, {"log_completions": True}):
-        trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2, **more).train()
+        recipe_trainer(tmp_path, max_steps=2, **more).train()
         assert "→" not in capsys.readouterr().out
 
 
 def test_completions_are_shown_some_ten_times_in_a_run():
-    class State:
-        is_world_process_zero, global_step, max_steps = True, 0, 100
-
     shown, state = [], State()
     callback = TerminalCallback(False, lambda: shown.append(state.global_step) or [])
-    callback.on_train_begin(None, state, None)
+    args = config(EfficientGRPOConfig, "unused")
+    callback.on_train_begin(args, state, Control)
     for _ in range(state.max_steps):
-        callback.on_step_begin(None, state, None)
+        callback.on_step_begin(args, state, Control)
         state.global_step += 1
-        callback.on_step_end(None, state, None)
-        callback.on_log(None, state, None, logs={"loss": 0.0, "reward": 1.0})
-    assert shown == list(range(1, 101, 10))
+        callback.on_step_end(args, state, Control)
+        callback.on_log(args, state, Control, logs={"loss": 0.0, "reward": 1.0})
+    assert shown == [*range(1, 101, 10), 100]
 
 
 def test_the_time_left_begins_with_the_first_step(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: now[0])
-
-    class State:
-        is_world_process_zero, global_step, max_steps = True, 0, 10
-
-    state, callback = State(), TerminalCallback(False, list)
-    callback.on_train_begin(None, state, None)
+    state, callback, args = State(), TerminalCallback(False, list), config(EfficientGRPOConfig, "unused")
+    state.max_steps = 10
+    callback.on_train_begin(args, state, Control)
     now[0] += 1000  # accuracy before training
     for seconds in (2, 4):
-        callback.on_step_begin(None, state, None)
+        callback.on_step_begin(args, state, Control)
         now[0] += seconds
         state.global_step += 1
-        callback.on_step_end(None, state, None)
+        callback.on_step_end(args, state, Control)
         now[0] += 5  # accuracy between steps is no step, but what is left will have it again
-    callback.on_log(None, state, None, logs={"loss": 0.0, "reward": 1.0})
-    assert capsys.readouterr().out == "step  2/10  reward 1.000  3.00 s/step  1:04 left\n"
+    callback.on_log(args, state, Control, logs={"loss": 0.0, "reward": 1.0, "accuracy": 0.955})
+    assert capsys.readouterr().out == "step  2/10  reward 1.000  accuracy 95.5%  3.00 s/step  1:04 left\n"
 
 
 def test_under_a_bar_in_a_terminal(tmp_path, monkeypatch):
     out, err = Terminal(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, disable_tqdm=False)
-    made.train()
+    recipe_trainer(tmp_path, disable_tqdm=False).train()
     assert "step 3/3" in out.getvalue() and "3/3 [" in err.getvalue()
 
 
-@pytest.mark.parametrize("disable_tqdm", [True, False])
-@pytest.mark.parametrize("kind", [PrinterCallback, ProgressCallback])
-def test_removing_trls_callback_silences_a_run(kind, disable_tqdm, tmp_path, capsys):
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, disable_tqdm=disable_tqdm, max_steps=1)
-    assert not of_type(made, PrinterCallback) and not of_type(made, ProgressCallback)
-    made.remove_callback(kind)
+@pytest.mark.parametrize("broken", ["completions", "line", "block", "prompt"])
+def test_no_line_ends_a_run(broken, tmp_path, capsys, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("out of paper")
+
+    made = recipe_trainer(tmp_path)
+    if broken == "completions":
+        monkeypatch.setattr(terminal, "completion_lines", fails)
+    elif broken == "line":
+        monkeypatch.setattr(terminal, "number", fails)
+    elif broken == "block":
+        made.features = fails
+    else:
+        monkeypatch.setattr(startup, "first_prompt", fails)
     made.train()
-    assert "step 1/1" not in capsys.readouterr().out
-
-
-def test_what_a_user_brings_stays(tmp_path, capsys):
-    class Mine(TrainerCallback):
-        pass
-
-    for brought, stays in ((PrinterCallback, PrinterCallback), (Mine(), Mine)):
-        made = EfficientGRPOTrainer(
-            tiny_model(),
-            digit_share,
-            config(EfficientGRPOConfig, tmp_path, max_steps=1),
-            prompts(),
-            processing_class=character_tokenizer(),
-            callbacks=[brought],
-        )
-        assert of_type(made, stays)
-        assert bool(of_type(made, TerminalCallback)) == (stays is Mine)
+    assert made.state.global_step == 3
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("out of paper") <= 1
 
 
 def test_a_users_own_figures_and_evaluation(tmp_path, capsys):
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=1)
+    made = recipe_trainer(tmp_path, max_steps=1)
     made.log({"mine": 0.25})
     made.eval_dataset = prompts(8)
     made.evaluate()

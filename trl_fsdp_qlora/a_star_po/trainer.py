@@ -108,17 +108,15 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         tags = [tags] if isinstance(tags, str) else list(tags or [])
         super().create_model_card(model_name, dataset_name, [*tags, "a-star-po"])
 
-    def features(self) -> list[str]:
+    def features(self) -> list[tuple[str, str]]:
         plan = self.args.sample_plan
         counts = " → ".join(map(str, plan.counts))
-        lines = [
-            f"A*-PO, {self.args.objective}: V* = {plan.estimator} of {counts} reference samples, from {self.args.value_cache}"
-        ]
+        values = f"V* = {plan.estimator} of {counts} reference samples, from {self.args.value_cache}"
+        found = [("on", f"A*-PO, {self.args.objective}: {values}")]
         if self.engine_draws and self._starts_from_adapter:
-            lines.append(
-                "stage 1 is drawn with transformers: the reference is an adapter of its own, vLLM holds the base"
-            )
-        return [*lines, *super().features()]
+            reason = "the reference is an adapter of its own, vLLM holds the base"
+            found.append(("off", f"vLLM for stage 1, which is drawn with transformers: {reason}"))
+        return [*found, *super().features()]
 
     # --- stage 1 -----------------------------------------------------------------------------------------------------
 

@@ -107,21 +107,17 @@ class TokenBudget:
             self.kept_by = "the router loss is taken over every completion"
         self.empty_batches = 0
 
-    def describe(self, packed: bool = True) -> list[str]:
-        """Lines for the start-up block; `packed`: the policy's passes run on packed rows."""
-        skipping = (
-            "on; entropy and VESPO's phi are over the tokens that are scored"
-            if self.kept_by is None
-            else f"no: {self.kept_by}"
-        )
-        lines = [f"zero-advantage completions skipped: {skipping}"]
+    def features(self, packed: bool = True) -> list[tuple[str, str]]:
+        """Headings and lines of the start-up block; `packed`: the policy's passes run on packed rows."""
+        if self.kept_by is None:
+            found = [("on", "completions with zero advantage skipped")]
+        else:
+            heading = "as stock TRL" if self.args.skip_zero_advantage else "off"
+            found = [(heading, f"completions with zero advantage skipped: {self.kept_by}")]
         if self.strategy != "all":
             saving = "" if packed else " (padded: whole rows and columns only)"
-            lines.append(
-                f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}; entropy, KL and clip "
-                "ratios are over the selected tokens"
-            )
-        return lines
+            found.append(("on", f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}"))
+        return found
 
     def choose(self, inputs: dict[str, Any], step: int, micro_step: int) -> Choice | None:
         """The tokens of a training micro-batch; `None` where there is nothing to choose.

@@ -30,7 +30,6 @@ from ..run import input_checks as checks
 from ..scoring.contexts import with_tied_entropies
 from ..scoring.cpu_products import faster_products
 from ..scoring.request import Kind, PassRequest
-from ..telemetry import terminal
 from ..telemetry.phases import PhaseClock, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
 from .arguments import checked_arguments
@@ -78,7 +77,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self._start_engine()
         self._start_clock()
         self._start_scoring()
-        self._start_telling(call.get("callbacks") or ())
+        plain = not self._is_vlm and self.environment_factories is None
+        self.add_callback(StartupCallback(self.features, self._tokenize_prompts if plain else None))
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -117,13 +117,6 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self._keeps_columns = position_limit(policy) != float("inf")
         terms = self._entropy_bonus_enabled, self.aux_loss_enabled
         self.budget = TokenBudget(self.args, self.accelerator.process_index, *terms)
-
-    def _start_telling(self, brought) -> None:
-        plain = not self._is_vlm and self.environment_factories is None
-        self.add_callback(StartupCallback(self.features, self._tokenize_prompts if plain else None))
-        count = 0 if self.log_completions else self.args.show_completions  # TRL prints a table of its own
-        completions = partial(terminal.logged_completions, self._logs, count)
-        terminal.take_over(self.callback_handler.callbacks, brought, not self.args.disable_tqdm, completions)
 
     # --- a step: groups stay whole, each phase is on the clock ------------------------------------------------------
 
@@ -377,16 +370,17 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """Bytes of the base on this rank, measured when the model was prepared; `None` where it is not sharded."""
         return self.sharding.base_bytes(self.model)
 
-    def features(self) -> list[str]:
-        """Lines of the start-up block: what is switched on, and what fell back and why."""
+    def features(self) -> list[tuple[str, str]]:
+        """Lines of the start-up block under `"on"`, `"off"` (by a setting) or `"as stock TRL"` (with the reason)."""
         cost = checks.split_group_cost(self.args.per_device_train_batch_size, self.num_generations)
+        sync = "on" if self.sync.mode == "adapter" else "as stock TRL"
         return [
-            self.prefix_sharing.describe(),
-            *self.budget.describe(self.prefix_sharing.active()),
-            "whole groups in every micro-batch" if cost is None else cost,
-            *self.rollout.describe(self.model, self._generate_settings()),
-            *([self.sync.describe()] if self.use_vllm else []),
-            *([] if self.base_bytes is None else [str(self.base_bytes)]),
+            self.prefix_sharing.feature(),
+            *self.budget.features(self.prefix_sharing.active()),
+            ("on", "whole groups in every micro-batch") if cost is None else ("as stock TRL", cost),
+            *self.rollout.features(self.model, self._generate_settings()),
+            *([(sync, self.sync.describe())] if self.use_vllm else []),
+            *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
         ]
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

@@ -1,4 +1,4 @@
-"""A run's plan before it loads anything, and beside what its first step then took."""
+"""A run's plan before it loads anything, and beside what its first step with something to learn then took."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,14 +92,15 @@ def comparable(plan: Plan, phase: str) -> int:
     return sum(size for part, size in plan.phases[phase].items() if part not in unseen)
 
 
-def beside(plan: Plan, measured: dict[str, float]) -> str:
-    """Planned and measured bytes of each phase that was measured, as lines.
+def beside(plan: Plan, measured: dict[str, float], step: int) -> str:
+    """Planned and measured bytes of each phase that was measured in `step`, as lines.
 
     Args:
         plan: of the run.
         measured: phase on the trainer's clock -> MiB.
+        step: that was measured.
     """
-    lines = ["memory of the first step on rank 0, planned and measured:"]
+    lines = [f"memory of step {step} on rank 0, planned and measured:"]
     for phase, names in MEASURED.items():
         found = [measured[name] for name in names if name in measured]
         if found and phase in plan.phases:
@@ -108,7 +109,9 @@ def beside(plan: Plan, measured: dict[str, float]) -> str:
 
 
 class BesideCallback(TrainerCallback):
-    """Puts `memory/planned_mib` among the metrics, and says planned and measured bytes after the first step.
+    """Puts `memory/planned_mib` among the metrics, and prints planned and measured bytes once.
+
+    After the first step that had an advantage other than zero: a step without computes next to nothing in its loss.
 
     Args:
         metrics: gives the trainer's metrics of training; its telemetry callback comes before this one.
@@ -118,14 +121,16 @@ class BesideCallback(TrainerCallback):
     def __init__(self, metrics: Callable[[], dict[str, list]], plan: Plan):
         self.metrics, self.plan = metrics, plan
         self._planned_mib = max(comparable(plan, phase) for phase in plan.phases) / _MIB
-        self._said = False
+        self._printed, self._learns = False, True
 
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.metrics()
         metrics["memory/planned_mib"].append(self._planned_mib)
-        if self._said:
+        if zero := metrics.get("waste/zero_advantage_share"):  # of the newest generation batch
+            self._learns = zero[-1] < 1
+        if self._printed or not self._learns:
             return
-        self._said = True
+        self._printed = True
         prefix, suffix = "memory/", "_peak_mib"
         measured = {
             name.removeprefix(prefix).removesuffix(suffix): values[-1]
@@ -133,7 +138,7 @@ class BesideCallback(TrainerCallback):
             if name.endswith(suffix) and values
         }
         if measured:
-            say(beside(self.plan, measured))
+            say(beside(self.plan, measured, state.global_step))
 
 
 def watch(trainer: Any, plan: Plan | None) -> None:

@@ -146,6 +146,13 @@ class PrefixSharing:
             return f"prefix sharing: off, {state.reason}"
         return "; ".join([f"prefix sharing: {self.choice}", *([] if state.dropout is None else [state.dropout])])
 
+    def feature(self) -> tuple[str, str]:
+        """Heading and line of the start-up block, see `EfficientGRPOTrainer.features`."""
+        reason = self._states["policy"].reason
+        if reason is None:
+            return "on", self.describe()
+        return ("off" if self.choice == "off" else "as stock TRL"), f"prefix sharing: {reason}"
+
     def active(self, role: str = "policy") -> bool:
         """Whether passes of this model run packed."""
         return self._states[role].reason is None

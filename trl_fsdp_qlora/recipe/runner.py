@@ -15,6 +15,7 @@ from ..checkpoints.disk import disk_errors
 from ..compat.transformers import model_name
 from ..publishing.card import hardware, software
 from ..run import launch_line, redaction
+from ..telemetry.terminal import use_terminal
 from .arguments import ScriptArguments
 from .building import model_arguments, refusals_in_a_line
 from .evaluation import Evaluation, evaluate
@@ -88,6 +89,7 @@ def _run_recipe(
         trainer.add_callback(
             AccuracyCallback(measure, first, script.accuracy_steps, lambda: trainer._metrics["train"], show)
         )
+    use_terminal(trainer)
     _fill_card(trainer, script, (test or trainer.train_dataset)[0]["prompt"])
     started = time.perf_counter()
     with resumable(trainer):

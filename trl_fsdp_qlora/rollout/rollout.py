@@ -121,23 +121,19 @@ class Rollout:
             self._inside = wrapped, self.accelerator.unwrap_model(wrapped)
         return self._inside[1]
 
-    def describe(self, wrapped: nn.Module, settings: GenerateSettings | None) -> list[str]:
-        """A line of the start-up block on transformers' `generate`, where it is used."""
+    def features(self, wrapped: nn.Module, settings: GenerateSettings | None) -> list[tuple[str, str]]:
+        """Headings and lines of the start-up block on transformers' `generate`, where it is used."""
         if settings is None:
-            if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
-                return ["rollouts: transformers' continuous batching, a new engine for every generation batch"]
-            return []
+            batching = self.args.use_transformers_continuous_batching and not self.args.use_vllm
+            return [("as stock TRL", "rollouts: transformers' continuous batching")] if batching else []
         reason = self.why_stock(wrapped, settings)
-        if reason is None:
-            return [
-                "rollouts: each prompt prefilled once, finished rows leave the batch",
-                *self._describe_decoding(wrapped),
-            ]
-        return [
-            f"rollouts: as stock ({reason}): each prompt prefilled for every completion, no row leaves before the last"
-        ]
+        if reason is not None:
+            heading = "as stock TRL" if self.args.compact_generation else "off"
+            return [(heading, f"rollouts: every completion prefills its prompt, no row leaves early ({reason})")]
+        line = "rollouts: each prompt prefilled once, finished rows leave the batch"
+        return [("on", line), *self._decoding_features(wrapped)]
 
-    def _describe_decoding(self, wrapped: nn.Module) -> list[str]:
+    def _decoding_features(self, wrapped: nn.Module) -> list[tuple[str, str]]:
         """What is saved on CPUs beyond rows; elsewhere nothing is."""
         if self.accelerator.device.type != "cpu":
             return []
@@ -146,7 +142,8 @@ class Rollout:
         # accelerate wraps the outermost forward alone, and `generate` calls the model inside an adapter.
         with nullcontext() if adapted else self.accelerator.autocast():
             reason, faster = why_per_row(model.get_base_model() if adapted else model), can_be_faster(model)
-        return [f"decoding: {_prompts(reason)}; {faster.describe()}"]
+        heading = "as stock TRL" if reason is not None and faster.reason is not None else "on"
+        return [(heading, f"decoding: {_prompts(reason)}; {faster.describe()}")]
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""

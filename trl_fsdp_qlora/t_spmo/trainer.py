@@ -35,10 +35,11 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self.card_info.method = "T-SPMO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))"
 
-    def features(self) -> list[str]:
+    def features(self) -> list[tuple[str, str]]:
         # GRPO's lines on skipping and selection do not apply here.
-        lines = [line for line in super().features() if line not in self.budget.describe()]
-        return [*lines, f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}"]
+        budget = self.budget.features(self.prefix_sharing.active())
+        found = [feature for feature in super().features() if feature not in budget]
+        return [*found, ("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}")]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

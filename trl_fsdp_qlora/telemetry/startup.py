@@ -1,6 +1,8 @@
 """The block that a run prints once, before its first step: what will happen, with what, and what fell back."""
 
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +10,8 @@ import torch
 from transformers import TrainerCallback
 
 from ..compat.older_gpus import lacks_bf16
+from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..fsdp2_qlora.prepare import dense_shapes
-from ..run.redaction import redact
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
 
@@ -29,14 +31,14 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     return {kind: (n, size) for kind, (n, size) in counts.items()}
 
 
-def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[str]) -> str:
+def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[tuple[str, str]]) -> str:
     """The start-up text of a run.
 
     Args:
         args: its `GRPOConfig`.
         model: what is trained, as it lies on this rank.
         steps: optimizer steps of the whole run.
-        features: lines on what is switched on and what fell back, with the reason.
+        features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
     rows = [
         *_counts(args, steps),
@@ -47,8 +49,10 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         ("hardware", _hardware(args)),
         ("precision", _precision(args, model)),
         ("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"),
-        *(("", line) if i else ("switched on", line) for i, line in enumerate(features)),
     ]
+    for heading in ("on", "off", "as stock TRL"):
+        lines = [line for of, line in features if of == heading]
+        rows += [(heading if i == 0 else "", line) for i, line in enumerate(lines)]
     width = max(len(name) for name, _ in rows) + 1
     return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
 
@@ -93,6 +97,8 @@ def _hardware(args: Any) -> str:
     }
     kind = args.distributed_state.distributed_type.value
     layout = layouts.get(kind, kind) if ranks > 1 or kind in ("FSDP", "DEEPSPEED") else None
+    if is_fsdp2_launch() and kind != "FSDP" and args.device.type == "cpu":
+        layout = "no FSDP, which accelerate leaves out on a CPU" + (f": {layout}" if layout else "")
     where = {"cpu": "the CPU", "cuda": "CUDA"}.get(args.device.type, args.device.type)
     return f"{ranks} process{'es' if ranks > 1 else ''} on {where}" + (f", {layout}" if layout else "")
 
@@ -132,11 +138,18 @@ class StartupCallback(TrainerCallback):
         tokenize: see [`first_prompt`].
     """
 
-    def __init__(self, features: Callable[[], list[str]], tokenize: Callable[[list], tuple] | None):
+    def __init__(self, features: Callable[[], list[tuple[str, str]]], tokenize: Callable[[list], tuple] | None):
         self._features, self._tokenize = features, tokenize
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, train_dataloader=None, **kwargs):
-        if state.is_world_process_zero:
+        if not state.is_world_process_zero:
+            return
+        try:
             block = startup_block(args, model, state.max_steps, self._features())
             prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
-            print(redact("\n".join(filter(None, (block, prompt)))), flush=True)
+            text, encoding = "\n".join(filter(None, (block, prompt))), sys.stdout.encoding or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        except BrokenPipeError:
+            raise  # nobody reads on, and a command ends as `| head` expects
+        except Exception as error:
+            warnings.warn(f"the start-up block was not printed: {type(error).__name__}: {error}", stacklevel=2)

@@ -1,25 +1,25 @@
-"""What a run says while it trains: one line per logging step, and now and then a few completions with their rewards.
+"""The terminal of a recipe: one line per logging step, and now and then a few completions with their rewards.
 
-The dictionary of all metrics goes where TRL sends it: to the trackers (`report_to`) and into `trainer_state.json`.
+A script of a user's keeps TRL's own log lines. The dictionary of all metrics goes where TRL sends it: to the trackers
+(`report_to`) and into `trainer_state.json`.
 """
 
 import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import datasets
 import huggingface_hub.utils
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
-from ..run.quiet_end import print_anything
-from ..run.redaction import redact
-
-SHOWS_PER_RUN = 10  # times that completions are shown, at most
+SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 60, 100
 
 
@@ -37,32 +37,14 @@ def number(value: float | None) -> str:
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
 
 
-def training_line(step: int, steps: int, logs: Mapping[str, Any], step_seconds: float, left: float) -> str:
-    """The line of a logging step.
-
-    Args:
-        step: done.
-        steps: of the whole run.
-        logs: as `Trainer.log` got them.
-        step_seconds: per optimizer step since the last line, without what was measured in between.
-        left: seconds to the end of the run.
-    """
-    parts = [f"step {step:>{len(str(steps))}}/{steps}", f"reward {number(logs.get('reward'))}"]
-    if logs.get("accuracy") is not None:
-        parts.append(f"accuracy {100 * logs['accuracy']:.1f}%")
-    return "  ".join([*parts, f"{step_seconds:.2f} s/step", f"{duration(left)} left"])
-
-
 def other_line(step: int, logs: Mapping[str, Any]) -> str:
     """The line of whatever else is logged: an evaluation, the end of training, a user's own figures."""
     if "train_runtime" in logs:
         return f"trained to step {step} in {duration(logs['train_runtime'])}"
     evaluated = {name: logs[name] for name in ("eval_reward", "eval_loss") if name in logs}
     shown = evaluated or {name: value for name, value in logs.items() if name not in ("total_flos", "epoch")}
-    figures = "  ".join(
-        f"{name} {number(value) if isinstance(value, float) else value}" for name, value in shown.items()
-    )
-    return f"step {step}: {figures}"
+    figures = (f"{name} {number(value) if isinstance(value, float) else value}" for name, value in shown.items())
+    return f"step {step}: {'  '.join(figures)}"
 
 
 def _one_line(text: Any, width: int) -> str:
@@ -100,12 +82,11 @@ def completion_lines(
     return lines
 
 
-class TerminalCallback(ProgressCallback, PrinterCallback):
+class TerminalCallback(ProgressCallback):
     """One line per logging step on the main rank, under a bar where there is a terminal to draw it in.
 
-    It is both callbacks that it stands in for, so `trainer.remove_callback(ProgressCallback)` and
-    `trainer.remove_callback(PrinterCallback)` silence a run as they do with TRL. The bar and the first estimate of the
-    time left begin with the first step, after whatever is measured before it.
+    The first and the last step are always logged (unless `logging_strategy` is `"no"`). The bar and the time left begin with
+    the first step, after whatever is measured before it. A line that cannot be printed is a warning.
 
     Args:
         bar: draw bars where standard error is a terminal.
@@ -116,19 +97,10 @@ class TerminalCallback(ProgressCallback, PrinterCallback):
         super().__init__()
         self._bars = bar
         self._completions = completions
-        self._began = self._step_began = None
-        self._next_show = 0.0
+        self._steps = 0
 
     def _draws(self) -> bool:
         return self._bars and sys.stderr.isatty()
-
-    def _say(self, line: str) -> None:
-        # Not over the bar; where there is none, into a log file as soon as it is known.
-        line = redact(line)
-        if self.training_bar is None:
-            print(line, flush=True)
-        else:
-            self.training_bar.write(line)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._began = None
@@ -147,6 +119,9 @@ class TerminalCallback(ProgressCallback, PrinterCallback):
         self._steps += 1
         if self.training_bar is not None:
             self.training_bar.update(state.global_step - self.training_bar.n)
+        # On every rank: logging sums the loss over them.
+        if args.logging_strategy != "no" and (state.global_step == self._first_step + 1 or _is_last(state, control)):
+            control.should_log = True
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if self._draws():
@@ -155,22 +130,63 @@ class TerminalCallback(ProgressCallback, PrinterCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
+        try:
+            # Not over the bar; where there is none, into a log file as soon as it is known.
+            write = partial(print, flush=True) if self.training_bar is None else self.training_bar.write
+            for line in self._lines(state, control, logs):
+                write(line)
+        except BrokenPipeError:
+            raise  # nobody reads on, and the command ends as `| head` expects
+        except Exception as error:
+            warnings.warn(f"a line of the log was not printed: {type(error).__name__}: {error}", stacklevel=2)
+
+    def _lines(self, state, control, logs) -> Iterable[str]:
         if "loss" not in logs or not self._steps:
-            self._say(other_line(state.global_step, logs))
+            yield other_line(state.global_step, logs)
             return
-        left = (time.perf_counter() - self._began) / (state.global_step - self._first_step)
-        left *= state.max_steps - state.global_step
-        self._say(training_line(state.global_step, state.max_steps, logs, self._seconds / self._steps, left))
+        step, steps = state.global_step, state.max_steps
+        left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
+        accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if logs.get("accuracy") is not None else ""
+        seconds = self._seconds / self._steps
         self._steps, self._seconds = 0, 0.0
-        if logs.get("reward") is not None and state.global_step >= self._next_show:  # completions are new
-            self._next_show = state.global_step + state.max_steps / SHOWS_PER_RUN
-            for line in self._completions():
-                self._say(line)
+        yield (
+            f"step {step:>{len(str(steps))}}/{steps}  reward {number(logs.get('reward'))}{accuracy}  {seconds:.2f} s/step  "
+            f"{duration(left)} left"
+        )
+        due = step >= self._next_show or _is_last(state, control)
+        if due and logs.get("reward") is not None:  # completions are new
+            self._next_show = step + steps / SHOWS_PER_RUN
+            yield from self._completions()
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
+
+
+def _is_last(state, control) -> bool:
+    return state.global_step >= state.max_steps or control.should_training_stop
+
+
+def use_terminal(trainer: Any) -> None:
+    """Put a [`TerminalCallback`] in the place of `trainer`'s printing callback; a notebook's table stays as it is.
+
+    Call it after every callback that may stop training was added.
+    """
+    printing = [c for c in trainer.callback_handler.callbacks if type(c) in (PrinterCallback, ProgressCallback)]
+    for callback in printing:
+        trainer.remove_callback(callback)
+    if printing:
+        # With log_completions TRL prints a table of its own.
+        count = 0 if trainer.log_completions else trainer.args.show_completions
+        shown = partial(_logged_completions, trainer._logs, count)
+        trainer.add_callback(TerminalCallback(not trainer.args.disable_tqdm, shown))
+
+
+def _logged_completions(logs: Mapping[str, Any], count: int) -> list[str]:
+    """[`completion_lines`] of what TRL keeps for its own table of completions."""
+    rewards = {name: list(values) for name, values in logs["rewards"].items()}
+    return completion_lines(list(logs["prompt"]), list(logs["completion"]), rewards, count) if count else []
 
 
 def no_bars_in_files() -> None:
@@ -179,29 +195,3 @@ def no_bars_in_files() -> None:
         for library in (datasets, huggingface_hub.utils):
             library.disable_progress_bars()
         logging.disable_progress_bar()
-
-
-def take_over(
-    callbacks: list[TrainerCallback],
-    brought: Iterable[TrainerCallback | type],
-    bar: bool,
-    completions: Callable[[], Iterable[str]],
-) -> None:
-    """Let a [`TerminalCallback`] stand where a trainer's own printing callback is.
-
-    Args:
-        callbacks: the trainer's, changed in place. The table of a notebook stays as it is.
-        brought: those of its user, which stay too.
-        bar, completions: see [`TerminalCallback`].
-    """
-    print_anything()
-    brought = {item if isinstance(item, type) else type(item) for item in brought}
-    for place, callback in enumerate(callbacks):
-        if type(callback) in {PrinterCallback, ProgressCallback} - brought:
-            callbacks[place] = TerminalCallback(bar, completions)
-
-
-def logged_completions(logs: Mapping[str, Any], count: int) -> list[str]:
-    """[`completion_lines`] of what TRL keeps for its own table of completions."""
-    rewards = {name: list(values) for name, values in logs["rewards"].items()}
-    return completion_lines(list(logs["prompt"]), list(logs["completion"]), rewards, count) if count else []

@@ -1,0 +1,58 @@
+"""The block before the first step."""
+
+import re
+
+import pytest
+
+from tests.tiny import lora, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.telemetry.startup import startup_block
+
+
+def headings(made) -> dict[str, list[str]]:
+    """Heading -> lines of the block of a trainer."""
+    found, heading = {}, None
+    for line in startup_block(made.args, made.model, 3, made.features()).splitlines()[1:]:
+        name, text = re.fullmatch(r"  (?:([a-zA-Z][\w ]*):)? +(.*)", line).groups()
+        heading = name or heading
+        found.setdefault(heading, []).append(text)
+    return found
+
+
+def test_every_line_stands_under_what_it_is(tmp_path):
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora())
+    block = headings(made)
+    assert {"prefix sharing: auto", "completions with zero advantage skipped"} <= set(block["on"])
+    assert "off" not in block and "as stock TRL" not in block
+    assert not re.search(r"\boff\b|VESPO|Jacobian", "\n".join(block["on"]))
+
+
+def test_what_was_switched_off_and_what_runs_as_stock(tmp_path):
+    off = {"prefix_sharing": "off", "skip_zero_advantage": False, "compact_generation": False}
+    block = headings(trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **off))
+    assert [line.partition(":")[0] for line in block["off"]] == [
+        "prefix sharing", "completions with zero advantage skipped", "rollouts",
+    ]  # fmt: skip
+    assert block["on"] == ["whole groups in every micro-batch"]
+    stock = {"beta": 0.1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **stock)
+    made.prefix_sharing._give_up("policy", "a layer of another kind")
+    block = headings(made)
+    assert len(block["as stock TRL"]) == 3 and "off" not in block
+    assert "a layer of another kind" in block["as stock TRL"][0] and "beta=0.1" in block["as stock TRL"][1]
+
+
+def test_another_method_says_only_what_applies_to_it(tmp_path):
+    made = trainer(TSPMOTrainer, TSPMOConfig, tmp_path)
+    lines = [line for _, line in made.features()]
+    assert any("T-SPMO" in line for line in lines) and not any("zero advantage" in line for line in lines)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_fsdp_on_a_cpu_is_said_to_be_none(fsdp, tmp_path, monkeypatch):
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path)
+    if fsdp:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ("no FSDP" in headings(made)["hardware"][0]) == fsdp
