@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass, fields
 
+import numpy as np
 from trl import GRPOConfig
 
 from ..compat.trl import is_split_group
@@ -126,6 +127,7 @@ class EfficientGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._take_numpy()
         for name in SWITCHES:
             setattr(self, name, spelled(getattr(self, name)))
         if self.num_generations < 1:
@@ -156,6 +158,13 @@ class EfficientGRPOConfig(GRPOConfig):
                 "dynamic_sampling=False"
             )
 
+    def _take_numpy(self) -> None:
+        # An optimizer.pt with numpy's number as the learning rate could be written, but not read again.
+        for item in fields(self):
+            value = getattr(self, item.name, None)
+            if isinstance(value, np.generic):
+                setattr(self, item.name, value.item())
+
     @classmethod
     def complete(cls, args: GRPOConfig | None) -> "GRPOConfig | None":
         """`args` with this class's own fields at their defaults where it lacks them, so a plain TRL config serves."""
@@ -167,6 +176,7 @@ class EfficientGRPOConfig(GRPOConfig):
         for item in fields(cls):
             if not hasattr(completed, item.name):
                 setattr(completed, item.name, item.default)
+        cls._take_numpy(completed)
         return completed
 
     # --- secrets stay in memory: `torch.save` puts a config into every checkpoint, trackers are sent `to_dict` --------

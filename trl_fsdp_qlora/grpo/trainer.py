@@ -16,9 +16,9 @@ from ..checkpoints.resumable import WholeCheckpoints
 from ..compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing, position_limit
-from ..publishing.card import CardInfo, write_card
+from ..publishing.card import CardInfo, card_of, keeping_card, write_card
 from ..publishing.pushing import checks_push, push
-from ..publishing.saving import record_sharded, saving_adapter
+from ..publishing.saving import record
 from ..rollout.correction import weighs_in_loss
 from ..rollout.engine_model import EngineModel
 from ..rollout.reshaped import own_draws
@@ -27,6 +27,7 @@ from ..rollout.start import limit_stalls, start_engine
 from ..rollout.sync_choice import warnings_for, withheld
 from ..rollout.watch import EngineWatch, weighed
 from ..run import input_checks as checks
+from ..run.nonfatal import nonfatal
 from ..scoring.contexts import with_tied_entropies
 from ..scoring.cpu_products import faster_products
 from ..scoring.request import Kind, PassRequest
@@ -320,13 +321,14 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def save_model(self, output_dir=None, _internal_call=False):
         if not self.sharding.save_adapter(self.model, output_dir or self.args.output_dir, self._save):
-            return super().save_model(output_dir, _internal_call)
-        record_sharded(output_dir or self.args.output_dir, self)
+            super().save_model(output_dir, _internal_call=True)
+        if not self.checkpointing.saving:
+            record(output_dir or self.args.output_dir, self)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir=None, state_dict=None):
-        with saving_adapter(output_dir or self.args.output_dir, self):
+        with keeping_card(output_dir or self.args.output_dir, partial(card_of, self)):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir):
@@ -361,8 +363,9 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def log(self, logs, *args, **kwargs):
         self.telemetry.settle()
-        if "loss" in logs:
-            logs.update(self.sharding.traffic(self.model, self.state.global_step))
+        with nonfatal("the traffic metric"):
+            if "loss" in logs:
+                logs.update(self.sharding.traffic(self.model, self.state.global_step))
         return super().log(logs, *args, **kwargs)
 
     @property
@@ -383,6 +386,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
         ]
 
+    @nonfatal("the model card")
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.adapter_card`]; `card_info` fills it in."""
         if self.is_world_process_zero():

@@ -6,7 +6,6 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
 from ..compat.transformers import model_name
+from ..run.nonfatal import nonfatal
+from ..run.plain import plain
 from ..run.redaction import clean, command_line, is_secret_name, portable, redact, secret_values
 
 logger = logging.get_logger(__name__)
@@ -26,7 +27,7 @@ logger = logging.get_logger(__name__)
 TAGS = ["trl", "grpo", "lora", "trl-fsdp-qlora"]
 # What a run sets that says nothing about the result.
 _NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank", "debug"}
-_NOT_RECIPE |= {"resume_from_checkpoint", "show_completions", "phase_metrics"}
+_NOT_RECIPE |= {"resume_from_checkpoint", "show_completions", "phase_metrics", "accelerator_config"}
 # What a reader looks for first, said also where it is the default.
 _ALWAYS = {"dataset", "prompt_template", "system_prompt", "rewards", "answer_format", "held_out"}
 _NOTHING = (None, "", [], {}, "none", ["none"])
@@ -145,13 +146,11 @@ def changed_arguments(args: Any) -> dict[str, Any]:
     """
     changed = {}
     for item in fields(args):
-        value = getattr(args, item.name, None)
-        value = value.value if isinstance(value, Enum) else value
-        default = item.default_factory() if item.default_factory is not MISSING else item.default
-        plain = isinstance(value, (bool, int, float, str, list, dict, type(None)))
+        value = plain(getattr(args, item.name, None))
+        default = plain(item.default_factory() if item.default_factory is not MISSING else item.default)
         # A config turns "" and None into [] or {} when it is made.
         same = value == default or (value in _NOTHING and default in _NOTHING)
-        if not plain or not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
+        if not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
             continue
         if not same or item.name in _ALWAYS:
             changed[item.name] = _portable(value)
@@ -159,9 +158,11 @@ def changed_arguments(args: Any) -> dict[str, Any]:
 
 
 def _portable(value: Any) -> Any:
-    """Paths, alone or in a list, without what is of one machine."""
+    """Paths, alone or in a list or a dictionary, without what is of one machine."""
     if isinstance(value, list):
         return [_portable(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
     return portable(value) if isinstance(value, str) else value
 
 
@@ -182,13 +183,8 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
             loading.pop(name, None)
         return recipe | ({"model_init_kwargs": loading} if loading else {})
     if peft_config is not None:
-        targets = getattr(peft_config, "target_modules", None)
-        recipe["lora"] = {
-            "r": getattr(peft_config, "r", None),
-            "lora_alpha": getattr(peft_config, "lora_alpha", None),
-            "lora_dropout": getattr(peft_config, "lora_dropout", None),
-            "target_modules": sorted(targets) if isinstance(targets, set) else targets,
-        }
+        names = ("r", "lora_alpha", "lora_dropout", "target_modules")
+        recipe["lora"] = {name: plain(getattr(peft_config, name, None)) for name in names}
     return recipe
 
 
@@ -393,4 +389,6 @@ def keeping_card(folder: str | Path, card: Callable[[], ModelCard]) -> Iterator[
     if before is not None:
         path.write_bytes(before)
     elif path.is_file():
-        card().save(path)
+        path.unlink()
+        with nonfatal("the model card"):
+            card().save(path)

@@ -9,6 +9,8 @@ from transformers import TrainerCallback
 
 from ..checkpoints import manifest
 from ..run import redaction
+from ..run.nonfatal import nonfatal
+from ..run.plain import plain
 from .evaluation import Evaluation
 from .script import say
 
@@ -43,20 +45,23 @@ class AccuracyCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.begin is not None and state.global_step == 0:
-            self.begin(self.measure(description="accuracy before training"))
+            before = self.measure(description="accuracy before training")
+            with nonfatal("the accuracy metric"):
+                self.begin(before)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.steps and state.global_step % self.steps == 0:
-            result = self.measure()
-            shares = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
-            for name, value in (
-                *((name, count / result.n) for name, count in shares.items()),
-                ("accuracy/n", result.n),
-            ):
-                self.metrics()[name].append(value)
+            self._keep(self.measure(), state.global_step)
             control.should_log = True
-            if self.on_the_way is not None:
-                self.on_the_way(result, state.global_step)
+
+    @nonfatal("the accuracy metric")
+    def _keep(self, result: Evaluation, step: int) -> None:
+        shares = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
+        for name, count in shares.items():
+            self.metrics()[name].append(count / result.n)
+        self.metrics()["accuracy/n"].append(result.n)
+        if self.on_the_way is not None:
+            self.on_the_way(result, step)
 
 
 class RunRecord:
@@ -81,12 +86,14 @@ class RunRecord:
         last = history[-1].get("step") if "after" in self.content else None
         return step is not None and self.content.get("finished_step", last) == step
 
+    @nonfatal("metrics.json")
     def put(self, **values) -> None:
-        self.content |= redaction.clean(values)
+        self.content |= redaction.clean(plain(values))
         if PartialState().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             manifest.write_json(self.path, self.content)
 
+    @nonfatal("the picture of the run")
     def draw(self) -> Path | None:
         """Reward, accuracy and step time over the run, as a picture; `None` without matplotlib."""
         try:

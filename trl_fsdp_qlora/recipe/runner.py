@@ -15,6 +15,7 @@ from ..checkpoints.disk import disk_errors
 from ..compat.transformers import model_name
 from ..publishing.card import hardware, software
 from ..run import launch_line, redaction
+from ..run.nonfatal import nonfatal
 from ..telemetry.terminal import use_terminal
 from .arguments import ScriptArguments
 from .building import model_arguments, refusals_in_a_line
@@ -94,6 +95,8 @@ def _run_recipe(
     started = time.perf_counter()
     with resumable(trainer):
         trainer.train(resume_from_checkpoint=resume)
+    with disk_errors(args.output_dir):
+        trainer.save_model(_internal_call=True)  # before anything that is measured or drawn can fail
     record.put(train_seconds=time.perf_counter() - started - seconds_before, history=trainer.state.log_history)
     results = {}
     if not script.skip_accuracy:
@@ -101,14 +104,14 @@ def _run_recipe(
         record.put(after=after.as_dict())
         results = {when: format_result(record.content[when]) for when in ("before", "after") if when in record.content}
         show(after, trainer.state.global_step, "after")
-    with disk_errors(args.output_dir):
-        picture = record.draw() if PartialState().is_main_process else None
-        trainer.card_info.picture = picture and picture.name
-        trainer.save_model()
-        trainer.create_model_card(Path(args.output_dir).name)
-        record.put(finished_step=trainer.state.global_step)
-        if limit is not None:
-            record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
+    picture = record.draw() if PartialState().is_main_process else None
+    trainer.card_info.picture = picture and picture.name
+    trainer.create_model_card(Path(args.output_dir).name)
+    record.put(finished_step=trainer.state.global_step)
+    if limit is not None:
+        record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
+    if args.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
     if PartialState().is_main_process:
         say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
         if results:
@@ -156,6 +159,7 @@ def _measure(
         )
 
 
+@nonfatal("the model card")
 def _fill_card(trainer: Any, script: ScriptArguments, prompt: Any) -> None:
     card = trainer.card_info
     card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
@@ -163,6 +167,7 @@ def _fill_card(trainer: Any, script: ScriptArguments, prompt: Any) -> None:
     card.command, card.recipe_file = launch_line.launch_words(), launch_line.config_file(sys.argv)
 
 
+@nonfatal("the model card")
 def _fill_results(
     trainer: Any, script: ScriptArguments, record: RunRecord, last: Evaluation, step: int, when: str | None = None
 ) -> None:

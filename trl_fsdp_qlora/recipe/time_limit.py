@@ -7,6 +7,7 @@ from accelerate.utils import broadcast
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from ..run.nonfatal import nonfatal
 from .script import say
 
 
@@ -47,9 +48,9 @@ class TimeLimit(TrainerCallback, ExportableState):
         self.spent = float(broadcast(spent))
         if self.reached:
             control.should_training_stop = control.should_save = control.should_log = True
-            say(
-                f"{self.spent:.0f} s of training: max_train_seconds={self.seconds:g} stops it at step {state.global_step}"
-            )
+            with nonfatal("a line on the terminal"):
+                limit = f"max_train_seconds={self.seconds:g}"
+                say(f"{self.spent:.0f} s of training: {limit} stops it at step {state.global_step}")
 
 
 def _device(args) -> torch.device:

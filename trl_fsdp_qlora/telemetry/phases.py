@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
+from ..run.nonfatal import nonfatal
 from .deferred import DeferredSums
 
 # On the host's clock, or an event in the queue of a CUDA device.
@@ -44,7 +45,11 @@ class PeakMemory:
             try:
                 self.reset_resident()
                 self.available = True
-            except OSError:  # a container may forbid the write; then there is no such metric
+                self.read()
+            except (
+                OSError,
+                StopIteration,
+            ):  # a container may forbid the write, or not count; then there is no such metric
                 self.available = False
 
     @staticmethod
@@ -117,6 +122,7 @@ class PhaseClock:
         self._see_peak()
         self._since = now
 
+    @nonfatal("the memory metric")
     def _see_peak(self) -> None:
         peak = self.memory.read()
         if self.resets:
@@ -256,10 +262,12 @@ class TelemetryCallback(TrainerCallback):
         self._steps: list[tuple[list[Span], Moment, Moment, float]] = []  # spans, begin, end, tokens
         self._seen: set[str] = set()
 
+    @nonfatal("a deferred metric")
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
         """Call `finish` with the numbers in `sums_N` when metrics are logged."""
         self.deferred.add(sums_N, finish)
 
+    @nonfatal("a deferred metric")
     def settle(self, wait: bool = True) -> None:
         """Put what is outstanding among the metrics; without `wait`, only steps that the device has done."""
         if wait:
@@ -284,6 +292,7 @@ class TelemetryCallback(TrainerCallback):
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.clock.stop("optimizer")
 
+    @nonfatal("the phase metrics")
     def on_step_end(self, args, state, control, **kwargs):
         tokens, self.clock.tokens = self.clock.tokens, 0.0
         for name, value in self.clock.drain_peaks().items():

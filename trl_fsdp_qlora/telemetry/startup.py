@@ -2,7 +2,6 @@
 
 import math
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import TrainerCallback
 from ..compat.older_gpus import lacks_bf16
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..fsdp2_qlora.prepare import dense_shapes
+from ..run.nonfatal import nonfatal
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
 
@@ -141,15 +141,11 @@ class StartupCallback(TrainerCallback):
     def __init__(self, features: Callable[[], list[tuple[str, str]]], tokenize: Callable[[list], tuple] | None):
         self._features, self._tokenize = features, tokenize
 
+    @nonfatal("the start-up block")
     def on_train_begin(self, args, state, control, model=None, processing_class=None, train_dataloader=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        try:
-            block = startup_block(args, model, state.max_steps, self._features())
-            prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
-            text, encoding = "\n".join(filter(None, (block, prompt))), sys.stdout.encoding or "utf-8"
-            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-        except BrokenPipeError:
-            raise  # nobody reads on, and a command ends as `| head` expects
-        except Exception as error:
-            warnings.warn(f"the start-up block was not printed: {type(error).__name__}: {error}", stacklevel=2)
+        block = startup_block(args, model, state.max_steps, self._features())
+        prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
+        text, encoding = "\n".join(filter(None, (block, prompt))), sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -8,7 +8,6 @@ import json
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,8 @@ import huggingface_hub.utils
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging
+
+from ..run.nonfatal import nonfatal
 
 SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 60, 100
@@ -127,18 +128,14 @@ class TerminalCallback(ProgressCallback):
         if self._draws():
             super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
 
+    @nonfatal("a line on the terminal")
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
-        try:
-            # Not over the bar; where there is none, into a log file as soon as it is known.
-            write = partial(print, flush=True) if self.training_bar is None else self.training_bar.write
-            for line in self._lines(state, control, logs):
-                write(line)
-        except BrokenPipeError:
-            raise  # nobody reads on, and the command ends as `| head` expects
-        except Exception as error:
-            warnings.warn(f"a line of the log was not printed: {type(error).__name__}: {error}", stacklevel=2)
+        # Not over the bar; where there is none, into a log file as soon as it is known.
+        write = partial(print, flush=True) if self.training_bar is None else self.training_bar.write
+        for line in self._lines(state, control, logs):
+            write(line)
 
     def _lines(self, state, control, logs) -> Iterable[str]:
         if "loss" not in logs or not self._steps:
