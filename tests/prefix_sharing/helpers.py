@@ -58,19 +58,133 @@ _LINEAR = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+
+
+def _shape(**changes):
+    """`_SHAPE` with some of its values changed, or left out where `None`."""
+    return {name: value for name, value in (_SHAPE | changes).items() if value is not None}
+
+
+# Layers that carry a state from token to token; what each layer of a packed row is computed by.
+RECURRENT = {
+    "qwen3_5": (lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**_SHAPE, **_LINEAR)), ["recurrent", "cascade"]),
+    "qwen3_5_moe": (
+        lambda: tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**_SHAPE, **_LINEAR, **_MOE, **_SHARED_EXPERT)),
+        ["recurrent", "cascade"],
+    ),
+    "qwen3_next": (
+        lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**_SHAPE, **_MOE, **_LINEAR, **_SHARED_EXPERT)),
+        ["recurrent", "cascade"],
+    ),
+    "lfm2": (
+        lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**_SHAPE, layer_types=["conv", "full_attention"])),
+        ["recurrent", "cascade"],
+    ),
+    "lfm3": (
+        lambda: tf.Lfm3ForCausalLM(
+            tf.Lfm3Config(**_shape(num_hidden_layers=3), sliding_window=6, layer_types=LFM3_LAYERS)
+        ),
+        ["recurrent", "two_part", "cascade"],
+    ),
+    "granitemoehybrid": (
+        lambda: tf.GraniteMoeHybridForCausalLM(
+            tf.GraniteMoeHybridConfig(
+                **_SHAPE,
+                **_MAMBA,
+                layer_types=["mamba", "attention"],
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                shared_intermediate_size=48,
+            )
+        ),
+        ["recurrent", "cascade"],
+    ),
+    "falcon_h1": (
+        lambda: tf.FalconH1ForCausalLM(tf.FalconH1Config(**_SHAPE, **_MAMBA, mamba_d_ssm=64)),
+        ["recurrent", "cascade"] * 2,
+    ),
+    "bamba": (
+        lambda: tf.BambaForCausalLM(tf.BambaConfig(**_SHAPE, **_MAMBA, attn_layer_indices=[1])),
+        ["recurrent", "cascade"],
+    ),
+    "mamba2": (
+        lambda: tf.Mamba2ForCausalLM(
+            tf.Mamba2Config(
+                **_shape(num_attention_heads=None, num_key_value_heads=None, intermediate_size=None),
+                num_heads=8,
+                state_size=8,
+                n_groups=2,
+                chunk_size=8,
+            )
+        ),
+        ["recurrent"] * 2,
+    ),
+    "olmo_hybrid": (
+        lambda: tf.OlmoHybridForCausalLM(tf.OlmoHybridConfig(**_SHAPE, **_LINEAR)),
+        ["recurrent", "cascade"],
+    ),
+    "nemotron_h": (
+        lambda: tf.NemotronHForCausalLM(
+            tf.NemotronHConfig(
+                **_shape(num_hidden_layers=None),
+                layers_block_type=["mamba", "attention", "mlp", "moe", "mamba"],
+                mamba_num_heads=8,
+                mamba_head_dim=8,
+                ssm_state_size=8,
+                chunk_size=8,
+                n_groups=2,
+                n_routed_experts=4,
+                moe_intermediate_size=24,
+                moe_shared_expert_intermediate_size=24,
+            )
+        ),
+        ["recurrent", "cascade", "recurrent"],
+    ),
+    "kimi_linear": (
+        lambda: tf.KimiLinearForCausalLM(
+            tf.KimiLinearConfig(
+                **_shape(num_key_value_heads=4, head_dim=None),
+                moe_intermediate_size=24,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                kv_lora_rank=8,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=8,
+                v_head_dim=8,
+                linear_head_dim=8,
+                linear_num_heads=4,
+                layer_types=["linear_attention", "full_attention"],
+            )
+        ),
+        ["recurrent", "two_part"],
+    ),
+    "zamba2": (
+        lambda: tf.Zamba2ForCausalLM(
+            tf.Zamba2Config(
+                **_shape(num_hidden_layers=4, num_key_value_heads=4, head_dim=None),
+                layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+                mamba_d_state=8,
+                n_mamba_heads=8,
+                chunk_size=8,
+            )
+        ),
+        ["recurrent", "cascade", "recurrent", "recurrent", "cascade", "recurrent"],
+    ),
+}
+LFM3_LAYERS = ["conv", "sliding_attention", "full_attention"]
 UNSUPPORTED = {
     "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_SHAPE)),
     "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_SHAPE)),
-    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**{k: v for k, v in _SHAPE.items() if k != "head_dim"})),
-    "qwen3_next": lambda: tf.Qwen3NextForCausalLM(
-        tf.Qwen3NextConfig(**_SHAPE, **_MOE, **_LINEAR, shared_expert_intermediate_size=24)
-    ),
-    "qwen3_5": lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**_SHAPE, **_LINEAR)),
+    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**_shape(head_dim=None))),
+    # Its cache is a class of its own.
     "minimax": lambda: tf.MiniMaxForCausalLM(
         tf.MiniMaxConfig(**_SHAPE, num_local_experts=4, layer_types=["linear_attention", "full_attention"])
     ),
-    "bamba": lambda: tf.BambaForCausalLM(
-        tf.BambaConfig(**_SHAPE, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8)
+    # It drops the keywords that the layout travels by.
+    "jamba": lambda: tf.JambaForCausalLM(
+        tf.JambaConfig(**_SHAPE, attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=8)
     ),
 }
 

@@ -18,12 +18,15 @@ from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mas
 from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch
 from .dropout import other_dropout, without_dropout
 from .layout import PackedLayout, SealedLayout, pack
+from .recurrent import install as install_recurrent
+from .recurrent import recurrent_layers
 from .self_check import GradientCheck, compare
 from .support import attention_layers, position_limit, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "off", *BACKENDS)
+ONE_LEVEL = "recurrent layers share prompts (one level: no nested prefixes)"
 
 
 class PrefixSharingError(ValueError):
@@ -35,7 +38,8 @@ class _ModelState:
     """What is known about one model (policy or reference)."""
 
     base: PreTrainedModel | None = None  # the causal language model inside all wrappers, once it is prepared
-    layers: int = 0
+    layers: int = 0  # attention and recurrent layers of a forward
+    recurrent_layers: int = 0
     position_limit: float = float("inf")
     dtype: torch.dtype = torch.float32
     pairs_per_token: float | None = None  # for nested rows, see `layout.pack`
@@ -130,13 +134,17 @@ class PrefixSharing:
             install(base)
         except (UnsupportedAttention, ValueError, ImportError) as error:
             return self._give_up(role, str(error))
+        install_recurrent(base)
         add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32, self.entropy_gradient, self.head_kernel)
         state.base = base
         state.dropout = other_dropout(model)
-        state.layers = attention_layers(base)
+        state.recurrent_layers = len(recurrent_layers(base))
+        state.layers = attention_layers(base) + state.recurrent_layers
         state.position_limit = position_limit(base)
         # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
-        state.pairs_per_token = 6.0 * base.config.hidden_size if can_nest(base, self.choice) else None
+        # A state goes from token to token: a prompt's can branch into completions, a trie's is not kept at every node.
+        nests = can_nest(base, self.choice) and not state.recurrent_layers
+        state.pairs_per_token = 6.0 * base.config.get_text_config().hidden_size if nests else None
         state.dtype = base.get_input_embeddings().weight.dtype
 
     def describe(self, role: str = "policy") -> str:
@@ -144,7 +152,8 @@ class PrefixSharing:
         state = self._states[role]
         if state.reason is not None:
             return f"prefix sharing: off, {state.reason}"
-        return "; ".join([f"prefix sharing: {self.choice}", *([] if state.dropout is None else [state.dropout])])
+        notes = [state.recurrent_layers and ONE_LEVEL, state.dropout]
+        return "; ".join([f"prefix sharing: {self.choice}", *filter(None, notes)])
 
     def feature(self) -> tuple[str, str]:
         """Heading and line of the start-up block, see `EfficientGRPOTrainer.features`."""
@@ -181,7 +190,7 @@ class PrefixSharing:
             layers that each backend served (`layers_<backend>`).
         """
         state = self._states[request.role]
-        if state.reason is not None or request.vision:
+        if state.reason is not None or request.has_images:
             return PassResult(padded(request), {})
         start = time.perf_counter()
         gradients = _checks_gradients(request)
@@ -350,8 +359,8 @@ class PrefixSharing:
                 raise UnsupportedAttention(layout.problems[0])
             if len(layout.layer_calls) != state.layers:
                 raise UnsupportedAttention(
-                    f"the prefix-aware attention ran {len(layout.layer_calls)} times in a forward of {state.layers} "
-                    "attention layers (its layers drop the keyword, or do not use AttentionInterface)"
+                    f"prefix-aware layers ran {len(layout.layer_calls)} times in a forward of {state.layers} attention and "
+                    "recurrent layers (they drop the keyword, or do not use AttentionInterface)"
                 )
         calls = [name for layout in layouts for name in layout.layer_calls]
         figures = {"tokens_share": sum(layout.tokens for layout in layouts) / request.input_ids.numel()}

@@ -5,47 +5,71 @@ What this check cannot see, the layer counter and the self-check of the first st
 
 import inspect
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .dropout import attention_reason
+from .recurrent import recurrent_layers, unserved_reason
 
-_CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
+# What transformers calls the layers of a decoder: how many tokens one attends to, and whether it keeps a state.
+_ATTENTION = {"full_attention", "sliding_attention"}
+_BOTH = {"hybrid", "hybrid_sliding"}
+_RECURRENT = {"linear_attention", "conv"}
+_NEITHER = {"mlp", "moe"}
+# "vision": in both directions inside an image only.
+_CAUSAL_TEXT = (None, False, "vision")
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Why `model` (a causal language model without wrappers) cannot use packed rows, or `None`."""
+    """Why `model` (a language model without wrappers, which may take images too) cannot use packed rows, or `None`."""
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None:
         return f"{type(model).__name__} is not a transformers model"
-    name = config.model_type
-    if config.is_encoder_decoder:
+    name, text = config.model_type, config.get_text_config(decoder=True)
+    if config.is_encoder_decoder or text.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
-    if config.get_text_config() is not config:
-        return f"{name} takes inputs beside text (vision or audio)"
-    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - _CAUSAL_LAYERS)
-    if other_layers:
-        return f"{name} has {', '.join(other_layers)} layers; a recurrent state would run on from one completion into the next"
-    if getattr(model, "_is_stateful", False) or hasattr(config, "layers_block_type"):
-        return f"{name} has recurrent layers; their state would run on from one completion into the next"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "mrope_section" in rope:
-        return f"{name} has three-dimensional rotary positions (mrope)"
-    if getattr(config, "alibi", False):
+    reason = _layers_reason(model, text)
+    if reason is not None:
+        return reason
+    if getattr(text, "alibi", False):
         return f"{name} adds ALiBi biases by distance in the row"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) not in _CAUSAL_TEXT:
         return f"{name} attends in both directions"
     dropout = attention_reason(model)
     if dropout is not None:
         return dropout
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} does not use transformers' AttentionInterface"
+    if not attention_layers(model):
+        return None
     if "position_ids" not in inspect.signature(type(model.base_model).forward).parameters:
         return f"{name} takes no position_ids"
-    for module in model.modules():
+    for module in model.get_decoder().modules():
         # Attention layers are the modules transformers gives a cache slot to.
         if isinstance(getattr(module, "layer_idx", None), int) and not _takes_keywords(module):
             return f"{type(module).__name__} drops the keywords of the model call"
     return None
+
+
+def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None:
+    """Why the layers of `model` cannot be computed on packed rows, or `None`."""
+    name, types = model.config.model_type, layer_types(text)
+    other = sorted(set(types) - _ATTENTION - _BOTH - _RECURRENT - _NEITHER)
+    if other:
+        return f"{name} has {', '.join(other)} layers, whose masks are their own"
+    recurrent = recurrent_layers(model)
+    served = {module.layer_idx for module in recurrent}
+    stateful = sum(kind in _BOTH | _RECURRENT for kind in types)
+    if len(served) < stateful or (getattr(model, "_is_stateful", False) and not served):
+        return (
+            f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
+            "one completion into the next"
+        )
+    return next(filter(None, map(unserved_reason, recurrent)), None)
+
+
+def layer_types(text: PreTrainedConfig) -> list[str]:
+    """What each layer of a decoder is, by transformers' names."""
+    types = getattr(text, "layer_types", None)
+    return list(types) if types is not None else get_layer_types_and_kwargs(text)[0]
 
 
 def _takes_keywords(module) -> bool:
@@ -55,7 +79,8 @@ def _takes_keywords(module) -> bool:
 
 def attention_layers(model: PreTrainedModel) -> int:
     """How many attention layers one forward runs."""
-    return model.config.num_hidden_layers
+    types = layer_types(model.config.get_text_config(decoder=True))
+    return sum(kind in _ATTENTION | _BOTH for kind in types)
 
 
 def position_limit(model: PreTrainedModel) -> float:
@@ -63,7 +88,7 @@ def position_limit(model: PreTrainedModel) -> float:
 
     "dynamic" and "longrope" tables switch by it, and a packed row, having no padding, may be shorter than stock's.
     """
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     limits = [

@@ -45,7 +45,7 @@ class PassRequest:
         logits_to_keep: C.
         batch_size: rows that a padded forward would hold at once.
         compute_entropy, compute_aux_loss: what to return beside the log-probabilities.
-        vision: TRL's further arguments that are not `None`, for models with images.
+        vision: TRL's further arguments that are not `None`, for classes that could take images.
         values: of this very pass, where it was made ahead of the loss (its weights needed the log-probabilities).
     """
 
@@ -88,6 +88,11 @@ class PassRequest:
             compute_aux_loss=compute_aux_loss,
             vision={name: value for name, value in vision.items() if value is not None},
         )
+
+    @property
+    def has_images(self) -> bool:
+        """Whether pictures stand in this batch's prompts: TRL calls a class that could take them a vision model."""
+        return any(name.startswith("pixel_values") for name in self.vision)
 
     def few_rows(self) -> "PassRequest":
         """The same request for three rows at most: two completions of a prompt and one of another, scored ones first.

@@ -1,0 +1,225 @@
+"""Recurrent layers on a packed row: each layer's own forward, on the prompts first and then on their completions.
+
+Linear attention, state space models and short convolutions carry a state from token to token, which on a packed row
+would run on from one completion into the next. So a layer is called twice: on the prompts, with a cache that keeps the
+states they end in, and on the completions as a batch, with a cache that answers the states of their prompts. Autograd
+adds up what the completions send back into a prompt. No kernel is touched, and no family of models has a line of its
+own: a layer is served if it speaks the cache protocol of transformers (`cache_utils.LinearAttentionCacheLayerMixin`).
+
+    hidden_states (1, T, H) = [ single rows | prompt 1 | prompt 2 | ... | c_11 ... c_1G | c_21 ... c_2G | ... ]
+
+Prompts are not padded, which would need a mask of each layer's own. Completions are, behind their last token, where
+nothing looks. The layout comes with the keywords of the layer, like that of attention, so a layer that gradient
+checkpointing recomputes during backward gets it again.
+"""
+
+import functools
+import inspect
+import types
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..scoring.transfer import to_device
+from .agreement import is_out_of_memory, reason_of
+from .layout import PackedLayout, SealedLayout
+from .stretches import equal_runs
+
+# A layer that calls one of these keeps a state in its cache.
+_KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
+# What a layer calls its cache.
+_CACHE_NAMES = ("cache_params", "past_key_values")
+# How many padded tokens a further call is worth, when completions are cut into batches of similar length.
+_TOKENS_PER_CALL = 128
+# A layer that gets one token and a state decodes: kernels without a backward, which write into the state.
+_SHORTEST = 2
+
+
+class StateCache:
+    """What a recurrent layer takes for transformers' cache in one call. That one copies in place, out of the graph.
+
+    Args:
+        before: the states that the rows of this call go on from, by kind and index; `None` where they begin.
+
+    Attributes:
+        after: the states in which they end, where they begin in this call.
+    """
+
+    def __init__(self, before: dict[tuple[str, int], torch.Tensor] | None = None):
+        self.before = before
+        self.after: dict[tuple[str, int], torch.Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return None if self.before is None else self.before["conv", state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        # Short convolutions have none.
+        return None if self.before is None else self.before.get(("recurrent", state_idx))
+
+    def update_conv_state(self, conv_states, layer_idx, state_idx=0, conv_kernel_size=None, **kwargs) -> torch.Tensor:
+        """The inputs of a convolution `(rows, channels, tokens)` with what came before them."""
+        if self.before is not None:
+            return torch.cat([self.before["conv", state_idx], conv_states], dim=-1)
+        size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        conv_states = nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+        self.after["conv", state_idx] = conv_states[..., conv_states.shape[-1] - size :]
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs) -> torch.Tensor:
+        self.after["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.before is not None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` that keep a state in transformers' cache, found by what their code calls."""
+    return [module for module in model.modules() if _keeps_a_state(type(module))]
+
+
+@functools.cache
+def _keeps_a_state(cls: type) -> bool:
+    methods = (inspect.unwrap(x) for base in cls.__mro__ for x in vars(base).values() if inspect.isfunction(x))
+    return any(_KEEPS_A_STATE & set(method.__code__.co_names) for method in methods)
+
+
+def unserved_reason(module: nn.Module) -> str | None:
+    """Why a recurrent layer cannot be called twice, or `None`."""
+    parameters = inspect.signature(type(module).forward).parameters
+    name = type(module).__name__
+    if not any(cache in parameters for cache in _CACHE_NAMES):
+        return f"{name} takes its cache under a name that is not known"
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return f"{name}, which keeps a state, drops the keywords of the model call"
+    return None
+
+
+def install(model: nn.Module) -> None:
+    """Let the recurrent layers of `model` take a `prefix_layout`. Without one their forward is what it was."""
+    for module in recurrent_layers(model):
+        if getattr(module.forward, "__func__", None) is not _forward:
+            module.own_forward = module.forward
+            module.forward = types.MethodType(_forward, module)
+
+
+def _forward(self, *args, prefix_layout: SealedLayout | None = None, **kwargs):
+    if prefix_layout is None:
+        return self.own_forward(*args, **kwargs)
+    return _branch(self, prefix_layout.layout, args, kwargs)
+
+
+@torch.compiler.disable  # every batch has another layout, and each would be traced anew
+def _branch(module: nn.Module, layout: PackedLayout, args: tuple, kwargs: dict):
+    parameters = inspect.signature(type(module).forward).parameters
+    named = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
+    # The mask and whatever else speaks of the whole row is left out.
+    tokens = {
+        name: x
+        for name, x in named.items()
+        if name in parameters and isinstance(x, torch.Tensor) and x.shape[:2] == (1, layout.tokens)
+    }
+    cache_name = next(name for name in _CACHE_NAMES if name in parameters)
+    try:
+        out = _prompts_then_completions(module.own_forward, tokens, cache_name, layout)
+    except RuntimeError as error:
+        if layout.problems is None or layout.is_computed or is_out_of_memory(error):
+            raise
+        layout.problems.append(f"{type(module).__name__}: {reason_of(error)}")
+        out = 0 * tokens["hidden_states"]
+    layout.layer_calls.append("recurrent")
+    return out
+
+
+def _prompts_then_completions(forward, tokens: dict, cache_name: str, layout: PackedLayout) -> torch.Tensor:
+    """The layer's output `(1, T, ...)`.
+
+    Args:
+        forward: the layer's own.
+        tokens: its arguments that have one entry per token, `(1, T, ...)`.
+        cache_name: the argument it takes its cache by.
+        layout: of the row.
+    """
+    root_runs, batches, order = _plan(layout, tokens["hidden_states"].device)
+    parts, prompt_states = [], []
+    for start, count, length, are_prompts in root_runs:
+        cache = StateCache()
+        stretch = {name: _fold(x, start, count, length) for name, x in tokens.items()}
+        parts.append(forward(**stretch, **{cache_name: cache}).flatten(0, 1))
+        if are_prompts:
+            prompt_states.append(cache.after)
+    states = {kind: torch.cat([one[kind] for one in prompt_states]) for kind in (prompt_states or [()])[0]}
+    for index, real, prompt in batches:
+        cache = StateCache({kind: state.index_select(0, prompt) for kind, state in states.items()})
+        padded = {name: x[0].index_select(0, index.flatten()).unflatten(0, index.shape) for name, x in tokens.items()}
+        out = forward(**padded, **{cache_name: cache}).flatten(0, 1)
+        parts.append(out if real is None else out.index_select(0, real))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (out if order is None else out.index_select(0, order)).unsqueeze(0)
+
+
+def _fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
+    return x[0].narrow(0, start, count * length).unflatten(0, (count, length))
+
+
+def _plan(layout: PackedLayout, device: torch.device):
+    """What to call a layer on; derived from the layout once.
+
+    Returns:
+        `(root_runs, batches, order)`. `root_runs`: `(start, count, length, are prompts)` of neighbouring single rows or
+        prompts of equal length. `batches`: `(index, real, prompt)` of completions of similar length, namely their
+        `(n, longest)` positions in the row, the flat ones of them that are no padding (`None` for all), and the prompt
+        that each goes on from. `order`: where each token of the row is among the outputs, `None` if in that order.
+    """
+    key = ("recurrent", device)
+    if key in layout.cache:
+        return layout.cache[key]
+    starts, lengths, singles, roots = layout.starts, layout.lengths, layout.num_singles, layout.num_roots
+    root_runs = [
+        (*run, are_prompts)
+        for first, last, are_prompts in ((0, singles, False), (singles, roots, True))
+        for run in equal_runs(starts[first:last], lengths[first:last])
+    ]
+    prompt_of = np.repeat(np.arange(layout.num_families), layout.children_per_family)
+    batches, places = [], [np.arange(layout.children_start)]
+    for children in _similar(lengths[roots:]):
+        length, start = lengths[roots + children], starts[roots + children]
+        within = np.arange(max(int(length.max()), _SHORTEST))
+        index = np.minimum(start[:, None] + within, layout.tokens - 1)
+        is_real = within < length[:, None]
+        real = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real))
+        places.append(index[is_real])
+        batches.append((torch.from_numpy(index), real, torch.from_numpy(prompt_of[children])))
+    place = np.concatenate(places)
+    order = None if (place[1:] > place[:-1]).all() else torch.from_numpy(np.argsort(place))
+    batches = [tuple(None if x is None else to_device(x, device) for x in batch) for batch in batches]
+    layout.cache[key] = root_runs, batches, None if order is None else to_device(order, device)
+    return layout.cache[key]
+
+
+def _similar(length_S: np.ndarray) -> list[np.ndarray]:
+    """Cut completions into batches such that padding them and calling a layer for each costs least.
+
+    Args:
+        length_S: tokens of each.
+
+    Returns:
+        Their numbers, in ascending order within a batch.
+    """
+    by_length = np.argsort(-length_S, kind="stable")
+    sorted_S = np.maximum(length_S[by_length], _SHORTEST)
+    # best[i]: cost of the i longest; the last batch of them begins at cut[i], which is its longest.
+    best, cut = np.zeros(len(sorted_S) + 1), np.zeros(len(sorted_S) + 1, int)
+    for i in range(1, len(sorted_S) + 1):
+        costs = best[:i] + sorted_S[:i] * np.arange(i, 0, -1) + _TOKENS_PER_CALL
+        cut[i] = costs.argmin()
+        best[i] = costs[cut[i]]
+    batches, end = [], len(sorted_S)
+    while end:
+        batches.append(np.sort(by_length[cut[end] : end]))
+        end = cut[end]
+    return batches[::-1]
