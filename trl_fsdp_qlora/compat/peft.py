@@ -1,6 +1,9 @@
 """What PEFT says about the state of a model."""
 
+from contextlib import contextmanager
+
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 
@@ -20,3 +23,51 @@ def is_reference(model: nn.Module) -> bool:
 def targets_not_found(error: ValueError) -> bool:
     """Whether PEFT says with `error` that no layer of the model is one of the LoRA targets."""
     return "arget modules" in str(error) and "not found" in str(error)
+
+
+def lora_factors_beside_the_weight(module_class: type) -> None:
+    """Let PEFT adapt parameters of `module_class` (`LoraConfig.target_parameters`) that hold no numbers, but packed bytes.
+
+    PEFT's `ParamWrapper` reads shape and dtype off the parameter and adds the whole update to it. For a base layer of
+    `module_class` the shape comes from its `layouts`, and the active adapters' factors are handed to it in `lora`.
+    """
+    if getattr(ParamWrapper, "_packed_class", None) is not None:
+        return
+    ParamWrapper._packed_class = module_class
+    stock_features, stock_activate = ParamWrapper._get_in_out_features, ParamWrapper._activate_lora
+
+    def packed(self):
+        return isinstance(self.get_base_layer(), module_class)
+
+    def features(self, module):
+        if not packed(self):
+            return stock_features(self, module)
+        base = self.get_base_layer()
+        self.num_experts, self._param_ndim = base.num_experts, 3
+        out_features, in_features = base.layouts[self.parameter_name].shape
+        # In the order in which transformers would have stored them, as `update_layer` turns them round.
+        return (in_features, out_features) if base.is_transposed else (out_features, in_features)
+
+    @contextmanager
+    def activate(self, active_adapters):
+        if not packed(self):
+            with stock_activate(self, active_adapters):
+                yield
+            return
+        base = self.get_base_layer()
+        base.lora[self.parameter_name] = [
+            factors(self, adapter) for adapter in active_adapters if adapter in self.lora_A
+        ]
+        try:
+            yield
+        finally:
+            del base.lora[self.parameter_name]
+
+    def factors(self, adapter):
+        """`(experts, out, r)`, `(experts, r, in)` and the scaling; the same weights as `get_delta_weight` multiplies."""
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        rhs = a.reshape(self.num_experts, -1, a.shape[-1])
+        lhs = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        return lhs, rhs, self.scaling[adapter]
+
+    ParamWrapper._get_in_out_features, ParamWrapper._activate_lora = features, activate

@@ -97,6 +97,11 @@ def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
     data = weight.data
     if getattr(state, "packing_format_for_cpu", False):  # repacked for inference on AVX512-BF16
         data, state = _convert_weight_packed_for_cpu_inverse(data, state)
+    return state_to_bytes(data, state)
+
+
+def state_to_bytes(data: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ByteLayout]:
+    """As [`to_bytes`], of what `quantize_4bit` returned."""
     data = data.contiguous().view(torch.uint8).flatten()
     nested = state.state2 if state.nested else None
     layout = ByteLayout(

@@ -1,0 +1,109 @@
+"""Experts in 4 bits against the same model with its experts dequantized."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    NemotronHConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+from peft import LoraConfig, PeftModel, get_peft_model
+
+pytest.importorskip("bitsandbytes")
+from trl_fsdp_qlora.fsdp2_qlora.experts import dense_experts, experts_in_4bit, packed_experts
+
+SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97, head_dim=16, max_position_embeddings=128)
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, intermediate_size=64, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2),
+    "olmoe": OlmoeConfig(**SIZES, intermediate_size=48, num_experts=6, num_experts_per_tok=2),
+    "mixtral": MixtralConfig(**SIZES, intermediate_size=48, num_local_experts=6),
+    "granitemoe": GraniteMoeConfig(**SIZES, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2),
+    "gpt_oss": GptOssConfig(**SIZES, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2, layer_types=["full_attention"] * 2),
+    "glm4_moe": Glm4MoeConfig(**SIZES, intermediate_size=64, moe_intermediate_size=48, n_routed_experts=6, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "minimax_m2": MiniMaxM2Config(**SIZES, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2),
+}
+
+
+def quantization(nested=True, compute=torch.float32):
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=compute)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request, tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp(request.param)
+    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(folder)
+    return folder
+
+
+def loaded(folder, dtype=torch.float32, **how):
+    with experts_in_4bit():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization(**how))
+
+
+def dequantized(model, folder, dtype=torch.float32, **how):
+    """The same 4-bit model, its experts as numbers: transformers' own module and forward."""
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization(**how))
+    experts = dense_experts(stock)
+    packed = packed_experts(model)
+    assert experts.keys() == packed.keys() and packed
+    with torch.no_grad():
+        for name, module in experts.items():
+            for projection in packed[name].layouts:
+                getattr(module, projection).copy_(packed[name].dense(projection))
+    return stock.requires_grad_(False)
+
+
+def loss_and_gradient(model, ids):
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embedded).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    loss.backward()
+    return loss.detach(), embedded.grad
+
+
+def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint):
+    model = loaded(checkpoint)
+    stock = dequantized(model, checkpoint)
+    ids = torch.randint(0, 97, (3, 20))
+    (loss, gradient), (wanted_loss, wanted) = loss_and_gradient(model, ids), loss_and_gradient(stock, ids)
+    torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
+    assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    dense = sum(getattr(m, p).numel() for m in dense_experts(stock).values() for p in ("gate_up_proj", "up_proj", "down_proj") if hasattr(m, p))
+    rows = sum(getattr(m, p).numel() for m in packed_experts(model).values() for p in m.layouts)
+    print(checkpoint.name, rows / (2 * dense))
+
+
+def test_experts_without_tokens_are_not_touched(checkpoint, monkeypatch):
+    pass
+
+
+def test_lora_on_experts(checkpoint, tmp_path):
+    model = loaded(checkpoint)
+    stock = dequantized(model, checkpoint)
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    ours = get_peft_model(model, config)
+    ours.save_pretrained(tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(stock, tmp_path / "adapter", is_trainable=True)
+    ids = torch.randint(0, 97, (3, 20))
+    values = []
+    for m in (ours, theirs):
+        loss, gradient = loss_and_gradient(m, ids)
+        values.append((loss, gradient, {n.replace(".default", ""): p.grad for n, p in m.named_parameters() if p.requires_grad}))
+    (loss, gradient, of), (wloss, wgradient, wof) = values
+    torch.testing.assert_close(loss, wloss, atol=1e-5, rtol=0)
+    assert of.keys() == wof.keys() and any("experts" in n for n in of)
+    largest = max(g.abs().max() for g in wof.values())
+    for name in of:
+        assert (of[name] - wof[name]).abs().max() <= 2e-5 * largest, name
