@@ -1,41 +1,65 @@
 """Experts in 4 bits against the same model with its experts dequantized."""
 
-import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import (
-    DeepseekV3Config,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
     MiniMaxM2Config,
     MixtralConfig,
-    NemotronHConfig,
     OlmoeConfig,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
-from peft import LoraConfig, PeftModel, get_peft_model
 
 pytest.importorskip("bitsandbytes")
-from trl_fsdp_qlora.fsdp2_qlora.experts import dense_experts, experts_in_4bit, packed_experts
+from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.runs import Run, chosen_by_name
+from trl_fsdp_qlora.fsdp2_qlora.experts import dense_experts, packed_experts
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 
-SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97, head_dim=16, max_position_embeddings=128)
+SIZES = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=97,
+    head_dim=16,
+    max_position_embeddings=128,
+)
 CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, intermediate_size=64, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, intermediate_size=64, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2
+    ),
     "olmoe": OlmoeConfig(**SIZES, intermediate_size=48, num_experts=6, num_experts_per_tok=2),
     "mixtral": MixtralConfig(**SIZES, intermediate_size=48, num_local_experts=6),
     "granitemoe": GraniteMoeConfig(**SIZES, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2),
-    "gpt_oss": GptOssConfig(**SIZES, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2, layer_types=["full_attention"] * 2),
-    "glm4_moe": Glm4MoeConfig(**SIZES, intermediate_size=64, moe_intermediate_size=48, n_routed_experts=6, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "gpt_oss": GptOssConfig(
+        **SIZES, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2, layer_types=["full_attention"] * 2
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES,
+        intermediate_size=64,
+        moe_intermediate_size=48,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
     "minimax_m2": MiniMaxM2Config(**SIZES, intermediate_size=48, num_local_experts=6, num_experts_per_tok=2),
 }
 
 
 def quantization(nested=True, compute=torch.float32):
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=compute)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=compute
+    )
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -79,19 +103,25 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint):
     (loss, gradient), (wanted_loss, wanted) = loss_and_gradient(model, ids), loss_and_gradient(stock, ids)
     torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
     assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    dense = sum(getattr(m, p).numel() for m in dense_experts(stock).values() for p in ("gate_up_proj", "up_proj", "down_proj") if hasattr(m, p))
+    dense = sum(
+        getattr(m, p).numel()
+        for m in dense_experts(stock).values()
+        for p in ("gate_up_proj", "up_proj", "down_proj")
+        if hasattr(m, p)
+    )
     rows = sum(getattr(m, p).numel() for m in packed_experts(model).values() for p in m.layouts)
     print(checkpoint.name, rows / (2 * dense))
-
-
-def test_experts_without_tokens_are_not_touched(checkpoint, monkeypatch):
-    pass
 
 
 def test_lora_on_experts(checkpoint, tmp_path):
     model = loaded(checkpoint)
     stock = dequantized(model, checkpoint)
-    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
+    )
     torch.manual_seed(1)
     ours = get_peft_model(model, config)
     ours.save_pretrained(tmp_path / "adapter")
@@ -100,10 +130,72 @@ def test_lora_on_experts(checkpoint, tmp_path):
     values = []
     for m in (ours, theirs):
         loss, gradient = loss_and_gradient(m, ids)
-        values.append((loss, gradient, {n.replace(".default", ""): p.grad for n, p in m.named_parameters() if p.requires_grad}))
-    (loss, gradient, of), (wloss, wgradient, wof) = values
+        values.append(
+            (loss, gradient, {n.replace(".default", ""): p.grad for n, p in m.named_parameters() if p.requires_grad})
+        )
+    (loss, _, of), (wloss, _, wof) = values
     torch.testing.assert_close(loss, wloss, atol=1e-5, rtol=0)
     assert of.keys() == wof.keys() and any("experts" in n for n in of)
     largest = max(g.abs().max() for g in wof.values())
     for name in of:
         assert (of[name] - wof[name]).abs().max() <= 2e-5 * largest, name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, request):
+    """A mixture on one process, on two with FSDP2, and on two with DDP."""
+    root, alone = tmp_path_factory.mktemp("experts"), chosen_by_name(request.config)
+    tokenizer = tiny.make_tokenizer()
+    torch.manual_seed(0)
+    sizes = {**SIZES, "vocab_size": 64, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen3MoeConfig(
+        **sizes, intermediate_size=64, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    sft, by_name = "sft:steps=4,save=2,experts=1", "by_name:experts=1"
+    scenarios = {"sft": sft, "by_name": by_name}
+    one = Run(root / "model", root / "one", scenarios, alone, processes=1)
+    ddp = Run(root / "model", root / "ddp", {"sft": sft}, alone)
+    two = Run(
+        root / "model",
+        root / "two",
+        {**scenarios, "resumed": f"{sft},resume={root}/two/sft/checkpoint-2"},
+        alone,
+        environment=fsdp_environment(),
+    )
+    two.needs = {"resumed": [(two, "sft")]}
+    return {"one": one.rank(0), "two": two.rank(0), "rank1": two.rank(1), "ddp": ddp.rank(0), "root": root}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_ranks_hold_half_of_the_experts_and_train_as_one_process(runs):
+    for rank in ("two", "rank1"):
+        for scenario in ("sft", "by_name"):
+            assert runs[rank][scenario]["dtensors"] and runs[rank][scenario]["base"]["ratio"] <= 0.52
+            # The experts are most of the 4-bit bytes.
+            assert runs[rank][scenario]["base"]["quantized_full"] > 2 * 6 * (96 * 64 + 64 * 48) / 2
+    assert runs["rank1"]["by_name"]["meta"] and not runs["two"]["by_name"]["meta"]
+    assert difference(runs["one"]["by_name"]["first_logits"], runs["two"]["by_name"]["first_logits"]) <= 1e-5
+    experts = [name for name in runs["two"]["sft"]["adapter"] if "experts" in name]
+    assert len(experts) == 2 * 2 * 2  # A and B of two projections in two layers
+    # With the same halves of a batch on each rank; one process has another router loss, a mean over the whole batch.
+    assert runs["ddp"]["sft"]["loss"] == runs["two"]["sft"]["loss"]
+    for name, wanted in runs["ddp"]["sft"]["adapter"].items():
+        assert torch.equal(wanted, runs["two"]["sft"]["adapter"][name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_is_resumed_and_its_adapter_loads_on_an_unquantized_base(runs):
+    straight, resumed = runs["two"]["sft"]["adapter"], runs["two"]["resumed"]["adapter"]
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    base = AutoModelForCausalLM.from_pretrained(runs["root"] / "model", dtype=torch.float32)
+    plain = get_peft_model_state_dict(PeftModel.from_pretrained(base, runs["root"] / "two" / "sft" / "checkpoint-4"))
+    straight = {name.replace(".default", ""): value for name, value in straight.items()}
+    assert plain.keys() == straight.keys() and all(torch.equal(plain[name], straight[name]) for name in plain)
+
+
+def difference(a, b):
+    return (a - b).abs().max().item()

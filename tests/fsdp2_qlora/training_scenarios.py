@@ -23,6 +23,7 @@ from tests.fsdp2_qlora.parts import (
     reward,
 )
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 
 GRPO_OPTIONS = {
     "beta": float,
@@ -33,16 +34,24 @@ GRPO_OPTIONS = {
 }
 
 
-def sft(model_path, out, world_size, steps=5, resume="", save=0, final="", double=1, quantized=1, fail_on=""):
+# Of a mixture, whose experts are adapted too.
+ON_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+def sft(
+    model_path, out, world_size, steps=5, resume="", save=0, final="", double=1, quantized=1, fail_on="", experts=0
+):
     arguments = common(out, world_size, max_steps=int(steps), max_length=32)
     if save:
         arguments.update(save_strategy="steps", save_steps=int(save))
     record = Record()
+    with experts_in_4bit():
+        model = tiny.load(model_path, double=bool(int(double))) if int(quantized) else tiny.load_whole(model_path)
     trainer = ShardedSFTTrainer(
-        model=tiny.load(model_path, double=bool(int(double))) if int(quantized) else tiny.load_whole(model_path),
+        model=model,
         args=SFTConfig(**arguments),
         train_dataset=tiny.text_data(64),
-        peft_config=tiny.lora(init_lora_weights=False),
+        peft_config=tiny.lora(init_lora_weights=False, **(ON_EXPERTS if experts else {})),
         processing_class=tiny.make_tokenizer(),
         callbacks=[record],
     )
@@ -88,7 +97,7 @@ def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", shari
     return {**result(trainer, record), "around": around}
 
 
-def by_name(model_path, out, world_size, double=1, stored="", **options):
+def by_name(model_path, out, world_size, double=1, stored="", experts=0, **options):
     """GRPO with real generation; rank 0 loads the model by name, or from an already quantized checkpoint."""
     arguments = common(
         out,
@@ -111,7 +120,7 @@ def by_name(model_path, out, world_size, double=1, stored="", **options):
         args=EfficientGRPOConfig(**arguments),
         train_dataset=tiny.prompt_data(32),
         quantization_config=tiny.quantization(double=bool(int(double))),
-        peft_config=tiny.lora(init_lora_weights=False),
+        peft_config=tiny.lora(init_lora_weights=False, **(ON_EXPERTS if experts else {})),
         processing_class=tiny.make_tokenizer(),
         callbacks=[record, first],
     )

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .experts import packed_experts
 from .packed_linear import PackedLinear4bit, quantized_layers
 
 
@@ -66,6 +67,13 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     layers = quantized_layers(model)
     packed_parameters = {id(layer.weight) for layer in layers.values()}
     quantized_local = quantized_full = state_full = 0
+    for experts in packed_experts(model).values():
+        for name, layout in experts.layouts.items():
+            rows = getattr(experts, name)
+            packed_parameters.add(id(rows))
+            quantized_local += _storage_bytes(local_tensor(rows))
+            quantized_full += experts.num_experts * layout.total_bytes
+            state_full += experts.num_experts * layout.state_bytes
     for layer in layers.values():
         quantized_local += _storage_bytes(local_tensor(layer.weight))
         if isinstance(layer, PackedLinear4bit):

@@ -1,7 +1,8 @@
 """Experts of a mixture in 4 bits: one row of bytes per expert, read, trained around and sharded like any packed weight.
 
 Transformers holds the experts of a layer as one 3-D parameter per projection, and bitsandbytes replaces `nn.Linear` only, so
-`load_in_4bit` leaves them in 16 bits: 29.0 of the 30.5 billion weights of Qwen3-30B-A3B. Inside [`experts_in_4bit`],
+`load_in_4bit` leaves them in 16 bits: 29.0 of the 30.5 billion weights of Qwen3-30B-A3B. Inside
+[`trl_fsdp_qlora.fsdp2_qlora.loading.experts_in_4bit`],
 `from_pretrained` quantizes them while it reads the checkpoint, a layer at a time, into a frozen uint8 parameter `(experts, bytes)`.
 A row is one expert's weight with its quantization state, see [`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2
 shards the rows, gathers them with their layer and never casts them.
@@ -11,8 +12,6 @@ backward neither. LoRA on the experts (`target_parameters`) is PEFT's `ParamWrap
 update is computed on the tokens of each expert instead of being added to a dense copy of all experts.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -21,7 +20,6 @@ from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
@@ -41,7 +39,8 @@ def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if is_experts(module) and not isinstance(module, PackedExperts)
+        if is_experts(module)
+        and not isinstance(module, PackedExperts)
         and any(getattr(module, projection, torch.empty(0)).ndim == 3 for projection in PROJECTIONS)
     }
 
@@ -153,7 +152,7 @@ def _convert(module: nn.Module, config) -> None:
     module.layouts, module.compute_dtype, module.lora = layouts, config.bnb_4bit_compute_dtype, {}
 
 
-class _ExpertsQuantizer(Bnb4BitHfQuantizer):
+class ExpertsQuantizer(Bnb4BitHfQuantizer):
     """Transformers' 4-bit loading, for experts too."""
 
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
@@ -198,15 +197,3 @@ class _QuantizeExperts(Bnb4bitQuantize):
             rows = _quantize(weight.transpose(1, 2) if module.is_transposed else weight, layout)
             result[name] = nn.Parameter(rows, requires_grad=False)
         return result
-
-
-@contextmanager
-def experts_in_4bit() -> Iterator[None]:
-    """What `from_pretrained` loads in 4 bits inside has its experts in 4 bits as well."""
-    name = "bitsandbytes_4bit"
-    stock = AUTO_QUANTIZER_MAPPING[name]
-    AUTO_QUANTIZER_MAPPING[name] = _ExpertsQuantizer
-    try:
-        yield
-    finally:
-        AUTO_QUANTIZER_MAPPING[name] = stock

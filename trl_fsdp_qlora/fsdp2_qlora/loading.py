@@ -6,10 +6,14 @@ the peak of a reader's host memory is the 4-bit model and the piece of checkpoin
 its shard, and no accelerator ever holds more than its shard.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging
 
 from .launch_checks import is_fsdp2_launch
@@ -18,6 +22,25 @@ from .mesh import reads_checkpoint
 logger = logging.get_logger(__name__)
 
 
+@contextmanager
+def experts_in_4bit() -> Iterator[None]:
+    """What `from_pretrained` loads in 4 bits inside has its experts in 4 bits as well, see [`experts`]."""
+
+    def quantizer(*args, **kwargs):  # bitsandbytes is imported where something is quantized
+        from .experts import ExpertsQuantizer
+
+        return ExpertsQuantizer(*args, **kwargs)
+
+    name = "bitsandbytes_4bit"
+    stock = AUTO_QUANTIZER_MAPPING[name]
+    AUTO_QUANTIZER_MAPPING[name] = quantizer
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING[name] = stock
+
+
+@experts_in_4bit()
 def load_quantized_base(model_id: str, quantization_config=None, **from_pretrained) -> PreTrainedModel:
     """Load a causal language model in 4 bits for FSDP2. Call it on every rank with the same arguments.
 

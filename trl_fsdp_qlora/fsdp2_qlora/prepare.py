@@ -174,10 +174,15 @@ def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """Shape of the dense weight behind every packed 4-bit parameter, which itself is a vector of bytes; by `id`."""
     if not is_bitsandbytes_available():
         return {}
+    from .experts import packed_experts
     from .packed_linear import PackedLinear4bit, quantized_layers
 
     layers = quantized_layers(model).values()
-    return {id(layer.weight): layer.layout.shape for layer in layers if isinstance(layer, PackedLinear4bit)}
+    shapes = {id(layer.weight): layer.layout.shape for layer in layers if isinstance(layer, PackedLinear4bit)}
+    for experts in packed_experts(model).values():
+        for name, layout in experts.layouts.items():
+            shapes[id(getattr(experts, name))] = (experts.num_experts, *layout.shape)
+    return shapes
 
 
 def has_sharded_base(model: nn.Module) -> bool:

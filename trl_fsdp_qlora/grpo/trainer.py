@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from ..checkpoints import identity
 from ..checkpoints.resumable import WholeCheckpoints
 from ..compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
+from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, card_of, keeping_card, write_card
@@ -69,7 +70,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
         given.pop("self")
         call, self.sync = checked_arguments(given)
-        with checks.explained_lora_targets(call["model"]), withheld(call["args"], self.sync.mode == "adapter"):
+        deferred = withheld(call["args"], self.sync.mode == "adapter")
+        with checks.explained_lora_targets(call["model"]), experts_in_4bit(), deferred:
             super().__init__(**call)
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
