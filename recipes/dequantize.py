@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, get_quantization_config
 
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
@@ -37,13 +38,14 @@ class DequantizeArguments:
 def main() -> None:
     args, model = parse_recipe((DequantizeArguments, ModelConfig))
     model.load_in_4bit = True
-    base = AutoModelForCausalLM.from_pretrained(
-        model.model_name_or_path,
-        revision=model.model_revision,
-        dtype=model.dtype,
-        quantization_config=get_quantization_config(model),
-        device_map={"": "cpu"},
-    )
+    with experts_in_4bit():
+        base = AutoModelForCausalLM.from_pretrained(
+            model.model_name_or_path,
+            revision=model.model_revision,
+            dtype=model.dtype,
+            quantization_config=get_quantization_config(model),
+            device_map={"": "cpu"},
+        )
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     cache = cache_folder() / "dequantized"
     say(str(dequantized_base(base, tokenizer, cache, getattr(torch, args.dense_dtype), output=args.output)))

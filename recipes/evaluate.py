@@ -20,6 +20,7 @@ from transformers import BitsAndBytesConfig
 
 from trl_fsdp_qlora.checkpoints.disk import disk_errors
 from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.loading import LoadError, load_base, with_adapter
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
@@ -98,7 +99,8 @@ def main() -> None:
             bnb_4bit_use_double_quant=args.use_bnb_nested_quant,
             bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
         )
-    model = load_base(args.model, revision=args.revision, dtype=dtype, **quantization)
+    with experts_in_4bit():
+        model = load_base(args.model, revision=args.revision, dtype=dtype, **quantization)
     if args.adapter:
         model = with_adapter(model, args.adapter, args.model)
     result = evaluate(

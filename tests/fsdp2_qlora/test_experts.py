@@ -1,9 +1,11 @@
 """Experts in 4 bits against the same model with its experts dequantized."""
 
+import json
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -20,18 +22,19 @@ pytest.importorskip("bitsandbytes")
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import Run, chosen_by_name
-from trl_fsdp_qlora.fsdp2_qlora.experts import dense_experts, packed_experts
+from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
+from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
 
-SIZES = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=97,
-    head_dim=16,
-    max_position_embeddings=128,
-)
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
 CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(
         **SIZES, intermediate_size=64, moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2
@@ -66,7 +69,7 @@ def quantization(nested=True, compute=torch.float32):
 def checkpoint(request, tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp(request.param)
-    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -111,6 +114,51 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint):
     )
     rows = sum(getattr(m, p).numel() for m in packed_experts(model).values() for p in m.layouts)
     print(checkpoint.name, rows / (2 * dense))
+
+
+def test_an_expert_without_tokens_is_not_read(checkpoint, monkeypatch):
+    model = loaded(checkpoint)
+    tiny.without_repacking(model)
+    read = set()
+    views = PackedExperts._views
+
+    def noted(self, name, expert):
+        read.add((id(self), expert))
+        return views(self, name, expert)
+
+    monkeypatch.setattr(PackedExperts, "_views", noted)
+    with torch.no_grad():
+        model(torch.tensor([[5]]))
+    assert len(read) == len(packed_experts(model)) * 2  # a token goes to two experts of each layer
+
+
+def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint):
+    """Both round in another order: judged by float32 of the same dequantized weights."""
+    ours = loaded(checkpoint, torch.bfloat16, compute=torch.bfloat16)
+    stock = dequantized(ours, checkpoint, torch.bfloat16, compute=torch.bfloat16)
+    exact = dequantized(loaded(checkpoint), checkpoint)
+    ids = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(0))
+    (_, gradient), (_, stocks), (_, wanted) = (loss_and_gradient(model, ids) for model in (ours, stock, exact))
+    off, stock_off = (torch.linalg.vector_norm(g.float() - wanted) for g in (gradient, stocks))
+    assert off <= 1.5 * stock_off
+
+
+def test_dequantized_checkpoint(checkpoint, tmp_path):
+    """In the checkpoint's own layout, read by plain transformers with nothing missing."""
+    model = loaded(checkpoint)
+    tiny.without_repacking(model)
+    ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids).logits
+    adapted = get_peft_model(model, tiny.lora(target_modules=["q_proj"]))
+    folder = dequantized_base(adapted, tiny.make_tokenizer(), tmp_path, torch.float32, progress=False)
+    dense, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(dense(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    with safe_open(checkpoint / "model.safetensors", "pt") as original:
+        names = set(original.keys())
+    assert names == set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"])
 
 
 def test_lora_on_experts(checkpoint, tmp_path):

@@ -7,8 +7,11 @@ own function, and the engine serves exactly those.
 
 import hashlib
 import json
+import math
+import re
 import shutil
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -16,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from ..checkpoints.disk import written_whole
 from .adapter_sync import RolloutError
@@ -30,9 +34,18 @@ def has_packed_base(model: nn.Module) -> bool:
 
 
 def _tensors(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """`(name in an ordinary checkpoint, dense weight)`, one at a time."""
+    """`(name, dense weight)` in the checkpoint's own layout, which may have a tensor for each expert; a layer at a time."""
+    for _, layer in groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
+        yield from revert_weight_conversion(base, dict(layer)).items()
+
+
+def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """`(name in transformers' model, dense weight)`, one at a time."""
     from bitsandbytes.functional import dequantize_4bit
 
+    from ..fsdp2_qlora.experts import packed_experts
+
+    experts = {f"{name}.{p}": (module, p) for name, module in packed_experts(base).items() for p in module.layouts}
     packed = {
         f"{name}.weight": module for name, module in base.named_modules() if type(module).__name__ == "Linear4bit"
     }
@@ -44,7 +57,10 @@ def _tensors(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
         plain = name.replace(".base_layer.", ".")
         if ".lora_" in plain or ".absmax" in plain or ".quant_" in plain or ".nested_" in plain:
             continue
-        if name in packed:
+        if name in experts:
+            module, projection = experts[name]
+            tensor = module.dense(projection)
+        elif name in packed:
             weight = packed[name].weight
             tensor = dequantize_4bit(weight.data, weight.quant_state).reshape(weight.quant_state.shape)
         yield plain, (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
@@ -125,7 +141,10 @@ def _dense_numel(module: nn.Module) -> int:
         return module.in_features * module.out_features + (0 if module.bias is None else module.bias.numel())
     if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
         return 0  # the adapter's
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    layouts = getattr(module, "layouts", {})  # of experts
+    packed = sum(module.num_experts * math.prod(layout.shape) for layout in layouts.values())
+    plain = (parameter for name, parameter in module.named_parameters(recurse=False) if name not in layouts)
+    return packed + sum(parameter.numel() for parameter in plain)
 
 
 def _write_shards(tensors: Iterator, folder: Path, total: int, progress: bool) -> dict[str, str]:
@@ -147,7 +166,7 @@ def _write_shards(tensors: Iterator, folder: Path, total: int, progress: bool) -
             size = tensor.numel() * tensor.element_size()
             if held + size > SHARD_BYTES:
                 flush()
-            shard[name] = tensor
+            shard[name] = tensor.contiguous()
             held += size
             bar.update(size)
     flush()
