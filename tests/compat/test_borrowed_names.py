@@ -83,6 +83,7 @@ def set_on_self(tree: ast.AST) -> set[str]:
 def listed() -> set[str]:
     methods = {name.split(".")[-1] for name in (*seams.EXPECTED, *transformers.EXPECTED)}
     attributes = {*seams.ATTRIBUTES, *transformers.CONFIG_ATTRIBUTES, *transformers.MODEL_ATTRIBUTES}
+    attributes |= {*transformers.EXPERTS_ATTRIBUTES}
     vllm = {*seams.WITH_VLLM, *seams.VLLM_ATTRIBUTES, *seams.VLLM_SETS}
     return methods | attributes | vllm | {*transformers.TRAINER_METHODS}
 
@@ -230,3 +231,11 @@ def test_fsdp_units(tmp_path):
         assert fsdp.reshard_settings(model) == saved
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_experts_are_marked_as_they_are_found():
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    experts = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8, num_experts=2))
+    assert all(hasattr(experts, name) for name in (*transformers.EXPERTS_ATTRIBUTES, "has_gate", "is_transposed"))

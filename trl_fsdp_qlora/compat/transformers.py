@@ -26,6 +26,8 @@ EXPECTED = {
 TRAINER_METHODS = ("_init_training_state", "_push_from_checkpoint", "_remove_unused_columns")
 CONFIG_ATTRIBUTES = ("_attn_implementation", "_name_or_path")
 MODEL_ATTRIBUTES = ("_supports_attention_backend", "_is_stateful", "_no_split_modules")
+# Of a module whose forward transformers dispatches as that of experts.
+EXPERTS_ATTRIBUTES = ("_is_expert_parallel", "_apply_gate")
 
 
 def model_name(model: nn.Module | str) -> str:
