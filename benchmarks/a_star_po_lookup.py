@@ -40,7 +40,7 @@ def main() -> None:
         def seconds() -> tuple[float, int]:
             config = AStarPOConfig(
                 output_dir=f"{scratch}/out",
-                value_cache=f"{scratch}/values.sqlite",
+                value_cache=f"{scratch}/values",
                 value_batch_size=500,
                 value_samples=2,
                 max_completion_length=4,

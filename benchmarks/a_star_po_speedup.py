@@ -159,7 +159,7 @@ def launch(processes: int, argv: list[str]) -> dict:
             f"--master_port={port}",
         ]
         command += [__file__, "--worker", str(out), "--", *argv, *divided(processes, argv)]
-        environment = {**os.environ, "SPEEDUP_CACHE": f"{scratch}/values.sqlite"}
+        environment = {**os.environ, "SPEEDUP_CACHE": f"{scratch}/values"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         subprocess.run(command, env=environment, check=True)
         return json.loads(out.read_text())

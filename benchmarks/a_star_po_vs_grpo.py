@@ -85,7 +85,7 @@ def run(method: str, base: Path, seed: int, steps: int, every: int, data) -> dic
         if method == "grpo":
             trainer_class, args = EfficientGRPOTrainer, EfficientGRPOConfig(**settings, **GRPO)
         else:
-            args = AStarPOConfig(**settings, **A_STAR_PO, value_cache=f"{scratch}/values.sqlite")
+            args = AStarPOConfig(**settings, **A_STAR_PO, value_cache=f"{scratch}/values")
             trainer_class = AStarPOTrainer
         trainer = trainer_class(
             str(base),

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from trl import ModelConfig
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
-from trl_fsdp_qlora.a_star_po.fingerprint import FingerprintError
-from trl_fsdp_qlora.a_star_po.value_cache import ValueCacheError
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.planning.beside import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
@@ -60,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, FingerprintError, ValueCacheError)
+    run_main(main)

@@ -22,7 +22,7 @@ from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
-from trl_fsdp_qlora.rollout.start import cache_folder
+from trl_fsdp_qlora.run.shipped import cache_folder
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """One process of stage 1 without a model, for tests that kill it.
 
-A sample's rewards follow from its prompt, so any wrong or torn entry shows. Every drawing is noted, before its samples
-are stored, as a line `prompt stored count pid` in `CACHE.log`.
+A sample's rewards follow from its prompt, so any wrong entry shows. Every drawing is noted, before its samples are
+stored, as a line `prompt stored count pid` in `FOLDER.log`.
 """
 
 import hashlib
@@ -10,12 +10,13 @@ import time
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
-from trl_fsdp_qlora.a_star_po.estimators import SamplePlan
-from trl_fsdp_qlora.a_star_po.stage_one import Item, StageOne
-from trl_fsdp_qlora.a_star_po.value_cache import ValueCache
+from trl_fsdp_qlora import AStarPOConfig
+from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues
+from trl_fsdp_qlora.telemetry.phases import PhaseClock
 
-PLAN = SamplePlan(maximum=8, minimum=2, tolerance=0.2)
+CONTEXT = {"reference": 1, "sampling": 2, "rewards": [["r", "v"]]}
 
 
 def true_rewards(prompt_ids: list[int]) -> np.ndarray:
@@ -24,28 +25,30 @@ def true_rewards(prompt_ids: list[int]) -> np.ndarray:
     return (bits % 3 == 0).astype(np.float64)[:, None]
 
 
-def items(n: int) -> dict[bytes, Item]:
-    return {hashlib.sha256(str(i).encode()).digest(): Item([i], {}) for i in range(n)}
+def open_values(folder: str, draw=None, context: dict = CONTEXT, **config) -> ReferenceValues:
+    """Stage 1 on `folder`, with an adaptive plan of 2 to 8 samples."""
+    settings = {"value_samples_min": 2, "value_tolerance": 0.2, "disable_tqdm": True, **config}
+    args = AStarPOConfig("unused", value_cache=folder, use_cpu=True, bf16=False, report_to="none", **settings)
+    clock = PhaseClock(torch.device("cpu"))
+    values = ReferenceValues(args, Accelerator(cpu=True), clock, torch.ones(1), ["r"], None, draw, lockstep=False)
+    values.open(lambda: context)
+    return values
 
 
-def note(path: str, line: str) -> None:
-    with open(path, "a") as log:  # one short write in append mode is atomic
-        log.write(line + "\n")
+def items(values: ReferenceValues, n: int) -> dict[str, Item]:
+    return dict(values.items([{"prompt": str(i)} for i in range(n)], [[i] for i in range(n)]))
 
 
-def main(path: str, rank: int, world: int, seconds: float, n: int = 96) -> None:
-    cache, everything = ValueCache(path), items(n)
-    keys = {tuple(item.prompt_ids): key for key, item in everything.items()}
-
+def main(folder: str, seconds: float, n: int) -> None:
     def draw(asked, counts, seed):
         time.sleep(seconds)
-        stored = cache.get([keys[tuple(item.prompt_ids)] for item in asked])
-        rewards = []
+        drawn = []
         for item, count in zip(asked, counts, strict=True):
-            had = len(stored.get(keys[tuple(item.prompt_ids)], []))
-            note(f"{path}.log", f"{item.prompt_ids[0]} {had} {count} {os.getpid()}")
-            rewards.append(true_rewards(item.prompt_ids)[had : had + count])
-        return rewards
+            had = len(values.rewards.get(values.cache.key(item.prompt_ids, item.row), []))
+            with open(f"{folder}.log", "a") as log:  # one short write in append mode is atomic
+                log.write(f"{item.prompt_ids[0]} {had} {count} {os.getpid()}\n")
+            drawn.append(true_rewards(item.prompt_ids)[had : had + count])
+        return drawn
 
-    StageOne(cache, "c", PLAN, torch.ones(1), draw, 0, 8, rank, world, poll_seconds=0.02).fill(everything)
-    cache.close()
+    values = open_values(folder, draw)
+    values._fill(items(values, n))

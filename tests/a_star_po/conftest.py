@@ -24,7 +24,7 @@ def make_trainer(tmp_path, model_dir):
             "output_dir": str(tmp_path / "out"),
             "per_device_train_batch_size": 8,
             "max_completion_length": 8,
-            "value_cache": str(tmp_path / "values.sqlite"),
+            "value_cache": str(tmp_path / "values"),
             "max_steps": 2,
             "learning_rate": 1e-2,
             "lr_scheduler_type": "constant",

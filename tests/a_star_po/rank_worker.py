@@ -52,27 +52,22 @@ def main():
         peft_config=None if arguments.full else LoraConfig(r=4, target_modules="all-linear"),
     )
     result = {}
-    if trainer.accelerator.is_main_process:  # one rank alone reads the store, before and after all have opened it
-        try:
-            _ = trainer.values.stage_one
-        except RuntimeError as error:
-            result["too early"] = str(error)
     if arguments.fsdp:
         try:
             trainer.estimate_values()
         except RuntimeError as error:
             result["refused"] = str(error)
     else:
-        report = trainer.estimate_values()
-        result["samples"] = trainer.accelerator.gather(torch.tensor([report.samples])).tolist()
+        counts, draw = [], trainer.values.draw
+        trainer.values.draw = lambda items, n, seed: counts.extend(n) or draw(items, n, seed)
+        assert trainer.estimate_values().samples == 48 * 8
+        result["samples"] = trainer.accelerator.gather(torch.tensor([sum(counts)])).tolist()
         result["evaluation"] = trainer.evaluate(problems(13))
     trainer.train()
-    if trainer.accelerator.is_main_process:
-        result["entries"] = len(trainer.values.stage_one.cache)
     result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     result["evaluation_after"] = trainer.evaluate(problems(13))
-    table = trainer.values.stage_one.cache.get(trainer.values.known)
-    result["table"] = {key.hex(): rewards.tolist() for key, rewards in table.items()}
+    table = trainer.values.cache.read()
+    result["table"] = {key: rewards.tolist() for key, rewards in table.items()}
     result["steps"] = [
         {name: log[name] for name in ("loss", "v_star", "reward", "advantage")}
         for log in trainer.state.log_history

@@ -92,9 +92,3 @@ def test_what_trl_refuses_is_refused(settings):
 def test_bad_settings_say_what_to_change(settings, message):
     with pytest.raises(ValueError, match=message):
         AStarPOConfig(**BASE, **settings)
-
-
-def test_cache_path_defaults_to_the_users_cache(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert AStarPOConfig(**BASE).value_cache == "/somewhere/trl_fsdp_qlora/values.sqlite"
-    assert AStarPOConfig(**BASE, value_cache="here").value_cache == "here"

@@ -28,7 +28,7 @@ def run(tmp_path_factory):
             environment = {}
             if "--fsdp" in arguments:
                 environment = fsdp_environment(fsdp_transformer_layer_cls_to_wrap="Qwen3DecoderLayer")
-            paths = map(str, (folder / "model", folder / f"{name}.sqlite", out))
+            paths = map(str, (folder / "model", folder / f"{name}", out))
             launch(WORKER, *paths, *arguments, processes=processes, environment=environment)
             results[name] = json.loads(out.read_text())
         return results[name]
@@ -44,7 +44,6 @@ def without_seconds(metrics):
 def test_two_ranks_give_the_values_and_the_accuracy_of_one(run):
     one, two = run("one", 1, "--batch", "16"), run("two", 2)
     assert one["table"] == two["table"] and len(one["table"]) == 48
-    assert "on all ranks together" in two["too early"] and two["entries"] == 48
     assert without_seconds(one["evaluation"]) == without_seconds(two["evaluation"])
     assert one["evaluation"]["eval_n"] == 13
     assert one["samples"] == [48 * 8]

@@ -7,13 +7,12 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
-from trl_fsdp_qlora.a_star_po.value_cache import ValueCache, ValueCacheError
-
 from .tiny import problems, tiny_model
 
 
 def table(trainer):
-    return trainer.values.stage_one.cache.get(trainer.values.known)
+    """What the folder holds: rewards by key, float64 of shape (samples, functions)."""
+    return trainer.values.cache.read()
 
 
 def test_a_second_run_samples_nothing_and_trains_the_same(make_trainer, count_prompts):
@@ -99,9 +98,9 @@ def test_what_a_value_depends_on_is_never_reused_after_a_change(make_trainer, co
     trainer.estimate_values(data)
     assert len(count_prompts) == 24
     named = {
-        "reward": "reward functions differ",
-        "temperature": "sampling settings differ",
-        "model": "reference model",
+        "reward": "differs: reward functions",
+        "temperature": "differs: sampling settings",
+        "model": "differs: reference policy",
     }
     if change in named:
         assert named[change] in caplog.text
@@ -158,7 +157,7 @@ def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing
     trainer = make_trainer(rewards=too_large, value_batch_size=4)
     with pytest.raises(ValueError, match=r"reward 5 is outside value_reward_range=\[0, 1\]"):
         trainer.estimate_values()
-    kept = len(trainer.values.stage_one.cache)
+    kept = len(table(trainer))
     count_prompts.clear()
     trainer = make_trainer(rewards=too_large, value_reward_range=[0.0, 5.0], value_batch_size=4)
     trainer.estimate_values()
@@ -181,14 +180,6 @@ def test_unscorable_samples_are_left_out(make_trainer):
     assert all(math.isfinite(log["loss"]) for log in trainer.state.log_history if "loss" in log)
 
 
-def test_a_cache_of_another_format_stops_the_run_before_it_samples(make_trainer, count_prompts, tmp_path):
-    with ValueCache(tmp_path / "values.sqlite") as cache:
-        cache._db.execute("PRAGMA user_version=7")
-    with pytest.raises(ValueCacheError, match="format version 7"):
-        make_trainer().train()
-    assert count_prompts == []
-
-
 def test_a_reward_that_was_down_is_an_error_and_is_sampled_again(make_trainer, count_prompts):
     def down(completions, **kwargs):
         return [None] * len(completions)
@@ -196,7 +187,7 @@ def test_a_reward_that_was_down_is_an_error_and_is_sampled_again(make_trainer, c
     trainer = make_trainer(rewards=down, value_reward_version="judge")
     with pytest.raises(ValueError, match=r"no sample of any of 24 prompts got a reward from down"):
         trainer.train()
-    assert len(trainer.values.stage_one.cache) == 0
+    assert len(table(trainer)) == 0
 
     def back(completions, **kwargs):
         return [1.0] * len(completions)
@@ -265,12 +256,3 @@ def test_rows_of_stage_one_are_those_that_the_loader_gives(make_trainer, count_p
     }[kind]
     if kind == "transform":
         assert all(transformed for _, transformed in seen)
-
-
-def test_the_store_is_opened_by_name_and_reading_it_does_nothing(make_trainer, monkeypatch):
-    trainer = make_trainer()
-    with pytest.raises(RuntimeError, match="on all ranks together"):
-        _ = trainer.values.stage_one
-    trainer.estimate_values()
-    monkeypatch.setattr("trl_fsdp_qlora.a_star_po.values.on_main", None)
-    assert trainer.values.stage_one is trainer.values.stage_one

@@ -178,7 +178,7 @@ def test_the_reference_of_every_kind_of_adapter_is_the_base_model(tmp_path, mode
             per_device_train_batch_size=4,
             steps_per_generation=2,
             max_completion_length=6,
-            value_cache=str(tmp_path / "values.sqlite"),
+            value_cache=str(tmp_path / "values"),
             value_samples=2,
             gradient_checkpointing=False,
             bf16=False,

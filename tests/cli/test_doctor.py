@@ -151,8 +151,6 @@ def test_the_machine(monkeypatch):
     assert levels(environment.open_files(65536, 65536)) == ["ok"]
     assert levels(environment.shared_memory(Path("/dev/shm"), free=64 * 2**20)) == ["warning"]
     assert levels(environment.shared_memory(Path("/dev/shm"), free=2**33)) == ["ok"]
-    monkeypatch.setattr(environment, "network_file_system", lambda path: "nfs4")
-    assert levels(environment.cache(Path("x"))) == ["warning"]
 
 
 def test_a_reward_that_is_constant():

@@ -11,7 +11,7 @@ from tests.recipes.test_recipe_runs import SETTINGS, folder  # noqa: F401
 METHODS = {
     "grpo.py": "--num_generations 8 --loss_type grpo",
     "t_spmo.py": "--num_generations 8",
-    "a_star_po.py": "--num_generations 1 --value_samples 2 --value_cache values.sqlite",
+    "a_star_po.py": "--num_generations 1 --value_samples 2 --value_cache values",
 }
 
 

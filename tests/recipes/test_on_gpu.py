@@ -55,7 +55,7 @@ def launched(folder, output, recipe: str, devices: int, *more: str) -> dict:
     command += ["--model_name_or_path", str(folder / "base"), "--dataset", str(folder / "data.jsonl")]
     command += [*COMMON.split(), *words.split(), "--output_dir", str(output), *more]
     if script == "a_star_po":
-        command += ["--value_cache", str(folder / "values.sqlite")]
+        command += ["--value_cache", str(folder / "values")]
     environment = rank_environment({"CUDA_VISIBLE_DEVICES": ",".join(visible[:devices])})
     run_group([(command, environment)], timeout=280)
     return json.loads((output / "metrics.json").read_text())

@@ -24,7 +24,7 @@ _GOOD = (
 GOOD = {
     "grpo": f"--model_name_or_path base {_GOOD}--num_generations 8 --per_device_train_batch_size 8",
     "t_spmo": f"--model_name_or_path base {_GOOD}--num_generations 8 --per_device_train_batch_size 8",
-    "a_star_po": f"--model_name_or_path base {_GOOD}--per_device_train_batch_size 8 --value_cache values.sqlite",
+    "a_star_po": f"--model_name_or_path base {_GOOD}--per_device_train_batch_size 8 --value_cache values",
     "evaluate": "--model base --dataset data.jsonl --max_new_tokens 4",
     "merge": "--adapter adapter --output merged",
 }

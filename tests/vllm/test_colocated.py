@@ -333,7 +333,7 @@ def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
         num_generations=1,
         value_samples=2,
         value_reward_range=[0.0, 2.0],
-        value_cache=str(tmp_path / "values.sqlite"),
+        value_cache=str(tmp_path / "values"),
         eval_dataset=tiny.prompts(6),
     )
     adapters = []

@@ -1,6 +1,5 @@
 """`AStarPOConfig`: `EfficientGRPOConfig` with one completion per prompt, and the fields of A*-PO."""
 
-import logging
 import os
 from dataclasses import dataclass, field
 
@@ -8,33 +7,11 @@ from trl import GRPOConfig
 
 from ..grpo.config import EfficientGRPOConfig
 from ..run.config_fields import documented, option
+from ..run.shipped import cache_folder
 from .estimators import ESTIMATORS, SamplePlan
-from .local_disk import network_file_system, scratch
 from .objectives import OBJECTIVES
 
-logger = logging.getLogger(__name__)
-
 UNSEEN_PROMPTS = ("estimate", "refuse")
-
-
-def default_value_cache() -> str:
-    """`$XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite`, with the usual fallback to `~/.cache`.
-
-    Where that is a network file system, the same file on a disk of this node, with one line that says so; if there is
-    none, the path itself, which the cache then refuses with the line to change.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    path = os.path.expanduser(os.path.join(base, "trl_fsdp_qlora", "values.sqlite"))
-    kind, local = network_file_system(path), scratch()
-    if kind is None or local is None:
-        return path
-    moved = os.path.join(local, "values.sqlite")
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            f"the default V* cache {path} lies on {kind}, where SQLite's write-ahead log does not work: using {moved} "
-            f"on this node instead; set value_cache to a file on a disk of this node that stays to choose another"
-        )
-    return moved
 
 
 @dataclass
@@ -128,14 +105,13 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
     )
     value_cache: str | None = option(
         None,
-        "SQLite file of the V* cache, on a local disk. None: $XDG_CACHE_HOME/trl_fsdp_qlora/values.sqlite, or "
-        "local scratch where that is a network file system.",
+        "Folder of the V* cache, which runs share. None: `values` in $TRL_FSDP_QLORA_CACHE, by default "
+        "~/.cache/trl_fsdp_qlora.",
     )
     value_reward_version: str | None = option(
-        None, "Identifies the reward functions instead of what their code reaches."
-    )
-    value_reference_version: str | None = option(
-        None, "Identifies the reference policy instead of the hash of its weights."
+        None,
+        "Stands in the cache's keys for the source of the reward functions: another one with every change that "
+        "their own file does not show.",
     )
     unseen_prompts: str = option(
         "estimate",
@@ -197,7 +173,9 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
                 "vllm_importance_sampling_correction corrects a ratio that A*-PO does not have; set it to False"
             )
         if self.value_cache is None:
-            self.value_cache = default_value_cache()
+            self.value_cache = str(cache_folder() / "values")
+        if os.path.isfile(os.path.expanduser(self.value_cache)):
+            raise ValueError(f"value_cache={self.value_cache!r} is a file (earlier versions' was); name a folder")
 
     @property
     def sample_plan(self) -> SamplePlan:

@@ -22,8 +22,8 @@ from .estimators import check_reward_range
 from .evaluation import evaluate_rows
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
 from .sampling import LocalScorer, decode, generation_config
-from .stage_one import Item, Report
-from .values import ReferenceValues, describe_context
+from .value_cache import describe_context
+from .values import Item, ReferenceValues, Report
 
 logger = get_logger(__name__)
 
@@ -138,7 +138,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         All ranks have to call it. Interrupted at any time, it continues where it stopped.
 
         Returns:
-            [`Report`] of this rank.
+            [`Report`], the same on all ranks.
 
         Raises:
             RuntimeError: the model is to be sharded over ranks and `train()` has not prepared it yet.
@@ -159,12 +159,10 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             loaded if isinstance(loaded, nn.Module) else given
             for loaded, given in zip(self.reward_funcs, self._given_rewards, strict=True)
         ]
-        processing = [
-            p if isinstance(f, nn.Module) else None
-            for f, p in zip(functions, self.reward_processing_classes, strict=True)
-        ]
-        policy = self.args, model, adapter, self._generation_config(sample=True), self.processing_class
-        return describe_context(*policy, functions, self.reward_func_names, processing, self.chat_template_kwargs)
+        sampling = self._generation_config(sample=True)
+        return describe_context(
+            model, adapter, sampling, functions, self.reward_func_names, self.args.value_reward_version
+        )
 
     @contextmanager
     def _reference_policy(self):

@@ -12,10 +12,6 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ..a_star_po.local_disk import network_file_system
-from ..rollout.start import cache_folder
-from ..run.redaction import portable
-
 OPEN_FILES = 4096  # data loaders, checkpoints of many shards and sockets of the ranks; shells commonly give 1,024
 # Bytes; a container's default of 64 MiB is too small for NCCL, data loaders and adapters for vLLM.
 SHARED_MEMORY = 2**30
@@ -38,7 +34,6 @@ def environment_findings() -> Iterator[Finding]:
     yield from bitsandbytes_build()
     yield from open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from shared_memory(Path("/dev/shm"))
-    yield from cache(cache_folder())
 
 
 def requires_of(distribution: str) -> list[str] | None:
@@ -202,18 +197,6 @@ def shared_memory(folder: Path, free: int | None = None) -> Iterator[Finding]:
         else "; NCCL, data loaders and adapters on their way to vLLM use it: docker run --shm-size=8g"
     )
     yield Finding(level, "/dev/shm", f"{free / 2**20:,.0f} MiB free{reason}")
-
-
-def cache(folder: Path) -> Iterator[Finding]:
-    """The cache of this package on a disk of this node."""
-    kind = network_file_system(folder)
-    if kind is not None:
-        yield Finding(
-            "warning",
-            "cache",
-            f"{portable(str(folder))} lies on {kind}, where SQLite's write-ahead log does not work: set "
-            "TRL_FSDP_QLORA_CACHE, and value_cache for A*-PO, to a folder on a disk of this node",
-        )
 
 
 def port_taken(port: int) -> bool:

@@ -19,7 +19,6 @@ from huggingface_hub import constants
 from trl import ModelConfig, get_quantization_config
 
 from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
-from ..a_star_po.local_disk import network_file_system
 from ..checkpoints.checkpoints import check_output_dir
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_launch
 from ..recipe import checks
@@ -92,7 +91,6 @@ def run_findings(words: Sequence[str], config_path: Path | None, launch: LaunchE
     yield from _refused("rewards", lambda: checks.check_script(script))
     yield from _refused("output_dir", lambda: check_output_dir(config.output_dir, config.resume_from_checkpoint))
     yield from _adapter_findings(config, model)
-    yield from _storage_findings(config)
     with asked_once(_asked_of_the_hub(script, model)) as reason:
         if reason is not None:
             yield Finding(
@@ -210,18 +208,6 @@ def _adapter_findings(config: Any, model: ModelConfig) -> Iterator[Finding]:
             "learning rate",
             f"learning_rate={config.learning_rate:g} without an adapter: every weight is trained, which 1e-6 to 1e-5 suit; "
             "set use_peft: true for LoRA",
-        )
-
-
-def _storage_findings(config: Any) -> Iterator[Finding]:
-    path = getattr(config, "value_cache", None)
-    kind = network_file_system(path) if path else None
-    if kind is not None:
-        yield Finding(
-            "error",
-            "value_cache",
-            f"value_cache={path!r} lies on {kind}, where SQLite's write-ahead log does not work: name a file on a disk of "
-            "this node",
         )
 
 

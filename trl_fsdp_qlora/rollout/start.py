@@ -1,7 +1,6 @@
 """Starting the engine of a run whose policy is an adapter."""
 
 import logging
-import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from peft import PeftModel
 
 from ..compat.vllm import VLLMGeneration, leave_groups_that_are_gone
 from ..run.ranks import on_main
+from ..run.shipped import cache_folder
 from .adapter_sync import AdapterVersions, RolloutError, served_rank
 from .dequantized_base import DONE, dequantized_base, has_packed_base
 from .engine import AdapterEngine, count_steps, together
@@ -19,12 +19,6 @@ from .server import not_watched, watch_completions
 from .stall import EngineStall
 
 logger = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """`$TRL_FSDP_QLORA_CACHE`, or `trl_fsdp_qlora` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("TRL_FSDP_QLORA_CACHE") or Path(base) / "trl_fsdp_qlora").expanduser()
 
 
 def start_engine(args: Any, model: PeftModel, accelerator: Accelerator, tokenizer) -> AdapterEngine:
