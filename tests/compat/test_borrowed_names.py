@@ -25,6 +25,7 @@ ELSEWHERE = {
     "_actions": "argparse: all options of a parser",
     "_buffers": "torch.nn.Module: its own buffers, without those of its children",
     "_cdata": "torch: identity of a storage",
+    "_commit_hash": "transformers: of a config, the revision that it came from, where it came from the Hub",
     "_convert_weight_packed_for_cpu_inverse": "bitsandbytes: layout of 4-bit weights on CPUs",
     "_current_frames": "sys: where each thread is",
     "_exit": "os: ends a process at once",

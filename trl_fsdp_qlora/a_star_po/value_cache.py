@@ -158,8 +158,8 @@ def _describe_model(model: nn.Module, adapter: str | None = None) -> dict:
     weights = {}
     for name, weight in model.named_parameters():
         if hasattr(weight, "ds_tensor"):  # ZeRO-3: no rank holds it whole
-            source = model.config
-            return {**result, "name": source._name_or_path, "revision": getattr(source, "_commit_hash", None)}
+            revision = getattr(model.config, "_commit_hash", None)
+            return {**result, "name": model.config.name_or_path, "revision": revision}
         parts = name.removeprefix("base_model.model.").split(".")
         if not (set(adapters) - {adapter}).intersection(parts):
             weights[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = weight

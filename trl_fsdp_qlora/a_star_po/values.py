@@ -156,7 +156,7 @@ class ReferenceValues:
                     self.draw([items[order[0]]], [1], 0)
                 drawn = {key: raw for part in gather_object([drawn]) for key, raw in part.items()}
                 weighted = self._weighted(drawn)
-                check_reward_range(torch.tensor(sum(weighted.values(), [])), plan)
+                check_reward_range(torch.tensor([r for rewards in weighted.values() for r in rewards]), plan)
                 entries = {}
                 for key, raw in drawn.items():
                     # A sample without any reward (a service that was down) is not stored: the next run draws it anew.
