@@ -216,9 +216,11 @@ class Contender:
 
 
 def draw_bars(result: dict, path: Path) -> None:
-    """Median seconds of each phase, stacked."""
-    import matplotlib
-
+    """Median seconds of each phase, stacked; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

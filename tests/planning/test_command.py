@@ -149,3 +149,27 @@ def test_planning_draws_no_random_number_and_leaves_no_thread_of_modes(tiny):
     make_plan(settings(tiny))
     assert torch.equal(before, torch.random.get_rng_state())
     assert torch.zeros(1).item() == 0.0
+
+
+def test_as_many_ranks_as_cards_unless_said_otherwise(tiny, capsys):
+    assert run_plan(words(tiny, "--accelerate_config", "fsdp2", "--hardware", "24GB x4")) == 0
+    assert "fsdp2 on 4 × 24 GB" in capsys.readouterr().out  # the config says 8
+    assert run_plan(words(tiny, "--hardware", "24GB x4", "--num_processes", "8")) == 1
+    printed = capsys.readouterr().out
+    assert "it does not fit: there are 4 cards for 8 ranks" in printed and "it fits" not in printed
+
+
+def test_more_tokens_than_the_model_has_positions_are_named(tiny, capsys):
+    assert run_plan(words(tiny, "--hardware", "24GB", "--prompt_tokens", "112", "--max_completion_length", "400")) == 0
+    assert "warning" not in capsys.readouterr().out
+    run_plan(words(tiny, "--hardware", "24GB", "--prompt_tokens", "113", "--max_completion_length", "400"))
+    assert "the 512 positions of the model; at most 399" in capsys.readouterr().out
+
+
+def test_a_token_step_s_larger_part_has_its_name(tiny):
+    short, long = (
+        make_plan(settings(tiny, prompt_tokens=n, max_completion_length=n), hardware="24GB").phases["generate"]
+        for n in (4, 200)
+    )
+    logits, copy = "logits of a token step", "copy of a layer's cache"
+    assert logits in short and copy not in short and copy in long and logits not in long

@@ -9,7 +9,7 @@ from tests.planning.models import folder, settings
 from trl_fsdp_qlora.compat.memory import TRL_VOCABULARY_CHUNK
 from trl_fsdp_qlora.planning import passes, skeleton, static
 from trl_fsdp_qlora.planning.hardware import HEAP_SHARE, HEAP_SHARE_CHECKPOINTING, Hardware
-from trl_fsdp_qlora.planning.plan import ACTIVATIONS, CACHE, COMPARISON, HEAD, LOGITS, ROOM, make_plan
+from trl_fsdp_qlora.planning.plan import ACTIVATIONS, CACHE, COMPARISON, COPY, HEAD, LOGITS, ROOM, make_plan
 from trl_fsdp_qlora.planning.settings import Launch, from_config
 from trl_fsdp_qlora.planning.solve import changed
 
@@ -26,7 +26,7 @@ def test_the_fullest_pass_s_heap_lies_beside_what_follows_it(tmp_path):
     assert plan.phases["forward_backward"][ROOM] == pytest.approx(heap - own.small, abs=2)
     assert plan.phases["optimizer"][ROOM] == pytest.approx(heap - trained, abs=2)
     assert plan.phases["save"][ROOM] == pytest.approx(heap, abs=2)
-    coming = sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS))
+    coming = sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS, COPY))
     assert plan.phases["generate"][ROOM] == pytest.approx(heap - coming, abs=2)
     assert ROOM not in plan.phases["load"]
     kept = make_plan(settings(folder(tmp_path), gradient_checkpointing=True), hardware=CPU)
@@ -74,7 +74,9 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     shape = passes.Shape(2, 256, 0, False)
     prefill = passes.measure(run, plan.config, shape, False, False).peak
     prompts = 2 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
-    assert sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS)) == prefill + prompts
+    assert (
+        sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS, COPY)) == prefill + prompts
+    )
 
 
 def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monkeypatch):

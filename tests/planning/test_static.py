@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.planning.models import config, folder, settings
 from trl_fsdp_qlora.planning import components, skeleton, static
 from trl_fsdp_qlora.planning.hardware import Hardware
-from trl_fsdp_qlora.planning.plan import ACTIVATIONS, CACHE, FILE, GATHERED, LOGITS, make_plan
+from trl_fsdp_qlora.planning.plan import ACTIVATIONS, CACHE, COPY, FILE, GATHERED, LOGITS, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.recipe.checks import lora_config
 
@@ -115,7 +115,7 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     )
     # All of it is received before the pass begins.
     parts = plan.phases["generate"]
-    coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS))
+    coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS, COPY))
     assert coming > 0 and parts[GATHERED] == whole + max(0, 2 * layer - coming)
     assert plan.phases["forward_backward"][GATHERED] >= root + 4 * layer
     assert "score" not in plan.phases and scored.phases["score"][GATHERED] >= whole

@@ -11,7 +11,7 @@ from trl import ModelConfig
 
 from ..recipe.arguments import ConfigError, ScriptArguments
 from ..recipe.script import say
-from .plan import PROCESS, ROOM, Plan, make_plan
+from .plan import PROCESS, ROOM, Plan, make_plan, too_long
 from .table import amount
 
 _PROMPTS = 64  # training prompts whose lengths are looked at
@@ -54,6 +54,8 @@ def plan_first(
     refusal = [None if plan is None or plan.fits else _refusal(plan)]
     if script.require_fit and PartialState().num_processes > 1:
         broadcast_object_list(refusal)
+    if plan is not None and (line := too_long(plan.settings, plan.config)) is not None:
+        say(f"warning: {line}")
     if refusal[0] is not None:
         if script.require_fit:
             raise ConfigError(f"require_fit: true, and {refusal[0]}")

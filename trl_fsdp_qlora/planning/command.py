@@ -19,7 +19,9 @@ def parser() -> OneLineParser:
     )
     words.add_argument("--config", help="the recipe's YAML file")
     words.add_argument("--accelerate_config", help="file, or one of this package's names")
-    words.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's")
+    words.add_argument(
+        "--num_processes", type=int, help="ranks, instead of the accelerate config's or of --hardware's"
+    )
     words.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     words.add_argument(
         "--solve",

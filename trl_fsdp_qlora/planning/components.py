@@ -78,8 +78,8 @@ def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = Fal
     return sum(layers) + prompts, max(layers)
 
 
-def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> int:
-    """What a token step needs beside the cache: one layer's keys and values, or, when these are gone, copies of the logits.
+def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int]:
+    """What a token step needs beside the cache: `(copies of the logits, one layer's keys and values)`, one after the other.
 
     A cache that grows is copied a layer at a time. Where prompts are not `shared` a batch has a mask, so keys and values are
     repeated for grouped queries.
@@ -91,7 +91,7 @@ def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = 
     logits = compute_bytes(settings, config) + 4 * (3 + processes_logits(settings))
     logits *= settings.rollout_rows * text.vocab_size
     _, layer = cache_bytes(settings, config, shared)
-    return max(logits, layer * (1 if shared else max(1, text.num_attention_heads // heads)))
+    return logits, layer * (1 if shared else max(1, text.num_attention_heads // heads))
 
 
 def processes_logits(settings: Settings) -> bool:

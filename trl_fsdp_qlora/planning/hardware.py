@@ -103,6 +103,17 @@ class Hardware:
         return self.memory if self.gpu else self.memory // max(processes, 1)
 
 
+def _split(text: str) -> tuple[str, int | None]:
+    """Name and number of cards: `("24gb", 4)` of `24GB x4`."""
+    name, number = re.fullmatch(r"(.*?)(?:(?:\s+|(?<=[\db]))[x×*]\s*(\d+))?", text.strip().lower()).groups()
+    return re.sub(r"[\s_]", "", name), int(number) if number else None
+
+
+def named_cards(text: str | Hardware | None) -> int | None:
+    """The number of cards that `--hardware` names, which is the number of ranks unless that is given; `None` without one."""
+    return _split(text)[1] if isinstance(text, str) else None
+
+
 def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -> Hardware:
     """The hardware that `text` names.
 
@@ -116,9 +127,8 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
     """
     if text is None or text.strip().lower() == "auto":
         return what_is_there(processes, use_cpu)
-    name, number = re.fullmatch(r"(.*?)(?:(?:\s+|(?<=[\db]))[x×*]\s*(\d+))?", text.strip().lower()).groups()
-    cards = int(number) if number else processes
-    name = re.sub(r"[\s_]", "", name)
+    name, number = _split(text)
+    cards = processes if number is None else number
     if cards < 1:
         raise ConfigError(f"--hardware {text!r}: {cards} cards; at least one")
     if name == "cpu":

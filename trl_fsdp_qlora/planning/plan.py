@@ -10,7 +10,16 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from . import components, passes, skeleton, static
-from .hardware import AT_WORK, CONTEXT, HEAP_SHARE, HEAP_SHARE_CHECKPOINTING, SLACK, Hardware, read_hardware
+from .hardware import (
+    AT_WORK,
+    CONTEXT,
+    HEAP_SHARE,
+    HEAP_SHARE_CHECKPOINTING,
+    SLACK,
+    Hardware,
+    named_cards,
+    read_hardware,
+)
 from .settings import Settings, from_config, from_yaml, read_launch
 
 ACTIVATIONS = "activations"
@@ -19,6 +28,7 @@ COMPARISON = "first step's comparison"
 FILE = "checkpoint's pages"
 CACHE = "cache of generation"
 LOGITS = "logits of a token step"
+COPY = "copy of a layer's cache"
 GATHERED = "gathered weights"
 ENGINE = "vLLM"
 PROCESS = "process"
@@ -103,7 +113,7 @@ def make_plan(
     elif isinstance(recipe, tuple):
         settings = from_config(*recipe, **more)
     else:
-        launch = read_launch(accelerate_config, more.pop("processes", None))
+        launch = read_launch(accelerate_config, more.pop("processes", None) or named_cards(hardware))
         overrides = more.pop("overrides", {}) | (recipe if isinstance(recipe, dict) else {})
         path = None if isinstance(recipe, dict) else recipe
         settings = from_yaml(path, overrides, launch, more.pop("types", ()), **more)
@@ -133,7 +143,7 @@ def plan_settings(settings: Settings, config: PretrainedConfig, hardware: Hardwa
         # NCCL's buffers between the ranks of a node: about 10 MB for each pair of neighbours and channel.
         0 if ranks == 1 else ranks * 64 * 2**20,
         (skeleton.numel(lying.model), trained),
-        _notes(settings, hardware),
+        _notes(settings, config, hardware),
         packed,
         passes.loss(settings, config, packed, hardware.gpu).unwritten,
     )
@@ -245,7 +255,7 @@ def _gathered(settings: Settings, hardware: Hardware, lying: _Lying, parts: dict
     What weights are received in is gone as a pass begins where the whole model is gathered once, and where a layer is computed
     again, with checkpointing: a host's is then. (A card's allocator keeps what another stream has used.) The root comes first.
     """
-    coming = sum(parts.get(name, 0) for name in (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS))
+    coming = sum(parts.get(name, 0) for name in (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS, COPY))
     together, lies = lying.gathered, sum((lying.resident | lying.optimizer).values())
     free = hardware.per_rank(settings.launch.processes) - lies - sum(_process(hardware).values())
     if not training and components.gathers_once(settings, together.whole, free):
@@ -294,7 +304,7 @@ def _leave_heap(phases: dict[str, dict[str, int]], heap: int, made: _Made) -> No
     for name in ("generate", "score", "optimizer", "save"):
         if name not in phases:
             continue
-        coming = sum(phases[name].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS))
+        coming = sum(phases[name].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS, COPY))
         if name == "optimizer" and made.by_pass:
             coming += made.small
         phases[name][ROOM] = max(phases[name].get(ROOM, 0), heap - coming)
@@ -337,10 +347,12 @@ def _generation(settings, config, hardware: Hardware, measured: bool = True) -> 
     prefill = passes.measure(settings, config, shape, False, hardware.gpu).peak if measured else 0
     shared = components.shares_prompts(settings, config, hardware)
     cache, _ = components.cache_bytes(settings, config, shared)
-    logits = components.decoding_bytes(settings, config, shared)
+    logits, copy = components.decoding_bytes(settings, config, shared)
+    step = max(logits, copy)  # one is gone when the other comes
     # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
     prefill += components.prompts_cache_bytes(settings, config, rows)
-    return {CACHE: cache, LOGITS: logits, ACTIVATIONS: max(0, prefill - cache - logits)}
+    name = LOGITS if logits >= copy else COPY
+    return {CACHE: cache, name: step, ACTIVATIONS: max(0, prefill - cache - step)}
 
 
 def _loading(settings: Settings, model: nn.Module, hardware: Hardware) -> dict[str, int]:
@@ -367,7 +379,7 @@ def _process(hardware: Hardware) -> dict[str, int]:
 def _slack(parts: dict[str, int], hardware: Hardware) -> int:
     if not hardware.gpu:
         return 0
-    coming = (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS, GATHERED)
+    coming = (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS, COPY, GATHERED)
     return math.ceil(SLACK * sum(parts.get(name, 0) for name in coming))
 
 
@@ -384,7 +396,18 @@ def _host_and_disk(settings: Settings, whole: dict[str, int], held: dict[str, in
     return host, whole[static.TRAINED] + whole[static.OPTIMIZER]
 
 
-def _notes(settings: Settings, hardware: Hardware) -> tuple[str, ...]:
+def too_long(settings: Settings, config: PretrainedConfig) -> str | None:
+    """What is wrong with `max_completion_length`, as a line; `None` where prompt and completion have positions."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or settings.prompt_tokens + settings.max_completion_length <= positions:
+        return None
+    return (
+        f"max_completion_length: {settings.max_completion_length} and prompts of {settings.prompt_tokens} tokens are more than "
+        f"the {positions} positions of the model; at most {max(0, positions - settings.prompt_tokens)}"
+    )
+
+
+def _notes(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> tuple[str, ...]:
     notes = [f"prompts of {settings.prompt_tokens} tokens ({settings.prompt_source})"]
     notes.append(f"every completion {settings.max_completion_length} tokens long, none without an advantage")
     if hardware.gpu:

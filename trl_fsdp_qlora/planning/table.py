@@ -1,7 +1,7 @@
 """A plan as text."""
 
 from .hardware import GIB
-from .plan import Plan
+from .plan import Plan, too_long
 
 
 def amount(bytes_: float) -> str:
@@ -45,10 +45,11 @@ def _head(plan: Plan) -> str:
 
 
 def _below(plan: Plan) -> list[str]:
-    lines = [f"* {plan.limiting} needs most: {amount(plan.peak)} of {amount(plan.capacity)}"]
-    if not plan.enough_cards:
-        lines.append(f"there are {plan.hardware.cards} cards for {plan.settings.launch.processes} ranks")
-    lines[0] += ", it fits" if plan.peak <= plan.capacity else ", it does not fit"
+    cards = f": there are {plan.hardware.cards} cards for {plan.settings.launch.processes} ranks"
+    verdict = "it fits" if plan.fits else "it does not fit" + ("" if plan.enough_cards else cards)
+    lines = [f"* {plan.limiting} needs most: {amount(plan.peak)} of {amount(plan.capacity)}, {verdict}"]
+    if (line := too_long(plan.settings, plan.config)) is not None:
+        lines.append(f"warning: {line}")
     host = "; ".join(f"{name} {amount(size)}" for name, size in plan.host.items())
     known = plan.hardware.host_memory
     lines.append(

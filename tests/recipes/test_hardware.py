@@ -1,0 +1,62 @@
+"""The hardware that the head of a recipe names, against its plan: nothing is loaded, of each model its published shape."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+from trl_fsdp_qlora.planning.plan import make_plan
+from trl_fsdp_qlora.planning.table import show
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}
+# Hidden size, layers, heads, heads of keys and values, inner size, vocabulary, tied head: their config.json; and the weights that
+# their model cards state, in billions.
+SHAPES = {
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True, 0.49),
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True, 1.54),
+    "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, True, 3.09),
+    "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False, 7.62),
+    "Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False, 32.8),
+    "Llama-3.1-70B": (8192, 80, 64, 8, 28672, 128256, False, 70.6),
+}
+
+
+def head(path: Path, field: str) -> str:
+    """A field of a recipe's head, over all its lines."""
+    found = re.search(rf"^# {field} +(.*(?:\n#  +.*)*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return re.sub(r"\s*\\?\n# +", " ", found[1])
+
+
+def for_gpus() -> list[Path]:
+    return [
+        path
+        for path in sorted(RECIPES.glob("*/*/config_*.yaml"))
+        if re.search(r"GPUs? with \d", head(path, "hardware"))
+    ]
+
+
+@pytest.mark.parametrize("path", for_gpus(), ids=lambda path: "/".join(path.parts[-3:]))
+def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
+    number, gigabytes = re.match(r"(\w+) GPUs? with (\d+) GB", head(path, "hardware")).groups()
+    launch = head(path, "launch")
+    config = re.search(r"accelerate_configs/(\w+)\.yaml|--accelerate_config (\w+)", launch)
+    ranks = re.search(r"--num_processes (\d+)", launch)  # a server may have a card of its own
+    name = path.parts[-3].removesuffix("-Instruct")
+    hidden, layers, heads, kv, inner, vocabulary, tied, billions = SHAPES[name]
+    cls = LlamaConfig if name.startswith("Llama") else Qwen2Config
+    cls(
+        architectures=[cls.__name__.replace("Config", "ForCausalLM")],
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
+        intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768, dtype="bfloat16",
+    ).save_pretrained(tmp_path)  # fmt: skip
+    plan = make_plan(
+        str(path),
+        config[1] or config[2],
+        f"{gigabytes}GB x{ranks[1] if ranks else NUMBERS[number]}",
+        overrides={"model_name_or_path": str(tmp_path)},
+        prompt_tokens=512 if "up to 512 tokens" in path.read_text(encoding="utf-8") else 256,
+    )
+    assert plan.parameters[0] == pytest.approx(billions * 1e9, rel=0.01)
+    assert plan.fits, show(plan)
