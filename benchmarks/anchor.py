@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.recipe.stats import wilson_interval
 
 # verl's GRPO + LoRA logs: 116 steps of 64 prompts x 5 completions.

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 
-from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.recipe.datasets import read_problems
 from trl_fsdp_qlora.rollout import decoding
 from trl_fsdp_qlora.rollout.cache import RoomyLayer

@@ -21,7 +21,7 @@ from transformers.quantizers import AutoHfQuantizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.fsdp2_qlora.generation import gathered
 from trl_fsdp_qlora.planning.hardware import CONTEXT, read_hardware
 from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, plan_settings

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.compat.onednn import product
 
 LAYERS = 30

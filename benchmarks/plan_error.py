@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="plan anew what was measured; runs nothing")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    from trl_fsdp_qlora.checkpoints.manifest import write_json
+    from trl_fsdp_qlora.checkpoints.disk import write_json
     from trl_fsdp_qlora.publishing.card import hardware, software
 
     unknown = set(arguments.only or ()) - CASES.keys()

@@ -25,7 +25,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, read_yaml

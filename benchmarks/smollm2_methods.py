@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.recipe.stats import wilson_interval
 
 ROOT = Path(__file__).resolve().parent.parent

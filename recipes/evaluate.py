@@ -18,8 +18,7 @@ import torch
 from accelerate import PartialState
 from transformers import BitsAndBytesConfig
 
-from trl_fsdp_qlora.checkpoints.disk import disk_errors
-from trl_fsdp_qlora.checkpoints.manifest import write_json
+from trl_fsdp_qlora.checkpoints.disk import disk_errors, write_json
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.loading import LoadError, load_base, with_adapter

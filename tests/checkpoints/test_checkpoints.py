@@ -1,32 +1,41 @@
 import json
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from trl_fsdp_qlora.checkpoints import checkpoints, manifest
-from trl_fsdp_qlora.checkpoints.checkpoints import CheckpointError
+from trl_fsdp_qlora.checkpoints import checkpoints, disk
+from trl_fsdp_qlora.run.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
 
 
 def make(run, step, whole=True):
     folder = run / f"checkpoint-{step}"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "weights.bin").write_bytes(b"x" * 100)
-    (folder / "deep" / "more.bin").write_bytes(b"y" * 10)
+    staging = run / checkpoints.STAGING / folder.name if whole else folder
+    (staging / "deep").mkdir(parents=True)
+    (staging / "weights.bin").write_bytes(b"x" * 100)
+    (staging / "deep" / "more.bin").write_bytes(b"y" * 10)
     if whole:
-        manifest.write_manifest(folder)
+        checkpoints.commit(staging, folder, {"settings": {"seed": 0}})
     return folder
 
 
 def test_whole_or_why_not(tmp_path):
-    folder = make(tmp_path, 1, whole=False)
-    assert "no manifest.json" in manifest.why_incomplete(folder)
-    manifest.write_manifest(folder)
-    assert manifest.why_incomplete(folder) is None
+    assert "no manifest.json" in checkpoints.why_incomplete(make(tmp_path, 2, whole=False))
+    folder = make(tmp_path, 1)
+    assert checkpoints.why_incomplete(folder) is None
     (folder / "weights.bin").write_bytes(b"x" * 99)
-    assert "weights.bin has 99 bytes instead of 100" in manifest.why_incomplete(folder)
+    assert "weights.bin has 99 bytes instead of 100" in checkpoints.why_incomplete(folder)
     (folder / "weights.bin").write_bytes(b"x" * 100)
     (folder / "deep" / "more.bin").unlink()
-    assert "deep/more.bin is missing" in manifest.why_incomplete(folder)
+    assert "deep/more.bin is missing" in checkpoints.why_incomplete(folder)
+    (folder / "manifest.json").write_text('{"format": 9')
+    assert "is no JSON" in checkpoints.why_incomplete(folder)
 
 
 def test_the_newest_whole_one_by_step_not_by_name(tmp_path):
@@ -56,38 +65,27 @@ def test_resolving(tmp_path):
 
 def test_a_checkpoint_of_stock_trl_is_taken_as_transformers_takes_it(tmp_path):
     stock = make(tmp_path, 2, whole=False)
-    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
-        checkpoints.resolve_resume(tmp_path, str(stock))
     (stock / "trainer_state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no global_step"):
         checkpoints.resolve_resume(tmp_path, str(stock))
     (stock / "trainer_state.json").write_text('{"global_step": 2}')
     for resume in (str(stock), True, "auto"):
         assert checkpoints.resolve_resume(tmp_path, resume) == str(stock)
-    # One of ours, killed before its manifest, is not taken for stock TRL's.
+    # One of ours that lost its manifest, or that an older version did not finish, is not taken for stock TRL's.
     for leftover in ("rollouts_0_of_1.pt", ".being-written"):
         (stock / leftover).touch()
         assert checkpoints.resolve_resume(tmp_path, "auto") is None
         (stock / leftover).unlink()
 
 
-def test_a_checkpoint_of_the_first_format_still_counts(tmp_path):
-    folder = make(tmp_path, 3)
-    lengths = {name: entry["bytes"] for name, entry in manifest.read_manifest(folder)["files"].items()}
-    manifest.write_json(folder / "manifest.json", {"format": 1, "files": lengths})
-    assert manifest.why_incomplete(folder) is None
-    assert manifest.run_of(folder) == {}
-
-
-def test_every_single_flipped_byte_is_noticed(tmp_path):
-    folder = make(tmp_path, 3)
-    for path in (folder / "weights.bin", folder / "deep" / "more.bin", folder / "manifest.json"):
-        whole = path.read_bytes()
-        for position in range(len(whole)):
-            path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
-            assert manifest.why_incomplete(folder) is not None, (path.name, position)
-        path.write_bytes(whole)
-    assert manifest.why_incomplete(folder) is None
+@pytest.mark.parametrize("entry", [100, {"bytes": 100, "crc32": 1}], ids=["format 1", "format 2"])
+def test_checkpoints_of_older_versions_still_count(tmp_path, entry):
+    folder = make(tmp_path, 3, whole=False)
+    form = 1 if entry == 100 else 2
+    disk.write_json(folder / "manifest.json", {"format": form, "files": {"weights.bin": entry}, "crc32": 1})
+    assert checkpoints.why_incomplete(folder) is None
+    (folder / "weights.bin").write_bytes(b"x")
+    assert "1 bytes instead of 100" in checkpoints.why_incomplete(folder)
 
 
 def test_rotation_goes_by_step_whatever_the_clock_said(tmp_path):
@@ -96,7 +94,7 @@ def test_rotation_goes_by_step_whatever_the_clock_said(tmp_path):
     (tmp_path / "checkpoint-3-copy").mkdir()
     # 40 is of a run that went further; this one went on from an older checkpoint.
     checkpoints.rotate(tmp_path / "checkpoint-30", 2)
-    left = {path.name for path in tmp_path.iterdir()}
+    left = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert left == {"checkpoint-10", "checkpoint-30", "checkpoint-40", "checkpoint-3-copy"}
     checkpoints.rotate(tmp_path / "checkpoint-40", 2, best=str(tmp_path / "checkpoint-10"))
     assert [path.name for path in checkpoints.checkpoints_in(tmp_path)] == ["checkpoint-10", "checkpoint-40"]
@@ -104,27 +102,11 @@ def test_rotation_goes_by_step_whatever_the_clock_said(tmp_path):
     assert len(checkpoints.checkpoints_in(tmp_path)) == 2
 
 
-def test_a_folder_written_anew_is_emptied_and_marked(tmp_path):
+def test_a_checkpoint_written_anew_replaces_the_old_one(tmp_path):
+    (make(tmp_path, 3) / "old.bin").touch()
     folder = make(tmp_path, 3)
-    checkpoints.empty(folder)
-    assert [path.name for path in folder.iterdir()] == [manifest.MARKER]
-    assert "while it was being written" in manifest.why_incomplete(folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
-
-
-def test_another_run_is_refused_with_the_difference_or_said(tmp_path, caplog):
-    before = {"identity": {"seed": 0, "model": "a"}, "layout": {"processes": 1}}
-    folder = make(tmp_path, 3, whole=False)
-    manifest.write_manifest(folder, before)
-    checkpoints.check_same_run(folder, before, anyway=False)
-    assert not caplog.text
-    checkpoints.check_same_run(folder, before | {"layout": {"processes": 2}}, anyway=False)
-    assert "another layout: processes: 1 -> 2" in caplog.text
-    now = before | {"identity": {"seed": 1, "model": "b", "new_field": 1}}
-    with pytest.raises(CheckpointError, match=r"another run: model: a -> b; seed: 0 -> 1\. .*--resume_anyway true"):
-        checkpoints.check_same_run(folder, now, anyway=False)
-    checkpoints.check_same_run(folder, now, anyway=True)
-    assert "other settings: model: a -> b; seed: 0 -> 1" in caplog.text
+    assert sorted(path.name for path in folder.iterdir()) == ["deep", "manifest.json", "weights.bin"]
+    assert list((tmp_path / checkpoints.STAGING).iterdir()) == []
 
 
 def test_a_folder_with_another_run_is_refused(tmp_path):
@@ -142,7 +124,41 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_json_is_replaced_at_once(tmp_path):
-    manifest.write_json(tmp_path / "a.json", {"b": 1})
-    manifest.write_json(tmp_path / "a.json", {"b": 2})
+    disk.write_json(tmp_path / "a.json", {"b": 1})
+    disk.write_json(tmp_path / "a.json", {"b": 2})
     assert json.loads((tmp_path / "a.json").read_text()) == {"b": 2}
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+HOLDER = """
+import sys, time
+from filelock import FileLock
+from trl_fsdp_qlora.checkpoints.checkpoints import LOCK, take
+lock = FileLock(f"{sys.argv[1]}/{LOCK}")
+take(lock)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+def test_one_run_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, env=environment) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        lock = FileLock(tmp_path / checkpoints.LOCK)
+        with pytest.raises(CheckpointError, match="in use by another run"):
+            checkpoints.take(lock)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        checkpoints.take(lock)
+        lock.release()
+
+
+def test_a_filesystem_without_locks_is_said(tmp_path, monkeypatch, caplog):
+    def refuse(self):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(FileLock, "_acquire", refuse)
+    checkpoints.take(FileLock(tmp_path / checkpoints.LOCK))
+    assert "cannot be locked" in caplog.text and "No locks available" in caplog.text

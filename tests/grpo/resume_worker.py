@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.checkpoints import checkpoints, resumable
+from trl_fsdp_qlora.checkpoints import checkpoints
 
 # Generation cycles of 2 × 2 = 4 micro-steps and 4-step epochs: checkpoints fall inside a cycle and past an epoch's end.
 SETTINGS = {
@@ -48,14 +48,14 @@ def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> Ef
     if kill == "step":
         made.add_callback(DieInStep(6))
     elif kill == "saving":
-        save = checkpoints.save_rollouts
+        commit = checkpoints.commit
 
-        def save_or_die(folder, *args):
-            save(folder, *args)
-            if str(folder).endswith("checkpoint-5"):
+        def commit_or_die(staging, checkpoint, run):
+            if checkpoint.name == "checkpoint-5":
                 die()
+            commit(staging, checkpoint, run)
 
-        resumable.checkpoints.save_rollouts = save_or_die
+        checkpoints.commit = commit_or_die
     elif kill == "generating":
         generate = made._generate
 

@@ -107,7 +107,7 @@ def test_a_record_takes_any_value_and_is_no_error(tmp_path, monkeypatch):
         "dtype": "bfloat16",
         "seen": {"1": [2]},
     }
-    monkeypatch.setattr("trl_fsdp_qlora.checkpoints.manifest.write_json", raises)
+    monkeypatch.setattr("trl_fsdp_qlora.checkpoints.disk.write_json", raises)
     record.put(more=1)
     record.draw()
 

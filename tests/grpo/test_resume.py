@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.distributed.launch import launch
-from trl_fsdp_qlora.checkpoints import checkpoints, manifest
+from trl_fsdp_qlora.checkpoints import checkpoints
 
 KEYS = ("loss", "reward", "kl", "grad_norm", "learning_rate", "completions/mean_length")
 
@@ -58,7 +58,7 @@ def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
     weights = load_file(run / "final" / "adapter_model.safetensors")
     for name, weight in load_file(uninterrupted / "final" / "adapter_model.safetensors").items():
         assert weight.equal(weights[name]), name
-    kept = [path.name for path in checkpoints.checkpoints_in(run) if manifest.why_incomplete(path) is None]
+    kept = [path.name for path in checkpoints.checkpoints_in(run) if checkpoints.why_incomplete(path) is None]
     assert kept[-1] == "checkpoint-9"
 
 
@@ -76,7 +76,8 @@ def test_killed_at_a_random_moment(uninterrupted, tmp_path, case):
     def killer(processes):
         (process,) = processes
         deadline = time.monotonic() + 120
-        awaited = run / f"checkpoint-{step}" / (manifest.MARKER if case % 2 else manifest.MANIFEST)
+        name = f"checkpoint-{step}"
+        awaited = run / checkpoints.STAGING / name if case % 2 else run / name
         while not awaited.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.0005)
         time.sleep(delay * (0.03 if case % 2 else 0.3))

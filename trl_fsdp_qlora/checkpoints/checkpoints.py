@@ -1,32 +1,82 @@
-"""The checkpoints of a run: which one to go on from, which to remove, and what each rank keeps beside Transformers' files.
+"""The checkpoints of a run: written whole, found again, and what each rank keeps beside Transformers' files.
 
-A run that is killed while it saves leaves a folder that [`trl_fsdp_qlora.checkpoints.manifest`] does not call whole; such a folder
-is never resumed from. Beside what Transformers saves, each rank keeps the completions it has generated and not yet used,
-so a run resumed in the middle of a generation cycle goes on as the uninterrupted one did.
+A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
+`checkpoint-N` is whole. Its `manifest.json` has the sizes of its files and the settings of the run. Beside what
+Transformers saves, each rank keeps the completions it has generated and not yet used, so a run resumed in the middle of
+a generation cycle goes on as the uninterrupted one did.
 """
 
-import json
+import hashlib
 import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from accelerate import Accelerator
+from accelerate.utils import gather_object, is_peft_model, send_to_device
+from datasets import Dataset
+from filelock import FileLock, Timeout
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..compat.trl import REFERENCE_LOGPS
+from ..compat.transformers import model_name
 from ..run.errors import CheckpointError
-from .disk import written_whole
-from .identity import differences, rollout_shape
-from .lock import FolderLock
-from .manifest import MARKER, run_of, why_incomplete
+from ..run.nonfatal import nonfatal
+from ..run.plain import plain
+from ..run.ranks import on_main
+from .disk import disk_errors, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
+# Transformers uploads nothing that begins with an underscore.
+LOCK = "_run.lock"
+STAGING = "_staging"
+
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_REMOVED = ".removed-"
+_FORMATS = (1, 2, 3)  # sizes alone; sizes and check sums; sizes and settings
+_UNFINISHED = ".being-written"  # in a folder that a version with format 2 did not finish
+
+# Of `TrainingArguments`, what a resumed run should know of.
+_TRAINING = [
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "bf16",
+    "data_seed",
+    "fp16",
+    "learning_rate",
+    "lr_scheduler_kwargs",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "max_steps",
+    "num_train_epochs",
+    "optim",
+    "optim_args",
+    "seed",
+    "warmup_ratio",
+    "warmup_steps",
+    "weight_decay",
+]
+_LAYOUT = [
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+]
+# Of a method's own config, what completions are not made by.
+_BESIDE = re.compile(
+    r"vllm_(?!importance)|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|model_init"
+)
+
+
+# --- which checkpoint to go on from ----------------------------------------------------------------------------------
 
 
 def step_of(checkpoint: str | Path) -> int:
@@ -36,10 +86,39 @@ def step_of(checkpoint: str | Path) -> int:
 
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """Checkpoint folders of a run, oldest step first, whole or not."""
-    found = [
-        path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir() and _CHECKPOINT.fullmatch(path.name)
-    ]
-    return sorted(found, key=step_of)
+    found = Path(output_dir).glob("checkpoint-*")
+    return sorted((path for path in found if path.is_dir() and _CHECKPOINT.fullmatch(path.name)), key=step_of)
+
+
+def why_incomplete(checkpoint: str | Path) -> str | None:
+    """Why `checkpoint` is not whole, or `None` where it is: files are compared by size.
+
+    A folder that stock TRL wrote has no manifest; it is whole when its trainer state is there, which is written last.
+    """
+    checkpoint = Path(checkpoint)
+    try:
+        if (checkpoint / _UNFINISHED).exists():
+            return "the run ended while it was being written"
+        if not (checkpoint / MANIFEST).exists():
+            if any(checkpoint.glob("rollouts_*")) or not (checkpoint / TRAINER_STATE_NAME).exists():
+                return f"it has no {MANIFEST}: the run ended while it was being written or removed"
+            state = read_json(checkpoint / TRAINER_STATE_NAME)
+            return None if "global_step" in state else f"its {TRAINER_STATE_NAME} holds no global_step"
+        content = read_json(checkpoint / MANIFEST)
+        if content.get("format") not in _FORMATS or not isinstance(content.get("files"), dict):
+            return f"its {MANIFEST} is not one of this package's"
+        for name, entry in content["files"].items():
+            size = entry.get("bytes") if isinstance(entry, dict) else entry
+            path = checkpoint / name
+            if not path.is_file():
+                return f"its file {name} is missing"
+            if path.stat().st_size != size:
+                return f"its file {name} has {path.stat().st_size} bytes instead of {size}"
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"it cannot be read: {error.strerror} ({error.filename})"
+    return None
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
@@ -54,7 +133,7 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
 
 def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
     """The steps of the run that `checkpoint` is the end of, or `None` where there are steps left to do."""
-    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    state = read_json(Path(checkpoint) / TRAINER_STATE_NAME)
     if args.max_steps > 0:
         done = state["global_step"] >= args.max_steps
     else:
@@ -95,89 +174,7 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | N
     return str(resume)
 
 
-def check_same_run(checkpoint: str | Path, run: dict, anyway: bool) -> None:
-    """Compare what `checkpoint` belongs to with the run that is to go on from it, and say what differs.
-
-    Args:
-        checkpoint: a whole one.
-        run: of [`trl_fsdp_qlora.checkpoints.identity.describe_run`].
-        anyway: only say it.
-
-    Raises:
-        CheckpointError: base model, data, seed or settings differ, and not `anyway`.
-    """
-    before = run_of(checkpoint)
-    if not before:
-        logger.warning(
-            "%s does not say what run it belongs to: base model, data and settings are not compared", checkpoint
-        )
-        return
-    moved = differences(before.get("layout", {}), run["layout"])
-    if moved:
-        logger.warning("going on from %s with another layout: %s", checkpoint, "; ".join(moved))
-    changed = differences(before.get("identity", {}), run["identity"])
-    if changed and not anyway:
-        raise CheckpointError(
-            f"{checkpoint} belongs to another run: {'; '.join(changed)}. Go on from it regardless with resume_anyway "
-            "(--resume_anyway true), set these back, or set another output_dir"
-        )
-    if changed:
-        logger.warning("going on from %s with other settings: %s", checkpoint, "; ".join(changed))
-
-
-def empty(checkpoint: Path) -> None:
-    """Make an empty folder of `checkpoint`, marked as one that is being written."""
-    _remove(checkpoint)
-    checkpoint.mkdir(parents=True)
-    (checkpoint / MARKER).touch()
-
-
-def rotate(newest: Path, limit: int | None, best: str | None = None) -> None:
-    """Remove the oldest checkpoints up to `newest`, by their steps, until `limit` are left.
-
-    Later steps, which a run that went on from an older checkpoint has not reached again, are left alone, and so is what
-    does not have a checkpoint's name.
-
-    Args:
-        newest: just written; stays.
-        limit: `save_total_limit`; `None` and 0 remove nothing.
-        best: stays, whatever its age.
-    """
-    if not limit or limit < 0:
-        return
-    stay = {newest.resolve(), *([] if best is None else [Path(best).resolve()])}
-    past = [path for path in checkpoints_in(newest.parent) if step_of(path) <= step_of(newest)]
-    removable = [path for path in past if path.resolve() not in stay]
-    for checkpoint in removable[: max(0, min(len(removable), len(past) - limit))]:
-        _remove(checkpoint)
-
-
-def _remove(checkpoint: Path) -> None:
-    # Under another name first: a run killed in the middle leaves nothing that looks like a checkpoint.
-    for left in checkpoint.parent.glob(f"{_REMOVED}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    if checkpoint.exists():
-        removed = checkpoint.with_name(f"{_REMOVED}{checkpoint.name}")
-        os.replace(checkpoint, removed)
-        shutil.rmtree(removed, ignore_errors=True)
-
-
-def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
-    """Refuse a folder that cannot be written, or that holds another run which would be overwritten.
-
-    Raises:
-        CheckpointError: says what is there and what to do.
-    """
-    output_dir = Path(output_dir)
-    check_writable(output_dir)
-    if int(os.environ.get("RANK", 0)) == 0:  # before a model is loaded; the run takes it for good when it begins
-        with FolderLock(output_dir):
-            pass
-    if resume in (None, False, "", "false", "False") and checkpoints_in(output_dir):
-        raise CheckpointError(
-            f"output_dir={output_dir} holds another run ({checkpoints_in(output_dir)[-1].name}). Go on with it: "
-            "--resume_from_checkpoint auto. Start another: --output_dir with another folder, or remove this one."
-        )
+# --- the output folder -----------------------------------------------------------------------------------------------
 
 
 def check_writable(output_dir: str | Path) -> None:
@@ -195,48 +192,279 @@ def check_writable(output_dir: str | Path) -> None:
         raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
 
 
-def rollout_file(checkpoint: str | Path, rank: int, world_size: int) -> Path:
-    return Path(checkpoint) / f"rollouts_{rank}_of_{world_size}.pt"
+def take(lock: FileLock) -> None:
+    """Hold an output folder for this process; the lock ends with it, however that ends.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    folder = Path(lock.lock_file).parent
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise CheckpointError(
+            f"output_dir={folder} is in use by another run: two would overwrite each other's checkpoints. Wait for it, end "
+            "it, or set another output_dir"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", folder, error)
 
 
-def save_rollouts(checkpoint: str | Path, rank: int, world_size: int, state: dict) -> None:
-    """Keep this rank's generated and not yet used completions with the checkpoint."""
-    with written_whole(rollout_file(checkpoint, rank, world_size)) as scratch:
-        torch.save(state, scratch)
+def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
+    """Refuse a folder that cannot be written, or that holds another run which would be overwritten.
+
+    Raises:
+        CheckpointError: says what is there and what to do.
+    """
+    output_dir = Path(output_dir)
+    check_writable(output_dir)
+    if int(os.environ.get("RANK", 0)) == 0:  # before a model is loaded; the run takes it for good when it begins
+        lock = FileLock(output_dir / LOCK)
+        take(lock)
+        lock.release()
+    if resume in (None, False, "", "false", "False") and checkpoints_in(output_dir):
+        raise CheckpointError(
+            f"output_dir={output_dir} holds another run ({checkpoints_in(output_dir)[-1].name}). Go on with it: "
+            "--resume_from_checkpoint auto. Start another: --output_dir with another folder, or remove this one."
+        )
 
 
-def load_rollouts(checkpoint: str | Path, rank: int, world_size: int) -> dict | None:
-    """What [`save_rollouts`] kept, or `None` for a checkpoint of stock TRL or of another number of ranks."""
-    path = rollout_file(checkpoint, rank, world_size)
-    return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else None
+# --- what a run is ---------------------------------------------------------------------------------------------------
 
 
-def why_unusable(state: dict | None, args: TrainingArguments) -> str | None:
-    """Why a run with `args` cannot go on with what [`load_rollouts`] gave, or `None` where it can."""
-    if state is None:
-        return "none are there for this rank (stock TRL's checkpoint, or another number of processes)"
-    buffer = state.get("buffer")
-    if buffer is None:
+def describe_rollouts(
+    args: TrainingArguments, model: Any, dataset: Any, rewards: Sequence[str], trainer: str
+) -> dict[str, Any]:
+    """What completions were made with: base, data, rewards, the cut into micro-batches, and the method's own settings.
+
+    Args:
+        args: the trainer's config.
+        model: unwrapped.
+        dataset: its training data.
+        rewards: names of the functions.
+        trainer: name of the class.
+    """
+    own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
+    names = {*_LAYOUT, *(name for name in own if not _BESIDE.match(name))}
+    run = {name: getattr(args, name, None) for name in names} | {"processes": args.world_size, "seed": args.seed}
+    return plain(
+        run | {"base": Path(model_name(model)).name, "data": _data(dataset), "rewards": rewards, "trainer": trainer}
+    )
+
+
+def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
+    """What a resumed run may change and is told of: optimizer, schedule, length, adapter."""
+    adapter = model.peft_config[model.active_adapters[0]].to_dict() if is_peft_model(model) else {}
+    return plain(
+        {name: getattr(args, name, None) for name in _TRAINING}
+        | {f"adapter.{name}": adapter[name] for name in ("r", "lora_alpha", "target_modules") if name in adapter}
+    )
+
+
+def _data(dataset: Any) -> str:
+    """Rows, columns, and a digest of 64 evenly spaced rows."""
+    if not isinstance(dataset, Dataset):
+        return type(dataset).__name__
+    rows = dataset.with_format("arrow").select(
+        range(0, len(dataset), max(1, len(dataset) // 64))
+    )  # no image is decoded
+    digest = hashlib.sha256(repr([batch.to_pylist() for batch in rows.iter(64)]).encode()).hexdigest()[:12]
+    return f"{len(dataset)} rows of {', '.join(sorted(dataset.column_names))}, digest {digest}"
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`name: old -> new` for each name that both know and that differs."""
+    return [
+        f"{name}: {str(before[name])[:120]} -> {str(now[name])[:120]}"
+        for name in sorted(before.keys() & now.keys())
+        if before[name] != now[name]
+    ]
+
+
+# --- writing and resuming --------------------------------------------------------------------------------------------
+
+
+def rotate(newest: Path, limit: int | None, best: str | None = None) -> None:
+    """Remove the oldest checkpoints up to `newest`, by their steps, until `limit` are left; `best` stays.
+
+    Later steps, which a run that went on from an older checkpoint has not reached again, are left alone.
+    """
+    if not limit or limit < 0:
+        return
+    stay = {newest.resolve(), *([] if best is None else [Path(best).resolve()])}
+    past = [path for path in checkpoints_in(newest.parent) if step_of(path) <= step_of(newest)]
+    removable = [path for path in past if path.resolve() not in stay]
+    for checkpoint in removable[: max(0, len(past) - limit)]:
+        _remove(checkpoint)
+
+
+def _remove(checkpoint: Path) -> None:
+    # Under another name first: a run killed in the middle leaves nothing that looks like a checkpoint.
+    removed = checkpoint.parent / STAGING / f"removed-{checkpoint.name}"
+    removed.parent.mkdir(exist_ok=True)
+    shutil.rmtree(removed, ignore_errors=True)
+    os.replace(checkpoint, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
+    """Give what was written into `staging` the name `checkpoint`. Call when every rank has written its files."""
+    files = [path for path in sorted(staging.rglob("*")) if path.is_file()]
+    for path in files:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
+    write_json(staging / MANIFEST, {"format": _FORMATS[-1], "files": sizes, "run": run})
+    if checkpoint.exists():
+        _remove(checkpoint)
+    os.replace(staging, checkpoint)
+
+
+class WholeCheckpoints:
+    """Writes a trainer's checkpoints and finds them again. Every rank calls every method; one looks and decides.
+
+    Args:
+        args: of the trainer.
+        accelerator: of the trainer.
+        describe: gives the settings of this run, [`describe_rollouts`] and [`describe_training`]; called once.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        accelerator: Accelerator,
+        describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
+    ):
+        self.args = args
+        self.accelerator = accelerator
+        self.staging: Path | None = None  # where checkpoints are written, while one is
+        self._describe = describe
+        self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._lock = FileLock(Path(args.output_dir) / LOCK)
+        self._resolved: str | None = None
+
+    @property
+    def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What shapes completions, and the other settings; empty where they cannot be described."""
+        if self._described is None:
+            self._described = ({}, {})
+            with nonfatal("describing the run for its checkpoints"):
+                self._described = self._describe()
+        return self._described
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the output folder for this run.
+
+        Raises:
+            CheckpointError: it cannot be written, or another process holds it.
+        """
+
+        def hold() -> None:
+            check_writable(self.args.output_dir)
+            take(self._lock)
+
+        on_main(hold, self.args.should_save)
+        try:
+            yield
+        finally:
+            if self.args.should_save:
+                self._lock.release()
+
+    def resume_from(self, resume: str | bool | None) -> str | None:
+        """The folder to resume from, see [`resolve_resume`]; says what this run sets otherwise than the checkpoint's.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint to resume from.
+        """
+        if resume is None or resume != self._resolved:
+            self._resolved = on_main(lambda: self._resolve(resume), self.args.should_save)
+        return self._resolved
+
+    def _resolve(self, resume: str | bool | None) -> str | None:
+        found = resolve_resume(self.args.output_dir, resume)
+        if found is not None and (Path(found) / MANIFEST).exists():
+            run = read_json(Path(found) / MANIFEST).get("run") or {}
+            before = {**run.get("identity", {}), **run.get("layout", {}), **run.get("settings", {})}  # format 2, and 3
+            changed = differences(before, self.run[0] | self.run[1])
+            if changed:
+                logger.warning("going on from %s with other settings: %s", found, "; ".join(changed))
+        return found
+
+    def say_finished(self, steps: int) -> None:
+        if self.accelerator.is_main_process:
+            logger.warning(
+                "the run in %s is finished (%d steps): nothing is trained. Raise max_steps or num_train_epochs to go on, or "
+                "set another output_dir",
+                self.args.output_dir,
+                steps,
+            )
+
+    @contextmanager
+    def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any]) -> Iterator[None]:
+        """Around the trainer's own writing of `checkpoint`, which goes to `self.staging` meanwhile.
+
+        Args:
+            checkpoint: folder that is there when the block has ended; older ones are removed only then.
+            state: of the trainer; its best checkpoint is named as it will be called.
+            rollouts: this rank's unused completions, as [`load_rollouts`] gives them back.
+
+        Raises:
+            CheckpointError: the disk is full.
+        """
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        staging = checkpoint.parent / STAGING / checkpoint.name
+        with disk_errors(checkpoint):
+            on_main(lambda: self._empty(staging), self.args.should_save)
+            self.staging = staging.parent
+            try:
+                yield
+            finally:
+                self.staging = None
+            if not self.args.save_only_model:
+                torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
+            if state.best_global_step:
+                best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
+                if best == checkpoint or best.is_dir():
+                    state.best_model_checkpoint = str(best)
+                if self.args.should_save:
+                    state.save_to_json(str(staging / TRAINER_STATE_NAME))
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
+                rotate(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()
+
+    @staticmethod
+    def _empty(staging: Path) -> None:
+        shutil.rmtree(staging.parent, ignore_errors=True)  # of a run that was killed
+        staging.mkdir(parents=True)
+
+    def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
+        """What [`writing`] kept of this rank, on its device; `None` where it cannot be used, which is said."""
+        if checkpoint is None:
+            return None
+        file = _rollout_file(Path(checkpoint), self.accelerator.process_index, self.accelerator.num_processes)
+        state, reason = None, None
+        if not file.is_file():
+            reason = "none are there for this rank (stock TRL's checkpoint, or another number of processes)"
+        else:
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:  # whatever a damaged file is to torch and pickle
+                reason = f"{file.name} cannot be read: {type(error).__name__}"
+        if state is not None and state.get("buffer") is not None:
+            changed = differences(state.get("shape") or {}, self.run[0])
+            if changed or "shape" not in state:  # format 1 has none
+                reason = f"they were made with other settings: {'; '.join(changed) or 'unknown ones'}"
+        # One rank alone must not generate while the others do not.
+        reason = next((each for each in gather_object([reason]) if each is not None), None)
+        if reason is None:
+            return send_to_device(state, self.accelerator.device)
+        if self.accelerator.is_main_process:
+            logger.warning("completions that %s kept are generated anew: %s", checkpoint, reason)
         return None
-    if "shape" in state:
-        changed = differences(state["shape"], rollout_shape(args))
-        if changed:
-            return f"they were made with other settings: {'; '.join(changed)}"
-    # Checkpoints of format 1 do not say.
-    if len(buffer) != args.steps_per_generation:
-        return f"they are {len(buffer)} micro-batches, not steps_per_generation={args.steps_per_generation}"
-    rows = {len(batch["prompt_ids"]) for batch in buffer}
-    if rows != {args.per_device_train_batch_size}:
-        return f"they are {sorted(rows)} rows, not per_device_train_batch_size={args.per_device_train_batch_size}"
-    if args.beta and any(batch.get(REFERENCE_LOGPS) is None for batch in buffer):
-        return f"they lack the reference log-probabilities that beta={args.beta} needs"
-    return None
 
 
-def moved_to(value, device: torch.device):
-    """`value` (tensors in dicts and lists) with its tensors on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: moved_to(item, device) for key, item in value.items()}
-    return [moved_to(item, device) for item in value] if isinstance(value, list) else value
+def _rollout_file(checkpoint: Path, rank: int, ranks: int) -> Path:
+    return checkpoint / f"rollouts_{rank}_of_{ranks}.pt"

@@ -1,22 +1,20 @@
-"""Files and folders that are there whole or not at all; a disk that is full, or cannot be written, said as such."""
+"""Files and folders that are there whole or not at all; a full disk said as such."""
 
 import errno
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..run.errors import CheckpointError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-# torch and safetensors write in C++ and Rust, and raise their own types; these are their words for a failed write.
-_WORDS = re.compile(
-    r"no space left|os error (28|122|27|5|30)\b|disk quota|file too large|PytorchStreamWriter failed|"
-    r"inline_container|unexpected pos \d+ vs|write failed|iostream error",
-    re.IGNORECASE,
-)
+_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+# torch and safetensors write in C++ and Rust and raise their own types; these are their words for a failed write.
+_WORDS = re.compile(r"no space left|disk quota|file too large|PytorchStreamWriter|inline_container", re.IGNORECASE)
 
 
 @contextmanager
@@ -33,48 +31,47 @@ def written_whole(path: str | Path) -> Iterator[Path]:
             scratch.unlink()
 
 
-@contextmanager
-def disk_errors(folder: str | Path) -> Iterator[None]:
-    """Around writing to `folder`: what a full disk raises in the libraries below becomes one line that says so.
+def write_json(path: str | Path, content: dict) -> None:
+    with written_whole(path) as scratch:
+        scratch.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The mapping in a JSON file.
 
     Raises:
-        CheckpointError: names the disk and the folder; the library's own error is its cause.
+        CheckpointError: there is none, for whatever reason.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"its {path.name} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 that do not decode
+        raise CheckpointError(f"its {path.name} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"its {path.name} holds no mapping")
+    return content
+
+
+@contextmanager
+def disk_errors(folder: str | Path) -> Iterator[None]:
+    """Around writing to `folder`: what a full disk raises in the libraries below becomes one line.
+
+    Raises:
+        CheckpointError: names the folder; the library's own error is its cause.
     """
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as error:
-        if not _is_disk(error):
+        link: BaseException | None = error
+        while link is not None and not (getattr(link, "errno", None) in _FULL or _WORDS.search(str(link))):
+            link = link.__cause__ or link.__context__
+        if link is None or isinstance(error, CheckpointError):
             raise
+        existing = next(path for path in [Path(folder).absolute(), *Path(folder).absolute().parents] if path.exists())
+        free = shutil.disk_usage(existing).free / 2**20
         raise CheckpointError(
-            f"the disk did not take what was to be written to {folder}: {_reason(error)}{_free(folder)}. Make room, or "
-            "set another output_dir; a run goes on from its last whole checkpoint with resume_from_checkpoint=auto"
+            f"the disk did not take what was to be written to {folder} ({free:,.0f} MiB free): {str(link).splitlines()[0]}. "
+            "Make room, or set another output_dir; a run goes on from its last checkpoint with resume_from_checkpoint=auto"
         ) from error
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_disk(error: Exception) -> bool:
-    return any((isinstance(e, OSError) and e.errno in _FULL) or _WORDS.search(str(e)) for e in _chain(error))
-
-
-def _reason(error: Exception) -> str:
-    for link in _chain(error):
-        if isinstance(link, OSError) and link.errno in _FULL:
-            return os.strerror(link.errno)
-    return str(error).strip().splitlines()[0]
-
-
-def _free(folder: str | Path) -> str:
-    existing = next(path for path in [Path(folder).absolute(), *Path(folder).absolute().parents] if path.exists())
-    try:
-        return f" ({shutil.disk_usage(existing).free / 2**20:,.0f} MiB free)"
-    except OSError:
-        return ""

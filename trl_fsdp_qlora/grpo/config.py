@@ -122,9 +122,6 @@ class EfficientGRPOConfig(GRPOConfig):
         "In recipes: completions printed with their rewards some ten times in a run, from the lowest reward to "
         "the highest; 0 for none. With log_completions, TRL's own table is printed instead.",
     )
-    resume_anyway: bool = option(
-        False, "Go on from a checkpoint even if its base model, data, seed or settings are not those of this run."
-    )
 
     def __post_init__(self):
         self._take_numpy()

@@ -11,8 +11,7 @@ from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from ..checkpoints import identity
-from ..checkpoints.resumable import WholeCheckpoints
+from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from ..compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.sharding import Sharding
@@ -295,7 +294,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
 
         Raises:
-            trl_fsdp_qlora.run.errors.CheckpointError: see [`trl_fsdp_qlora.checkpoints.resumable.WholeCheckpoints`].
+            trl_fsdp_qlora.run.errors.CheckpointError: see [`trl_fsdp_qlora.checkpoints.checkpoints.WholeCheckpoints`].
         """
         with self.checkpointing.alone():
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
@@ -310,21 +309,23 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.checkpointing.writing(folder):
-            super()._save_checkpoint(model, trial)
         rollouts = {"step": self._step, "buffer": self._buffered_inputs, "further": self.living_groups.state()}
-        self.checkpointing.complete(folder, rollouts, self.state.best_model_checkpoint)
+        with self.checkpointing.writing(folder, self.state, rollouts):
+            super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
 
+    def _get_output_dir(self, trial):
+        return str(self.checkpointing.staging or super()._get_output_dir(trial))
+
     def _push_from_checkpoint(self, checkpoint_folder):
-        if not self.checkpointing.saving:  # a checkpoint is pushed once it is whole
+        if self.checkpointing.staging is None:  # a checkpoint is pushed once it is whole
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir=None, _internal_call=False):
         if not self.sharding.save_adapter(self.model, output_dir or self.args.output_dir, self._save):
             super().save_model(output_dir, _internal_call=True)
-        if not self.checkpointing.saving:
+        if self.checkpointing.staging is None:
             record(output_dir or self.args.output_dir, self)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -358,8 +359,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _describe_run(self):
         model = self.accelerator.unwrap_model(self.model)
-        rewards = list(zip(self.reward_func_names, self.reward_funcs, strict=True))
-        return identity.describe_run(self.args, model, self.train_dataset, rewards, type(self).__name__)
+        names = self.reward_func_names, type(self).__name__
+        return describe_rollouts(self.args, model, self.train_dataset, *names), describe_training(self.args, model)
 
     # --- what is said about a run ------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from ..checkpoints.manifest import ManifestError, read_json, write_json
+from ..checkpoints.disk import read_json, write_json
+from ..run.errors import CheckpointError
 from ..run.redaction import redact
 
 LOGITS = "logits.json"
@@ -134,7 +135,7 @@ def prove(adapter: str | Path, base: str, timeout: float = 1800.0) -> str:
         kept = read_json(Path(adapter) / LOGITS)
         shown, of_base = kept["logits"], kept["logits_of_the_base"]
         eps = torch.finfo(getattr(torch, kept["dtype"])).eps * _UNITS.get(kept["dtype"], 4)
-    except (ManifestError, KeyError, AttributeError, TypeError) as error:
+    except (CheckpointError, KeyError, AttributeError, TypeError) as error:
         raise LogitsError(
             f"{LOGITS} is not what was recorded with an adapter ({error}); save the adapter again"
         ) from None

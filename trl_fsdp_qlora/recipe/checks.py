@@ -287,7 +287,7 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> Pr
 
     Raises:
         ConfigError: names the field, the value and what to write.
-        trl_fsdp_qlora.checkpoints.checkpoints.CheckpointError: there is nothing to resume from.
+        trl_fsdp_qlora.run.errors.CheckpointError: there is nothing to resume from.
     """
     check_script(script)
     check_training(config, model)

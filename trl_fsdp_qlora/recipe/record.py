@@ -7,8 +7,9 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from ..checkpoints import manifest
+from ..checkpoints import disk
 from ..run import redaction
+from ..run.errors import CheckpointError
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from .evaluation import Evaluation
@@ -75,8 +76,8 @@ class RunRecord:
         self.content: dict[str, Any] = {}
         if self.path.is_file():
             try:
-                self.content = manifest.read_json(self.path)
-            except manifest.ManifestError as error:
+                self.content = disk.read_json(self.path)
+            except CheckpointError as error:
                 say(f"{self.path}: {error}; the record starts anew")
 
     def is_complete(self, step: int | None) -> bool:
@@ -91,7 +92,7 @@ class RunRecord:
         self.content |= redaction.clean(plain(values))
         if PartialState().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            manifest.write_json(self.path, self.content)
+            disk.write_json(self.path, self.content)
 
     @nonfatal("the picture of the run")
     def draw(self) -> Path | None:

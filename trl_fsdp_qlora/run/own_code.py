@@ -1,6 +1,5 @@
 """A user's own functions by import path: `my_rewards.py:has_unit` or `my_package.rewards:has_unit`."""
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -10,12 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from .nearest import did_you_mean, nearest
 
 _SPELLING = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
-_DIGEST = "__trl_fsdp_qlora_digest__"  # of the file that a module was loaded from
 
 
 class OwnCodeError(ValueError):
@@ -46,12 +43,6 @@ def load_function(text: str) -> Callable:
     return function
 
 
-def digest_of(function: Any) -> str | None:
-    """Twelve hexadecimal digits of the file that [`load_function`] loaded `function` from; `None` for any other."""
-    module = sys.modules.get(getattr(inspect.unwrap(function), "__module__", None) or "")
-    return getattr(module, _DIGEST, None)
-
-
 def _module(name: str) -> ModuleType:
     path = Path(name)
     if path.suffix == ".py" and path.is_dir():
@@ -60,15 +51,12 @@ def _module(name: str) -> ModuleType:
         near = nearest(path.name, (other.name for other in path.parent.glob("*.py")))
         raise OwnCodeError(f"{name}: no such file here{did_you_mean(near)}")
     try:
-        module = _of_file(path) if path.suffix == ".py" else _of_package(name)
+        return _of_file(path) if path.suffix == ".py" else _of_package(name)
     except (
         Exception,
         SystemExit,
     ) as error:  # whatever the user's own lines raise: here it only gets the file's name beside it
         raise OwnCodeError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
-    if getattr(module, _DIGEST, None) is None and getattr(module, "__file__", None):
-        setattr(module, _DIGEST, hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12])
-    return module
 
 
 def _of_file(path: Path) -> ModuleType:
