@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
 
@@ -82,6 +83,7 @@ def load(folder: str) -> None:
     from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
     from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 
+    PartialState(cpu=True)
     start, done, peak = anonymous(), threading.Event(), [0]
 
     def watch():
