@@ -174,6 +174,67 @@ RECURRENT = {
     ),
 }
 LFM3_LAYERS = ["conv", "sliding_attention", "full_attention"]
+_PATCHES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+_SIGLIP = {**_PATCHES, "image_size": 16, "patch_size": 8}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+_GEMMA_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+# Classes that could take images, for text.
+MULTIMODAL = {
+    "gemma3": lambda: tf.Gemma3ForConditionalGeneration(
+        tf.Gemma3Config(text_config=_SHAPE | _GEMMA_LAYERS, vision_config=_SIGLIP, mm_tokens_per_image=4)
+    ),
+    "gemma4": lambda: tf.Gemma4ForConditionalGeneration(
+        tf.Gemma4Config(
+            text_config=_SHAPE
+            | _GEMMA_LAYERS
+            | {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+            vision_config=_PATCHES | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 16},
+            audio_config=None,
+        )
+    ),
+    "qwen2_5_vl": lambda: tf.Qwen2_5_VLForConditionalGeneration(
+        tf.Qwen2_5_VLConfig(
+            text_config=_shape(head_dim=None) | {"rope_parameters": _MROPE}, vision_config=_QWEN_VISION
+        )
+    ),
+    "qwen3_vl": lambda: tf.Qwen3VLForConditionalGeneration(
+        tf.Qwen3VLConfig(text_config=_SHAPE | {"rope_parameters": _MROPE}, vision_config=_QWEN_VISION)
+    ),
+    "qwen3_5": lambda: tf.Qwen3_5ForConditionalGeneration(
+        tf.Qwen3_5Config(text_config=_SHAPE | _LINEAR, vision_config=_QWEN_VISION)
+    ),
+    "mistral3": lambda: tf.Mistral3ForConditionalGeneration(
+        tf.Mistral3Config(
+            text_config=_SHAPE | {"model_type": "mistral"},
+            vision_config=_SIGLIP | {"model_type": "pixtral", "head_dim": 8},
+        )
+    ),
+    "glm4v": lambda: tf.Glm4vForConditionalGeneration(
+        tf.Glm4vConfig(
+            text_config=_SHAPE | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
+            vision_config=_QWEN_VISION | {"image_size": 16},
+        )
+    ),
+    "internvl": lambda: tf.InternVLForConditionalGeneration(
+        tf.InternVLConfig(
+            text_config=_SHAPE | {"model_type": "qwen2"},
+            vision_config=_PATCHES | {"image_size": [16, 16], "patch_size": [8, 8]},
+        )
+    ),
+    "smolvlm": lambda: tf.SmolVLMForConditionalGeneration(
+        tf.SmolVLMConfig(text_config=_SHAPE | {"model_type": "llama"}, vision_config=_SIGLIP, scale_factor=2)
+    ),
+}
 UNSUPPORTED = {
     "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_SHAPE)),
     "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_SHAPE)),
@@ -278,12 +339,17 @@ def tokenizer():
     )
 
 
+def processor():
+    """What TRL takes for a sign that a run is one of images."""
+    return tf.LlavaProcessor(tf.CLIPImageProcessorPil(), tokenizer(), patch_size=8)
+
+
 def mean_token(completions, **kwargs):
     """A reward that differs between completions."""
     return [sum(map(ord, text)) % 7 / 7 if text else 0.0 for text in completions]
 
 
-def make_trainer(cls, model, tmp_path, peft_config=None, **config):
+def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, **config):
     """A GRPO trainer in fp32 without gradient checkpointing unless told otherwise; groups of 4 in batches of 8."""
     defaults = {
         "output_dir": str(tmp_path),
@@ -306,7 +372,7 @@ def make_trainer(cls, model, tmp_path, peft_config=None, **config):
         args=EfficientGRPOConfig(**(defaults | config)),
         train_dataset=Dataset.from_dict({"prompt": ["A+B=", "CDEF*G=", "H=", "IJ-K="] * 8}),
         eval_dataset=Dataset.from_dict({"prompt": ["B+A=", "GG=", "DEF*G=", "JI-K="]}),
-        processing_class=tokenizer(),
+        processing_class=tokenizer() if processing_class is None else processing_class,
         peft_config=peft_config,
     )
     trainer.model.train()

@@ -98,10 +98,11 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         )
 
     def _refuse_what_stage_one_cannot_sample(self) -> None:
-        if self.tools or self.environment_factories is not None or self.rollout_func is not None or self._is_vlm:
+        images = {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ())
+        if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
             raise ValueError(
                 "A*-PO estimates V* from single-turn text completions of the reference policy: tools, "
-                "environment_factory, rollout_func and multimodal processors are not supported; use EfficientGRPOTrainer"
+                "environment_factory, rollout_func and image columns are not supported; use EfficientGRPOTrainer"
             )
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

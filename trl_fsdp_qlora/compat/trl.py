@@ -106,7 +106,6 @@ ATTRIBUTES = [
     "_buffered_inputs",
     "_dist",
     "_entropy_bonus_enabled",
-    "_is_vlm",
     "_logs",
     "_metrics",
     "_pending_extra_logs",

@@ -79,8 +79,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self._start_engine()
         self._start_clock()
         self._start_scoring()
-        plain = not self._is_vlm and self.environment_factories is None
-        self.add_callback(StartupCallback(self.features, self._tokenize_prompts if plain else None))
+        tokenize = self._tokenize_prompts if self.environment_factories is None else None
+        self.add_callback(StartupCallback(self.features, tokenize))
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -237,11 +237,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     @property
     def _weighs_in_loss(self) -> bool:
-        return weighs_in_loss(self.args, self._is_vlm, self.budget.strategy)
+        return weighs_in_loss(self.args, self.budget.strategy)
 
     def _weighed(self, request: PassRequest, inputs):
         """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
-        if not self.use_vllm or SAMPLED_LOGPS not in inputs or self._is_vlm:
+        if not self.use_vllm or SAMPLED_LOGPS not in inputs:
             return request, inputs
         values = self._score_completions(request, inputs)
         if self.vllm_importance_sampling_correction and IMPORTANCE_RATIO not in inputs:
@@ -260,7 +260,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _padded_batch(self, request: PassRequest, inputs):
         return self._get_per_token_logps_and_entropies(
-            request, *padded_batch(inputs), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            request, **padded_batch(inputs), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
 
     @wraps(GRPOTrainer._get_per_token_logps_and_entropies)

@@ -48,15 +48,14 @@ def importance_weights(
     return weights.masked_fill(outside, 0.0)
 
 
-def weighs_in_loss(args: Any, is_vlm: bool, strategy: str) -> bool:
+def weighs_in_loss(args: Any, strategy: str) -> bool:
     """Old log-probabilities are the loss's own: one optimizer step per generation batch, every token scored.
 
     Args:
         args: an `EfficientGRPOConfig`.
-        is_vlm: TRL then makes passes of its own.
         strategy: which tokens are scored, see `TokenBudget`.
     """
     every = args.steps_per_generation * args.num_iterations
     by_sequence = args.vllm_importance_sampling_mode.startswith("sequence")
     aligned = args.gradient_accumulation_steps % every == 0
-    return args.use_vllm and aligned and not is_vlm and not (by_sequence and strategy != "all")
+    return args.use_vllm and aligned and not (by_sequence and strategy != "all")

@@ -114,6 +114,7 @@ class PassRequest:
             scored_BC=None if self.scored_BC is None else self.scored_BC[rows],
             weight_BC=None if self.weight_BC is None else self.weight_BC[rows],
             batch_size=None,
+            vision={name: value[rows] for name, value in self.vision.items()},  # of text: one row each
         )
 
     def padded(self, stock: Callable[..., LogProbs]) -> LogProbs:
