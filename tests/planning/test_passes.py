@@ -17,13 +17,10 @@ from trl_fsdp_qlora.planning import components, passes
 from trl_fsdp_qlora.planning.hardware import Hardware
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.attention import install
-from trl_fsdp_qlora.prefix_sharing.dropout import without_dropout
 from trl_fsdp_qlora.prefix_sharing.layout import pack
-from trl_fsdp_qlora.prefix_sharing.self_check import compare
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 from trl_fsdp_qlora.telemetry.phases import PeakMemory
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
@@ -132,35 +129,6 @@ def test_gradients_are_there_from_where_a_pass_makes_them(tmp_path, checkpointin
     # Without checkpointing the peak is where the backward begins; with it and few tokens where it ends.
     ends = checkpointing and accumulation == 1
     assert (found.gradients > 0.8 * gradients) if ends else (found.gradients < 0.3 * gradients)
-
-
-@pytest.mark.parametrize("groups, grad", [(2, True), (1, True), (2, False)])
-def test_the_first_step_compares_as_much_as_was_planned(tmp_path, groups, grad):
-    """The comparison itself, on the rows that it takes of a batch."""
-    run = settings(folder(tmp_path), per_device_train_batch_size=4 * groups)
-    model = built(run)
-    request = PassRequest(Kind.POLICY, model).on(*batch(run), run.max_completion_length).few_rows()
-    ids, mask, kept = request.input_ids, request.attention_mask, run.max_completion_length
-    layout = pack(ids, mask, kept)
-    labels = ids.masked_fill(torch.arange(ids.shape[1]) < run.prompt_tokens, -100)
-    for parameter in model.parameters():
-        if parameter.requires_grad and grad:
-            parameter.grad = torch.zeros_like(parameter)
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    tracker = PeakTracker()
-    tracker.track(model)
-
-    def padded():
-        return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs[:, -kept:]
-
-    with tracker, torch.set_grad_enabled(grad), without_dropout(model):
-        before = tracker.now()
-        packed = lambda: layout.scatter(packed_forward(model, layout).log_probs)  # noqa: E731
-        assert compare(model, packed, padded, torch.ones_like(ids[:, -kept:]).bool(), torch.float32) is None
-    # The step's own gradients lie aside here, in a run there are none yet.
-    expected = tracker.peak() - before - gradients
-    assert passes.comparison(run, config(), grad, False).peak == pytest.approx(expected, rel=NEAR)
-    assert passes.comparison_shape(run, False).rows == len(ids)
 
 
 def test_a_host_gives_no_page_of_trl_s_buffer_behind_the_vocabulary():

@@ -18,7 +18,7 @@ from tests.prefix_sharing.helpers import (
     stock_log_probs,
     with_stock_head,
 )
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError, cascade
+from trl_fsdp_qlora.prefix_sharing import PrefixSharing, cascade
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 
@@ -100,9 +100,8 @@ def check_between_micro_batches(wrapper, expected, expected_gradients):
         torch.testing.assert_close(found, 2 * wanted, atol=2e-4, rtol=1e-4)
 
 
-def kernel_error_on_one_rank_at_a_later_pass(wrapper, expected, expected_gradients):
+def kernel_error_on_one_rank_in_the_first_comparison(wrapper, expected, expected_gradients):
     model, sharing = wrapped(wrapper)
-    one_pass(model, sharing)
 
     def attend(call):
         if dist.get_rank() == 1 and call.module.layer_idx == 0:
@@ -113,6 +112,20 @@ def kernel_error_on_one_rank_at_a_later_pass(wrapper, expected, expected_gradien
         logps = one_pass(model, sharing)
     assert ("no kernel for this size" if dist.get_rank() else "another rank") in sharing.describe()
     assert_right(model, sharing, logps, expected, expected_gradients)
+
+
+def unpackable_batch_on_one_rank(wrapper, expected, expected_gradients):
+    """In the comparison and later: that rank runs padded, the other one packed."""
+    model, sharing = wrapped(wrapper)
+    ids, mask = my_batch()
+    if dist.get_rank() == 1:
+        mask = mask.clone()
+        mask[0, -COMPLETION + 2] = 0
+    for _ in range(2):
+        logps = one_pass(model, sharing, (ids, mask))
+        assert sharing.active() and sharing._states["policy"].checked
+        torch.testing.assert_close(logps, stock_log_probs(model, ids, mask)[0], atol=2e-5, rtol=1e-5)
+        logps.sum().backward()
 
 
 def wrong_gradient_on_one_rank(wrapper, expected, expected_gradients):
@@ -145,23 +158,6 @@ def error_outside_of_attention(wrapper, expected, expected_gradients):
     assert_right(model, sharing, logps, expected, expected_gradients)
 
 
-def named_backend_and_an_unpackable_batch_on_one_rank(wrapper, *_):
-    for before in (0, 1):  # in the pass that is compared, and in a later one
-        model, sharing = wrapped(wrapper, "cascade")
-        for _ in range(before):
-            one_pass(model, sharing)
-        ids, mask = my_batch()
-        if dist.get_rank() == 1:
-            mask = mask.clone()
-            mask[0, -COMPLETION + 2] = 0
-        try:
-            one_pass(model, sharing, (ids, mask))
-        except PrefixSharingError as error:
-            assert ("left padding" if dist.get_rank() else "another rank") in str(error)
-        else:
-            raise AssertionError("nothing was raised")
-
-
 def nothing_to_score_on_one_rank_at_first(wrapper, expected, expected_gradients):
     """Both ranks count the first pass as compared: a rank that compared again in the next one would be alone."""
     model, sharing = wrapped(wrapper)
@@ -176,10 +172,10 @@ def nothing_to_score_on_one_rank_at_first(wrapper, expected, expected_gradients)
 SCENARIOS = (
     check_leaves_nothing,
     check_between_micro_batches,
-    kernel_error_on_one_rank_at_a_later_pass,
+    kernel_error_on_one_rank_in_the_first_comparison,
+    unpackable_batch_on_one_rank,
     wrong_gradient_on_one_rank,
     error_outside_of_attention,
-    named_backend_and_an_unpackable_batch_on_one_rank,
     nothing_to_score_on_one_rank_at_first,
 )
 

@@ -72,15 +72,15 @@ def test_models_with_default_dropout_train_as_in_stock(name, tmp_path):
     assert len([row for row in trainer.state.log_history if "loss" in row]) == 2
 
 
-def test_dropout_only_the_kernel_call_shows_falls_back_at_that_pass(tmp_path, caplog):
-    """A layer that hands attention a probability that stands nowhere: the first pass that draws runs padded, and all after."""
+def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass(tmp_path, caplog):
+    """The modules are read again before the first pass."""
     model = build(SUPPORTED["llama"])
     trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, max_steps=2)
     assert trainer.prefix_sharing.active()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     trainer.train()
-    assert "attention dropout (0.1)" in trainer.prefix_sharing.describe()
+    assert "attention_dropout=0.1" in trainer.prefix_sharing.describe()
     assert len([row for row in trainer.state.log_history if "loss" in row]) == 2
 
 

@@ -7,7 +7,14 @@ from peft import get_peft_model
 from tests.tiny import lora
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, cascade
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout
-from trl_fsdp_qlora.prefix_sharing.self_check import GradientCheck, difference
+from trl_fsdp_qlora.prefix_sharing.self_check import (
+    NOISE_PASSES,
+    compares_gradients,
+    moved,
+    rounding_unit,
+    statistics,
+    verdict,
+)
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import COMPLETION, SUPPORTED, awkward_batch, build, make_batch, stock_log_probs, with_stock_head
@@ -45,7 +52,7 @@ def drop_a_token(values_BC):
 
 def move_first_tokens(values_BC):
     moved = values_BC.clone()
-    moved[:, 0] += 0.04 * (values_BC[:, 0] != 0)
+    moved[:, 0] += 0.1 * (values_BC[:, 0] != 0)  # seven times what rounding moves them in bfloat16
     return moved
 
 
@@ -144,82 +151,111 @@ def test_gradients_are_left_alone_under_an_engine_with_its_own_backward(monkeypa
     model = get_peft_model(base, lora())
     sharing = PrefixSharing(temperature=0.9)
     sharing.prepare("policy", model)
-    assert GradientCheck.possible(model) and Engine(model).peft_config
-    assert not GradientCheck.possible(Engine(model))
+    assert compares_gradients(model) and Engine(model).peft_config
+    assert not compares_gradients(Engine(model))
     monkeypatch.setattr(torch.Tensor, "backward", None)
     one_pass(Engine(model), sharing)
     assert sharing.active()
     next(model.parameters()).ds_id = 0  # what ZeRO-3 puts on each parameter
-    assert not GradientCheck.possible(model)
-
-
-def test_each_set_of_backends_is_compared_once():
-    """A window that reaches over the whole row cuts nothing: short rows take `cascade` alone, long ones `two_part` too."""
-    model, sharing = prepared(build(SUPPORTED["qwen3_sliding"]))
-    alone = make_batch([3, 2], [2, 2], prompt=3, completion=COMPLETION)
-    narrow = (alone[0][:, : 3 + 3], alone[1][:, : 3 + 3])
-
-    def compared(batch, width):
-        ids, mask = batch
-        request = PassRequest(Kind.POLICY, model).on(ids, mask, width)
-        count = []
-
-        def padded(request):
-            count.append(1)
-            return *stock_log_probs(model, request.input_ids, request.attention_mask, width), None
-
-        sharing.log_probs(request, padded)
-        return len(count)
-
-    # Nothing shared and no window; the same again; a window and shared prompts; the same again.
-    assert [compared(narrow, 3), compared(narrow, 3)] == [1, 0]
-    assert [compared(awkward_batch(), COMPLETION), compared(awkward_batch(), COMPLETION)] == [1, 0]
-    with torch.no_grad():
-        assert compared(awkward_batch(), COMPLETION) == 0
+    assert not compares_gradients(model)
 
 
 def test_gradients_are_compared_though_values_were():
     model, sharing = prepared()
+    rows = 4  # one padded pass for each row that is compared
     with torch.no_grad():
-        assert one_pass(model, sharing)[1] == 1
+        assert one_pass(model, sharing)[1] == rows
         assert one_pass(model, sharing)[1] == 0
-    assert one_pass(model, sharing)[1] == 1
+    assert one_pass(model, sharing)[1] == rows
     assert one_pass(model, sharing)[1] == 0
 
 
-def test_a_fault_in_a_backend_met_later_is_caught(monkeypatch):
-    from trl_fsdp_qlora.prefix_sharing import two_part
+def test_equal_completions_of_one_token():
+    """Yes/no answers: under signs of one and minus one the gradients of two equal rows cancelled to nothing."""
+    for seed in range(8):
+        model, sharing = prepared()
+        ids, mask = make_batch([5, 5], [1, 1], seed=seed)
+        ids[1] = ids[0]
+        one_pass(model, sharing, (ids, mask))
+        assert sharing.active(), sharing.describe()
 
-    model, sharing = prepared(build(SUPPORTED["qwen3_sliding"]))
-    ids, mask = make_batch([3, 2], [2, 2], prompt=3, completion=3)
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, 3)
-    sharing.log_probs(
-        request, lambda request: (*stock_log_probs(model, request.input_ids, request.attention_mask, 3), None)
-    )
-    assert sharing.active()
-    attend = two_part.attend
-    monkeypatch.setattr(two_part, "attend", lambda call: 0.9 * attend(call))
-    values, _ = one_pass(model, sharing)
-    assert not sharing.active()
-    torch.testing.assert_close(values, stock_log_probs(model, *awkward_batch())[0])
+
+def test_ten_thousand_healthy_starts_in_half_precision():
+    """Real rounding of a model in bfloat16, resampled: eight completions of one token on each of one or eight ranks."""
+    model, sharing = prepared(build(SUPPORTED["llama"]).to(torch.bfloat16))
+    off, noise = [], []
+    with torch.no_grad():
+        for seed in range(30):
+            ids, mask = make_batch([5, 5, 9, 9], [9, 9, 9, 9], seed=seed)
+            request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION)
+            packed = sharing._packed_or_problem(request, None)[0]
+            padded = stock_log_probs(model, ids, mask)[0]
+            off.append((packed - padded).flatten())
+            moves = []
+            for move in range(NOISE_PASSES):
+                with moved(model.get_input_embeddings(), rounding_unit(torch.bfloat16, ids.device), move):
+                    moves.append((stock_log_probs(model, ids, mask)[0] - padded).flatten())
+            noise.append(torch.stack(moves))
+    off, noise = torch.cat(off), torch.cat(noise, 1)
+    assert off.abs().max() > 0.01  # there is something to explain
+    draw = torch.Generator().manual_seed(0)
+    for rows in (8, 64):
+        for _ in range(10_000):
+            mine = torch.randint(0, len(off), (rows, 1), generator=draw)
+            zeros = torch.full(mine.shape, -1.0)
+            found = statistics(zeros + off[mine], zeros, noise[:, mine], torch.ones_like(mine).bool())
+            assert verdict(found, exact=False) is None
+
+
+def test_rows_that_nothing_can_be_learnt_from_are_compared_too():
+    model, sharing = prepared()
+    one_pass(model, sharing, scored_BC=torch.zeros(10, COMPLETION, dtype=torch.bool))
+    assert sharing._states["policy"].checked
+
+
+def test_nothing_to_compare_is_no_comparison():
+    model, sharing = prepared()
+    ids, mask = awkward_batch()
+    mask[:, -COMPLETION:] = 0
+    one_pass(model, sharing, (ids, mask))
+    assert sharing.active() and not sharing._states["policy"].checked
+
+
+def test_what_fails_later_raises(monkeypatch):
+    model, sharing = prepared()
+    one_pass(model, sharing)
+
+    def attend(call):
+        raise RuntimeError("no kernel for this size")
+
+    monkeypatch.setattr(cascade, "attend", attend)
+    with pytest.raises(RuntimeError, match="no kernel for this size"):
+        one_pass(model, sharing)
+
+
+def judged(packed, padded, noise, exact=False, scored=None):
+    scored = torch.ones_like(padded).bool() if scored is None else scored
+    return verdict(statistics(packed, padded, noise, scored), exact)
 
 
 def test_missing_values_and_first_tokens_by_hand():
-    scored = torch.ones(4, 50, dtype=torch.bool)
-    padded = -torch.rand(4, 50, generator=torch.Generator().manual_seed(0)) - 0.5
-    noise = 0.01 * torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    assert difference(padded + noise, padded, scored, torch.bfloat16) is None
-    assert difference(padded * 1, padded, scored, torch.float32) is None
+    draw = torch.Generator().manual_seed(0)
+    padded = -torch.rand(4, 50, generator=draw) - 0.6
+    noise = 0.005 * torch.randn(5, 4, 50, generator=draw)
+    packed, moved = padded + noise[0], noise[1:]
+    assert judged(packed, padded, moved) is None
+    assert judged(padded * 1, padded, None, exact=True) is None
     missing = padded.clone()
     missing[2, 7] = 0.0
-    for dtype in (torch.float32, torch.bfloat16):  # one of two hundred, which no mean and no quantile shows
-        assert "1 log-probabilities" in difference(missing, padded, scored, dtype)
-    assert "largest" in difference(padded + noise, padded, scored, torch.float32)
-    first = padded + noise
+    for exact in (True, False):  # one of two hundred, which no mean shows
+        assert "1 log-probabilities" in judged(missing, padded, moved, exact)
+    assert "mean" in judged(packed, padded, None, exact=True)
+    first = packed.clone()
     first[:, 0] += 0.04
-    assert "first tokens" in difference(first, padded, scored, torch.bfloat16)
-    tail = padded + noise
-    tail[:, ::8] += 0.3  # a mean of 0.04 nats
-    assert "quantile" in difference(tail, padded, scored, torch.bfloat16)
-    assert "not finite" in difference(padded * float("nan"), padded, scored, torch.float32)
-    assert difference(missing, padded, scored & (missing != 0), torch.float32) is None
+    assert "first tokens" in judged(first, padded, moved)
+    tail = packed.clone()
+    tail[:, ::4] += 0.3
+    assert "mean" in judged(tail, padded, moved)
+    assert judged(tail, padded, 40 * moved) is None  # where rounding moves tokens that far
+    assert "not finite" in judged(padded * float("nan"), padded, moved)
+    assert judged(missing, padded, moved, scored=missing != 0) is None

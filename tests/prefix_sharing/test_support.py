@@ -140,8 +140,9 @@ def test_batches_that_cannot_be_packed_run_padded(caplog):
     mask[0, -COMPLETION + 2] = 0  # a hole
     stock = stock_log_probs(model, ids, mask)
     request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION)
-    values, figures = packed.log_probs(request, lambda request: (*stock, None))
-    assert values[0] is stock[0] and figures == {}
+    padded = lambda request: (*stock_log_probs(model, request.input_ids, request.attention_mask), None)  # noqa: E731
+    values, figures = packed.log_probs(request, padded)
+    assert torch.equal(values[0], stock[0]) and figures == {}
     assert "left padding" in caplog.text
     assert packed.active()  # the next batch is packed again
 

@@ -98,7 +98,7 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
 def comparison_shape(settings: Settings, on_gpu: bool) -> Shape:
     """What the first step compares, padded: two completions of a prompt and one of another, as far as there are.
 
-    See `scoring.request.PassRequest.few_rows`. Packed they have fewer tokens, and that pass is over by then.
+    More than what is compared now: padded rows go one by one, see `prefix_sharing.self_check.compare`.
     """
     other = int(settings.groups > 1)
     rows = min(2, settings.num_generations, settings.per_device_train_batch_size) + other

@@ -1,11 +1,15 @@
-"""What ranks decide together, and what an attempt that failed leaves as it was."""
-
-import contextlib
-from collections.abc import Callable, Iterator
+"""What ranks decide together, and which errors a check may turn into a line."""
 
 import torch
 
 from ..scoring.transfer import to_device
+
+
+def is_main_rank() -> bool:
+    """Whether this process writes what all ranks know alike."""
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized()) or (
+        torch.distributed.get_rank() == 0
+    )
 
 
 def largest_over_ranks(values: list[int], device: torch.device) -> list[int]:
@@ -15,6 +19,15 @@ def largest_over_ranks(values: list[int], device: torch.device) -> list[int]:
     tensor = to_device(torch.tensor(values), device)
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
     return tensor.tolist()
+
+
+def sum_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """Sum of each entry over ranks, in float32. Every rank has to call it, with the same keys."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return values
+    tensor = to_device(torch.tensor(list(values.values()), dtype=torch.float32), device)
+    torch.distributed.all_reduce(tensor)
+    return dict(zip(values, tensor.tolist(), strict=True))
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -28,20 +41,3 @@ def reason_of(error: Exception) -> str:
     """An error as part of a line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:300]}"
-
-
-@contextlib.contextmanager
-def rewindable(device: torch.device) -> Iterator[Callable[[], None]]:
-    """A function that sets the random generators back to where they were at the start of the block.
-
-    A pass that is thrown away must not move them, or a resumed run would draw other numbers than one that went on.
-    """
-    host = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def rewind() -> None:
-        torch.set_rng_state(host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
-
-    yield rewind

@@ -1,7 +1,12 @@
-"""A pass computed both ways, packed and padded, and compared: log-probabilities token by token, and gradients.
+"""A few rows computed both ways, packed and padded, before a model's first pass: log-probabilities and gradients.
 
-The caller runs it once for each set of attention backends that a model's packed rows come to use. Every rank takes the
-same forwards and backwards.
+In float32 the two agree to a few units in the last place, and fixed limits serve. In half precision (or TF32) single tokens
+differ by hundredths of a nat, by how much depends on the model, and nobody knows it beforehand. So it is measured: the same
+padded rows are computed again with their embeddings moved by as much as rounding moves numbers anyway, and every later
+rounding falls out differently. Packed rows may be several times as far from the padded ones as these
+passes are; whatever goes beyond is no rounding.
+
+All ranks judge one set of sums, so that they decide alike, and a few unlucky tokens on one of them decide nothing.
 """
 
 import contextlib
@@ -15,188 +20,234 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..compat.fsdp import has_unreduced_gradients, reducing, sharded_trainable
+from ..scoring.request import LogProbs, PassRequest
+from .agreement import largest_over_ranks, sum_over_ranks
 
-# Largest |Δ log-probability| in nats that rounding explains. Padded and packed float32 passes were never further apart
-# than 6e-5 here (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state moves
-# log-probabilities by 0.1 to 2 in a trained model.
-MAX_DIFFERENCE_FP32 = 1e-3
-# In half precision single tokens differ by a few hundredths from run to run; means and quantiles do not. First tokens
-# are predicted across the border of two segments, so they are also compared with how far the others are off.
-MEAN_DIFFERENCE_HALF = 0.05
-QUANTILE, QUANTILE_DIFFERENCE_HALF = 0.9, 0.15
-FIRST_DIFFERENCE_HALF, FIRST_OVER_OTHERS = 0.02, 3.0
-# Norm of a difference of gradients over the norm of the gradient: of each parameter in float32, with a floor for those
-# whose gradient is small beside the largest; of all together in half precision.
-GRADIENT_DIFFERENCE_FP32, GRADIENT_FLOOR_FP32 = 1e-2, 1e-4
-GRADIENT_DIFFERENCE_HALF = 0.25
+# Mean |Δ log-probability| in nats that is never called a fault. Padded and packed float32 passes were never further apart
+# than 6e-5 (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state moves
+# log-probabilities by 0.1 to 2 in a trained model. First tokens are predicted across the border of two segments: they are
+# judged by themselves, too.
+MEAN_DIFFERENCE_FP32 = 1e-3
+MEAN_DIFFERENCE_HALF, FIRST_DIFFERENCE_HALF = 0.05, 0.03
+# Norm of the difference of the gradients over the norm of the gradient.
+GRADIENT_DIFFERENCE_FP32, GRADIENT_DIFFERENCE_HALF = 1e-3, 0.25
+# Beyond that, so many times what rounding moved the padded pass by, twice as many for a single token: docs/LOG.md has what
+# healthy starts come to.
+OVER_NOISE = 3.0
+NOISE_PASSES = 4
+# Rows to compare. Where single tokens say little, more of them.
+ROWS_FP32, ROWS_HALF = 4, 8
+# One token counts for no more than this many nats: rounding can move a very unlikely one by any amount.
+MOST_PER_TOKEN = 1.0
+# A log-probability of exactly zero where the padded pass has one below this is missing.
+MISSING_BELOW = -0.5
 
-_HALF = (torch.bfloat16, torch.float16)
+
+def rounding_unit(dtype: torch.dtype, device: torch.device) -> float:
+    """Root mean square of a rounding's relative error in what a model multiplies in; 0 where fixed limits serve."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return torch.finfo(dtype).eps / 4
+    tf32 = dtype is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return 2.0**-12 if tf32 else 0.0
 
 
-def difference(
-    packed_BC: torch.Tensor, padded_BC: torch.Tensor, scored_BC: torch.Tensor, dtype: torch.dtype
-) -> str | None:
-    """What is wrong with the log-probabilities of a packed pass; `None` where rounding explains the difference.
+def compares_gradients(model: torch.nn.Module) -> bool:
+    """Whether gradients are recorded and a plain `backward` through `model` may be undone.
 
-    Args:
-        packed_BC, padded_BC: log-probabilities of both passes.
-        scored_BC: the tokens that the loss scores. A value missing in one pass (a zero) is a difference like any other.
-        dtype: what the model computes in.
+    So it is where nothing wraps it but DDP, or FSDP2 with nothing pending; not where the wrapper has a backward of its own
+    (DeepSpeed, FSDP1).
     """
-    if not scored_BC.any():
-        return None
-    error_BC = torch.where(scored_BC, (packed_BC - padded_BC).detach().double(), 0.0).abs()
-    error_N = error_BC[scored_BC]
-    if not torch.isfinite(error_N).all():
-        return "log-probabilities are not finite on one of the two paths"
-    missing = int(((packed_BC == 0) & scored_BC & (error_BC > QUANTILE_DIFFERENCE_HALF)).sum())
-    if missing:
-        return f"{missing} log-probabilities that the padded pass has are missing: a difference in log-probability"
-    if dtype not in _HALF:
-        checks = [("largest", error_N.max(), MAX_DIFFERENCE_FP32)]
-    else:
-        first_BC = scored_BC & (scored_BC.cumsum(1) == 1)
-        first_BC[:, 1:] = False  # where the score mask begins later, nothing crosses the border of two segments
-        first_N, others_N = error_BC[first_BC], error_BC[scored_BC & ~first_BC]
-        checks = [
-            ("mean", error_N.mean(), MEAN_DIFFERENCE_HALF),
-            (f"{QUANTILE:.0%} quantile of the", error_N.quantile(QUANTILE), QUANTILE_DIFFERENCE_HALF),
-        ]
-        if len(first_N) and len(others_N):
-            limit = max(FIRST_DIFFERENCE_HALF, FIRST_OVER_OTHERS * others_N.mean().item())
-            checks.append(("first tokens' mean", first_N.mean(), limit))
-    for what, value, limit in checks:
-        if value > limit:
-            return f"{what} difference in log-probability from the padded pass is {value:.2g} nats (limit {limit:.2g})"
-    return None
-
-
-class GradientCheck:
-    """Compares the gradients of a packed and a padded pass without a trace in `.grad`.
-
-    The gradients are those of a sum over the scored tokens with signs drawn from a fixed seed, for all trainable
-    parameters. The second pass is added to the first one's gradients with the signs turned round, so there is never
-    more than one copy of them, which is what the step itself is about to need.
-
-    Not under wrappers whose backward is a method of their own (DeepSpeed, FSDP1): see [`possible`].
-    """
-
-    def __init__(self, model: torch.nn.Module, scored_BC: torch.Tensor):
-        self.model = model
-        draw = torch.Generator().manual_seed(0)
-        signs = torch.randint(0, 2, scored_BC.shape, generator=draw).to(scored_BC.device) * 2.0 - 1.0
-        self.signs_BC = torch.where(scored_BC, signs, 0.0)
-        self.norms: list[float] = []
-
-    @staticmethod
-    def possible(model: torch.nn.Module) -> bool:
-        """Whether a plain `backward` through `model` may be undone: no wrapper but DDP, or FSDP2 with nothing pending."""
-        if isinstance(model, FSDPModule):
-            return not has_unreduced_gradients(model)
-        # By class: DeepSpeed's engine answers for the attributes of what is in it, and its ZeRO marks the parameters.
-        if not isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel)):
-            return False
-        return not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Gradients start from nothing inside and are what they were afterwards."""
-        self.parameters = (
-            sharded_trainable(self.model)
-            if isinstance(self.model, FSDPModule)
-            else [p for p in self.model.parameters() if p.requires_grad]
-        )
-        before = [parameter.grad for parameter in self.parameters]
-        self._clear()
-        reduction = contextlib.nullcontext()
-        if isinstance(self.model, DistributedDataParallel):
-            reduction = self.model.no_sync()  # each rank compares its own
-        elif isinstance(self.model, FSDPModule):
-            reduction = reducing(self.model)  # unreduced gradients would be whole ones, kept until the next backward
-        try:
-            with reduction:
-                yield
-        finally:
-            for parameter, gradient in zip(self.parameters, before, strict=True):
-                parameter.grad = gradient
-
-    def packed(self, logps_BC: torch.Tensor) -> None:
-        """Backward of the packed pass."""
-        (logps_BC * self.signs_BC).sum().backward()
-        self.norms = self._norms()
-
-    def padded(self, logps_BC: torch.Tensor, dtype: torch.dtype) -> str | None:
-        """Backward of the padded pass, and what is wrong with the packed one's gradients."""
-        (logps_BC * -self.signs_BC).sum().backward()
-        differences, norms = self._norms(), self.norms
-        if not all(map(_finite, [*differences, *norms])):
-            return "gradients are not finite on one of the two paths"
-        if dtype in _HALF:
-            off, size = _length(differences), _length(norms)
-            worst, limit = (off / size if size else float(off > 0)), GRADIENT_DIFFERENCE_HALF
-        else:
-            floor = GRADIENT_FLOOR_FP32 / GRADIENT_DIFFERENCE_FP32 * max(norms, default=0.0)
-            worst = max(
-                (off / max(size, floor) if size or floor else float(off > 0))
-                for off, size in zip(differences, norms, strict=True)
-            )
-            limit = GRADIENT_DIFFERENCE_FP32
-        if worst <= limit:
-            return None
-        return f"gradients differ from the padded pass by {worst:.2g} of their norm (limit {limit:.2g})"
-
-    def _norms(self) -> list[float]:
-        """Norm of each gradient, of this rank's shard where it is sharded."""
-        local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self.parameters]
-        norms = [torch.zeros(()) if g is None else g.detach().double().norm().cpu() for g in local]
-        return torch.stack(norms).tolist()
-
-    def _clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+    if not torch.is_grad_enabled():
+        return False
+    if isinstance(model, FSDPModule):
+        return not has_unreduced_gradients(model)
+    # By class: DeepSpeed's engine answers for the attributes of what is in it, and its ZeRO marks the parameters.
+    if not isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel)):
+        return False
+    return not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def compare(
-    model: torch.nn.Module,
-    packed: Callable[[], torch.Tensor | None],
-    padded: Callable[[], torch.Tensor],
-    scored_BC: torch.Tensor,
-    dtype: torch.dtype,
-    after_forward: bool = False,
+    request: PassRequest,
+    packed: Callable[[PassRequest], tuple[torch.Tensor, str | None, bool]],
+    padded: Callable[[PassRequest], LogProbs],
+    embeddings: torch.nn.Module,
+    unit: float,
 ) -> str | None:
-    """Run a pass both ways and say what is wrong with the packed one, on this rank; `None` where they agree.
+    """Compute the rows of `request` both ways and judge the difference. Every rank has to call it.
 
-    Gradients are compared where the caller's mode records them and the wrapper allows it. Dropout is the caller's.
+    The packed pass is one forward of all rows, the padded one goes row by row, so neither holds more tokens than a step's own
+    pass does. Gradients are those of a sum over the completion tokens with random weights; each pass is added to the others'
+    with its sign, so there is never more than one copy of them, and what was in `.grad` is there again afterwards.
+
+    For R rows that is one packed pass and R padded ones, with backward where gradients are compared; with a rounding unit also
+    `NOISE_PASSES` forwards of all rows without gradients and, for gradients, another packed pass and R padded ones.
 
     Args:
-        model: the root module.
-        packed, padded: the passes, `(B, C)` log-probabilities each; `packed` may give `None` where all ranks decided
-            that there is nothing to compare.
-        scored_BC: tokens to compare.
-        dtype: what the model computes in.
-        after_forward: a forward was made and thrown away. DDP's reducer waits for its backward and would average the
-            next one it sees over the ranks, so no gradients are compared there.
+        request: the rows; all completion tokens are compared. Dropout is the caller's.
+        packed: gives log-probabilities `(R, C)`, what went wrong, and whether this rank's rows could be packed at all.
+        padded: TRL's pass.
+        embeddings: module whose output is moved.
+        unit: of [`rounding_unit`].
+
+    Returns:
+        What is wrong with the packed pass, the same verdict on every rank; `None` for nothing.
     """
-    armed = after_forward and isinstance(model, DistributedDataParallel)
-    if armed or not (torch.is_grad_enabled() and GradientCheck.possible(model)):
-        with torch.no_grad():
-            logps_BC = packed()
-            return None if logps_BC is None else difference(logps_BC, padded(), scored_BC, dtype)
-    check = GradientCheck(model, scored_BC)
-    with check.aside():
-        packed_BC = packed()
-        if packed_BC is None:
-            return None
-        check.packed(packed_BC)
-        packed_BC = packed_BC.detach()
-        padded_BC = padded()
-        wrong_gradient = check.padded(padded_BC, dtype)
-    return difference(packed_BC, padded_BC, scored_BC, dtype) or wrong_gradient
+    device, gradients = request.input_ids.device, compares_gradients(request.model)
+    rows = [request.rows([row]) for row in range(len(request.input_ids))]
+    scored_BC = request.attention_mask[:, -request.logits_to_keep :].bool()
+    with _gradients_aside(request.model) if gradients else torch.no_grad():
+        packed_BC, problem, comparable = packed(request)
+        (failed,) = largest_over_ranks([int(problem is not None)], device)
+        if failed:
+            return problem or "another rank's packed pass failed"
+        scored_BC = scored_BC & comparable
+        draw = torch.Generator().manual_seed(0)  # not signs: equal rows would cancel
+        weight_BC = torch.where(scored_BC, torch.randn(scored_BC.shape, generator=draw).to(device), 0.0)
+
+        def backward(values_BC: torch.Tensor, weight_BC: torch.Tensor) -> torch.Tensor:
+            if gradients:
+                (values_BC * weight_BC).sum().backward()
+            return values_BC.detach()
+
+        def row_by_row(sign: float) -> torch.Tensor:
+            return torch.cat([backward(padded(row)[0], sign * weight_BC[i : i + 1]) for i, row in enumerate(rows)])
+
+        packed_BC = backward(packed_BC, weight_BC)
+        size = _norm(request.model) if gradients else 0.0
+        padded_BC = row_by_row(-1.0)
+        off = _norm(request.model) if gradients else 0.0
+        noise = 0.0
+        if gradients and unit:
+            backward(packed(request)[0], -weight_BC)
+            with moved(embeddings, unit, seed=0):
+                row_by_row(1.0)
+            noise = _norm(request.model)
+    noise_NBC = []
+    for seed in range(NOISE_PASSES if unit else 0):
+        with torch.no_grad(), moved(embeddings, unit, seed + 1):
+            noise_NBC.append(padded(request)[0] - padded_BC)
+    found = statistics(packed_BC, padded_BC, torch.stack(noise_NBC) if unit else None, scored_BC)
+    # Of shards, or of ranks' own gradients: either way their squares add up.
+    found |= {"gradient": size**2, "gradient_off": off**2, "gradient_noise": noise**2}
+    return verdict(sum_over_ranks(found, device), exact=not unit)
 
 
-def _finite(value: float) -> bool:
-    return value - value == 0.0
+def statistics(
+    packed_BC: torch.Tensor, padded_BC: torch.Tensor, noise_NBC: torch.Tensor | None, scored_BC: torch.Tensor
+) -> dict[str, float]:
+    """Sums over this rank's tokens, which can be added over ranks and judged by [`verdict`].
+
+    Args:
+        packed_BC, padded_BC: log-probabilities of both passes.
+        noise_NBC: how far rounding alone moved the padded ones, N times.
+        scored_BC: tokens to compare. A value missing in the packed pass (a zero) is a difference like any other.
+    """
+    off_BC = (packed_BC - padded_BC).float().abs()
+    first_BC = scored_BC.clone()
+    first_BC[:, 1:] = False
+    found = {
+        "not_finite": (scored_BC & ~packed_BC.isfinite() & padded_BC.isfinite()).sum(),
+        "missing": (scored_BC & (packed_BC == 0) & (padded_BC < MISSING_BELOW)).sum(),
+    }
+    for name, where_BC in (("", scored_BC), ("first_", first_BC)):
+        found[f"{name}tokens"] = where_BC.sum()
+        found[f"{name}off"] = _clipped(off_BC)[where_BC].sum()
+        found[f"{name}noise"] = (
+            torch.zeros(()) if noise_NBC is None else _clipped(noise_NBC.float().abs()).mean(0)[where_BC].sum()
+        )
+    return {name: float(value) for name, value in found.items()}
 
 
-def _length(values: list[float]) -> float:
-    return sum(value * value for value in values) ** 0.5
+def _clipped(values: torch.Tensor) -> torch.Tensor:
+    return values.nan_to_num(MOST_PER_TOKEN).clamp(max=MOST_PER_TOKEN)
+
+
+def verdict(found: dict[str, float], exact: bool) -> str | None:
+    """What is wrong with a packed pass; `None` where rounding explains the difference.
+
+    Args:
+        found: [`statistics`], with the squares of the norms of the gradient of the packed pass, of its difference from the
+            padded one's, and of what rounding changed in that (`gradient`, `gradient_off`, `gradient_noise`).
+        exact: fixed limits serve.
+    """
+    if found["not_finite"]:
+        return "log-probabilities are not finite where the padded pass has finite ones"
+    if found["missing"]:
+        return (
+            f"{found['missing']:.0f} log-probabilities that the padded pass has are missing: a difference in "
+            "log-probability"
+        )
+    floors = (MEAN_DIFFERENCE_FP32,) * 2 if exact else (MEAN_DIFFERENCE_HALF, FIRST_DIFFERENCE_HALF)
+    noise = 0.0
+    for name, what, floor in (("", "mean", floors[0]), ("first_", "first tokens' mean", floors[1])):
+        count = max(found[f"{name}tokens"], 1)
+        noise = max(noise, found[f"{name}noise"] / count)  # of all tokens, where that of few is small by chance
+        off, limit = found[f"{name}off"] / count, max(floor, OVER_NOISE * (1 + count**-0.5) * noise)
+        if off > limit:
+            return f"{what} difference in log-probability from the padded pass is {off:.2g} nats (limit {limit:.2g})"
+    size, off, moved_by = (found.get(name, 0.0) ** 0.5 for name in ("gradient", "gradient_off", "gradient_noise"))
+    limit = GRADIENT_DIFFERENCE_FP32 if exact else GRADIENT_DIFFERENCE_HALF
+    if not off <= max(limit * size, OVER_NOISE * moved_by):  # NaN is wrong as well
+        worst = off / size if size else float("inf")
+        return f"gradients differ from the padded pass by {worst:.2g} of their norm (limit {limit:.2g})"
+    return None
+
+
+@contextlib.contextmanager
+def moved(embeddings: torch.nn.Module, unit: float, seed: int) -> Iterator[None]:
+    """The numbers that `embeddings` gives are moved by about `unit`, relative to themselves, up or down."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def move(module, args, output):
+        if not isinstance(output, torch.Tensor):
+            return output
+        # Rows times columns: a number for each entry would be as large as the output.
+        sign_L1 = torch.randint(0, 2, (output.shape[-2], 1), generator=draw) * 2.0 - 1.0
+        move_H = unit * torch.randn(output.shape[-1], generator=draw)
+        factor = 1.0 + sign_L1.to(output.device) * move_H.to(output.device)
+        return (output.float() * factor).to(output.dtype)
+
+    handle = embeddings.register_forward_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    if isinstance(model, FSDPModule):
+        return sharded_trainable(model)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _norm(model: torch.nn.Module) -> float:
+    """Norm of all gradients together, of this rank's shards where they are sharded."""
+    total = 0.0
+    for parameter in _trainable(model):
+        if parameter.grad is not None:
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            total += float(torch.linalg.vector_norm(grad.detach(), dtype=dtype)) ** 2
+    return total**0.5
+
+
+@contextlib.contextmanager
+def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
+    """Gradients start from nothing inside and are what they were afterwards."""
+    parameters = _trainable(model)
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    reduction = contextlib.nullcontext()
+    if isinstance(model, DistributedDataParallel):
+        reduction = model.no_sync()  # each rank compares its own
+    elif isinstance(model, FSDPModule):
+        reduction = reducing(model)  # unreduced gradients would be whole ones, kept until the next backward
+    try:
+        with reduction:
+            yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

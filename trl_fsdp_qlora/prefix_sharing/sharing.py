@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -13,14 +12,14 @@ from transformers import PreTrainedModel
 from ..compat.fsdp import forget_forward
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
-from .agreement import is_out_of_memory, largest_over_ranks, reason_of, rewindable
+from .agreement import is_main_rank, is_out_of_memory, largest_over_ranks, reason_of
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch
-from .dropout import other_dropout, without_dropout
+from .dropout import attention_reason, other_dropout, without_dropout
 from .layout import PackedLayout, SealedLayout, pack
 from .recurrent import install as install_recurrent
 from .recurrent import recurrent_layers
-from .self_check import GradientCheck, compare
+from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, rounding_unit
 from .support import attention_layers, position_limit, unsupported_reason
 
 logger = logging.getLogger(__name__)
@@ -41,37 +40,12 @@ class _ModelState:
     layers: int = 0  # attention and recurrent layers of a forward
     recurrent_layers: int = 0
     position_limit: float = float("inf")
-    dtype: torch.dtype = torch.float32
+    dtypes: frozenset[torch.dtype] = frozenset()  # of its weights, and what 4-bit layers multiply in
     pairs_per_token: float | None = None  # for nested rows, see `layout.pack`
     reason: str | None = None  # why it runs padded
     dropout: str | None = None  # a line on what draws other masks
-    # What was compared with the padded pass: the backends that rows used, and whether gradients were compared too.
-    compared: set[tuple[frozenset[str], bool]] = field(default_factory=set)
-
-    def is_compared(self, uses: frozenset[str] | None, gradients: bool) -> bool:
-        """Whether a pass with these backends (with any, for `None`) was compared, gradients included if asked for."""
-        return any(
-            (uses is None or uses == known) and (with_gradients or not gradients)
-            for known, with_gradients in self.compared
-        )
-
-
-class _Attempt(NamedTuple):
-    """A pass on packed rows, as all ranks left it.
-
-    Attributes:
-        result: `None` where every rank runs this batch padded.
-        uses: backends of this rank's rows, and `"shared prompts"`; empty where there was nothing to score.
-        problem: why the model cannot use packed rows, known to every rank.
-        comparable: some rank computed packed rows with something to score in them.
-        new: some rank's rows use backends that were never compared with the padded pass.
-    """
-
-    result: PassResult | None
-    uses: frozenset[str] = frozenset()
-    problem: str | None = None
-    comparable: bool = False
-    new: bool = False
+    # What was compared with the padded pass: whether gradients were, and whether nested rows were.
+    checked: set[tuple[bool, bool]] = field(default_factory=set)
 
 
 class PrefixSharing:
@@ -107,6 +81,7 @@ class PrefixSharing:
         self.entropy_gradient = entropy_gradient
         self.head_kernel = head_kernel
         self._states: dict[str, _ModelState] = {}
+        self._warned: set[str] = set()
 
     def prepare(self, role: str, model: torch.nn.Module) -> None:
         """Check `model` and give it the prefix-aware attention and the scoring head.
@@ -145,7 +120,10 @@ class PrefixSharing:
         # A state goes from token to token: a prompt's can branch into completions, a trie's is not kept at every node.
         nests = can_nest(base, self.choice) and not state.recurrent_layers
         state.pairs_per_token = 6.0 * base.config.get_text_config().hidden_size if nests else None
-        state.dtype = base.get_input_embeddings().weight.dtype
+        state.dtypes = frozenset(
+            [parameter.dtype for parameter in base.parameters()]
+            + [module.compute_dtype for module in base.modules() if hasattr(module, "compute_dtype")]
+        )
 
     def describe(self, role: str = "policy") -> str:
         """A line for a start-up report: what runs packed, or why not, and what draws differently there."""
@@ -176,12 +154,17 @@ class PrefixSharing:
             yield
 
     def log_probs(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> PassResult:
-        """What stock computes for this request, on packed rows where that is exact.
+        """What stock computes for this request, on packed rows where that is exact: pack, forward, unpack.
+
+        Ranks need not agree on anything here. A batch that is not cut is one forward of the root module on every rank,
+        packed or padded, which is all that FSDP's gathers and DDP's reductions ask for. Passes that stock cuts (old policy
+        and reference, once per generation batch) are cut by packed tokens, differently on each rank, so there ranks first
+        exchange how many forwards they need. What fails later than the first comparison raises, as it would in stock.
 
         Args:
             request: its model is called once per packed row; a row holds no more tokens than `batch_size` padded ones.
-            padded: the padded pass, which serves where packing does not, and the first pass of each model is compared
-                with.
+            padded: the padded pass, which serves where packing does not. A few rows of the first pass of each model, and of
+                the first with gradients, are compared with it ([`trl_fsdp_qlora.prefix_sharing.self_check.compare`]).
 
         Returns:
             `(B, C)` log-probabilities, `(B, C)` entropies in nats or `None`, router loss or `None`, with zeros where
@@ -190,29 +173,30 @@ class PrefixSharing:
             layers that each backend served (`layers_<backend>`).
         """
         state = self._states[request.role]
+        if state.reason is None and not request.has_images:
+            self._check_once(request, padded)
         if state.reason is not None or request.has_images:
             return PassResult(padded(request), {})
         start = time.perf_counter()
-        gradients = _checks_gradients(request)
-        if not state.is_compared(None, gradients):
-            self._check(request.few_rows(), padded)
-        attempt = _Attempt(None)
-        with rewindable(request.input_ids.device) as rewind:
-            if state.reason is None:
-                attempt = self._attempt(request, padded)
-            if attempt.new:
-                attempt = _Attempt(None)  # its activations go before the passes to compare are made
-                rewind()
-                self._check(request, padded, after_forward=True)
-                if state.reason is None:
-                    attempt = self._attempt(request, padded)
-            if attempt.problem is not None:
-                rewind()
-                self._give_up(request.role, attempt.problem)
-        if attempt.result is None:
+        facts = self._read(request)
+        rows = len(request.input_ids)
+        cuts = [(0, rows)]
+        if request.batch_size is not None and request.batch_size < rows:
+            if facts is not None:
+                budget = request.batch_size * request.input_ids.shape[1]
+                at_once = request.batch_size if request.compute_aux_loss else None
+                cuts = cut_rows(facts, budget, request.logits_to_keep, at_once)
+            counts = [len(cuts), int(facts is None)]
+            most, unpackable = largest_over_ranks(counts, request.input_ids.device)
+            cuts += [(0, 0)] * (most - len(cuts))
+            facts = None if unpackable else facts
+        if facts is None:
             return PassResult(padded(request), {})
-        values, figures = attempt.result
-        return PassResult(values, {**figures, "seconds": time.perf_counter() - start} if figures else {})
+        values, layouts = self._packed(request, facts, cuts)
+        calls = [name for layout in layouts for name in layout.layer_calls]
+        figures = {"tokens_share": sum(layout.tokens for layout in layouts) / request.input_ids.numel()}
+        figures |= {f"layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
+        return PassResult(values, {**figures, "seconds": time.perf_counter() - start})
 
     def _give_up(self, role: str, reason: str) -> None:
         if self.choice != "auto":
@@ -221,184 +205,145 @@ class PrefixSharing:
                 "use prefix_sharing='auto' to run it padded instead"
             )
         self._states[role].reason = reason
-        logger.warning("Prefix sharing is off for the %s model, which runs padded as in stock TRL: %s.", role, reason)
-
-    def _check(
-        self, request: PassRequest, padded: Callable[[PassRequest], LogProbs], after_forward: bool = False
-    ) -> None:
-        """Compare a packed pass with the padded one; on a mismatch on any rank, all ranks give the model up."""
-        state, device = self._states[request.role], request.input_ids.device
-        request = replace(request, compute_entropy=False, compute_aux_loss=False)
-        attempts, gradients = [], _checks_gradients(request)
-
-        def packed() -> torch.Tensor | None:
-            attempt = self._attempt(request, padded)
-            attempts.append(attempt._replace(result=None))
-            return attempt.result.values[0] if attempt.comparable else None
-
-        with without_dropout(request.model):
-            problem = compare(
-                request.model,
-                packed,
-                lambda: padded(request)[0],
-                _scored(request),
-                self._compute_dtype(state, device),
-                after_forward,
+        if is_main_rank():
+            logger.warning(
+                "Prefix sharing is off for the %s model, which runs padded as in stock TRL: %s.", role, reason
             )
-        (attempt,) = attempts
-        (failed,) = largest_over_ranks([int(problem is not None)], device)
-        if attempt.problem or failed:
-            reason = attempt.problem or problem or "another rank found a difference between packed and padded pass"
-            self._give_up(request.role, reason)
-        elif attempt.comparable:  # also where this rank had nothing to score: ranks that compared differ in nothing
-            state.compared.add((attempt.uses, gradients))
 
-    def _compute_dtype(self, state: _ModelState, device: torch.device) -> torch.dtype:
+    def _check_once(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> None:
+        """Before a model's first pass: compare a few rows both ways; where they differ, all ranks give the model up.
+
+        Again before the first pass with gradients where that was one without, and with nested rows before the first of those.
+        """
+        state = self._states[request.role]
+        nests = request.nested and state.pairs_per_token is not None
+        gradients = compares_gradients(request.model)
+        if any(gradients <= with_gradients and nests <= nested for with_gradients, nested in state.checked):
+            return
+        device = request.input_ids.device
         with self.autocast():
             half = torch.is_autocast_enabled(device.type)
-        return torch.get_autocast_dtype(device.type) if half else state.dtype
+        dtypes = {torch.get_autocast_dtype(device.type)} if half else state.dtypes
+        unit = max((rounding_unit(dtype, device) for dtype in dtypes), default=0.0)
+        sample = request.subsample(ROWS_HALF if unit else ROWS_FP32)
+        facts = self._read(sample)
+        (comparable,) = largest_over_ranks([int(facts is not None and facts.scored_BC.any())], device)
+        if not comparable:  # on no rank
+            return
+        problem = attention_reason(state.base)  # read again: somebody may have set it since
+        for nested in {False, nests}:
+            with without_dropout(request.model):
+                problem = problem or compare(
+                    replace(sample, nested=nested),
+                    lambda few: self._packed_or_problem(few, padded),
+                    padded,
+                    state.base.get_input_embeddings(),
+                    unit,
+                )
+        if problem is not None:
+            return self._give_up(request.role, problem)
+        state.checked.add((gradients, nests))
 
-    def _attempt(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> _Attempt:
-        """A pass on packed rows. All ranks take equally many forwards, and then agree on what came of them.
+    def _packed_or_problem(
+        self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]
+    ) -> tuple[torch.Tensor | None, str | None, bool]:
+        """Log-probabilities of a packed pass, what went wrong in it, and whether the rows could be packed on this rank.
 
-        Raises:
-            PrefixSharingError: on every rank, where one rank's batch cannot be packed and a backend was named.
+        One forward in any case, for the ranks that wait in it: rows that cannot be packed run padded, and a layer that
+        cannot be computed notes why and gives zeros.
         """
-        state, device = self._states[request.role], request.input_ids.device
-        facts, unpackable = self._read(request)
-        cuts = [(0, len(request.input_ids))]
-        if request.batch_size is not None and request.batch_size < len(request.input_ids):
-            if facts is not None:
-                cuts = self._cut(request, facts)
-            # Each row is one forward of the root module, and ranks must agree on how often that happens.
-            most, stop = largest_over_ranks([len(cuts), int(unpackable is not None)], device)
-            if stop:
-                self._refuse_batch(unpackable)
-                return _Attempt(None)
-            cuts += [(0, 0)] * (most - len(cuts))
-        result, uses, problem = None, frozenset(), None
+        state = self._states[request.role]
+        facts = self._read(request)
+        if facts is None:
+            return padded(request)[0], None, False
+        problems = []
         try:
-            if unpackable:  # the one forward that the other ranks' row is
-                result = PassResult(padded(request), {})
-            else:
-                result, uses = self._packed(request, facts, cuts)
+            # A trie wherever there is one, so that it is compared.
+            (logps_BC, *_), (layout,) = self._packed(request, facts, [(0, len(request.input_ids))], problems, 1e9)
         except Exception as error:
-            if unpackable or is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
-            if not isinstance(error, UnsupportedAttention):  # which comes after a whole forward
-                forget_forward(request.model)
-            problem = reason_of(error)
-        new = bool(uses) and not state.is_compared(uses, _checks_gradients(request))
-        named = self.choice != "auto"
-        flags = [problem is not None, bool(uses), new, bool(unpackable) and named]
-        failed, comparable, new, refused = map(bool, largest_over_ranks(list(map(int, flags)), device))
-        if refused or unpackable:
-            self._refuse_batch(unpackable)
-        if failed:
-            return _Attempt(None, problem=problem or "another rank's packed pass failed")
-        return _Attempt(result, uses, comparable=comparable, new=new)
-
-    def _refuse_batch(self, problem: str | None) -> None:
-        """Say that a batch runs padded; an error where a backend was named, on every rank alike."""
-        problem = problem or "another rank's batch cannot be packed"
-        if self.choice != "auto":
-            raise PrefixSharingError(
-                f"prefix_sharing={self.choice!r}: {problem}; use prefix_sharing='auto' to run such batches padded"
+            forget_forward(request.model)
+            return None, reason_of(error), True
+        if not problems and len(layout.layer_calls) != state.layers:
+            problems.append(
+                f"prefix-aware layers ran {len(layout.layer_calls)} times in a forward of {state.layers} attention and "
+                "recurrent layers (they drop the keyword, or do not use AttentionInterface)"
             )
-        logger.warning("A batch runs padded: %s.", problem)
+        return logps_BC, problems[0] if problems else None, True
 
-    def _read(self, request: PassRequest) -> tuple[BatchFacts | None, str | None]:
-        """The batch as the host sees it, or why it cannot be packed."""
+    def _read(self, request: PassRequest) -> BatchFacts | None:
+        """The batch as the host sees it; `None` and a line where it cannot be packed, an error where a backend was named."""
         width, limit = request.input_ids.shape[1], self._states[request.role].position_limit
-        if width > limit:
-            return None, f"rows of {width} positions switch the rotary tables at {limit}"
+        with_ids = request.nested and self._states[request.role].pairs_per_token is not None
         try:
-            with_ids = request.nested and self._states[request.role].pairs_per_token is not None
+            if width > limit:
+                raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {limit}")
             batch = request.input_ids, request.attention_mask, request.logits_to_keep, request.scored_BC
-            return read_batch(*batch, with_ids), None
+            return read_batch(*batch, with_ids)
         except UnpackableBatch as error:
-            return None, str(error)
-
-    def _cut(self, request: PassRequest, facts: BatchFacts) -> list[tuple[int, int]]:
-        budget = request.batch_size * request.input_ids.shape[1]
-        return cut_rows(
-            facts, budget, request.logits_to_keep, request.batch_size if request.compute_aux_loss else None
-        )
+            if self.choice != "auto":
+                raise PrefixSharingError(
+                    f"prefix_sharing={self.choice!r}: {error}; use prefix_sharing='auto' to run such batches padded"
+                ) from error
+            if str(error) not in self._warned:
+                self._warned.add(str(error))
+                logger.warning("A batch runs padded: %s (once per reason and rank).", error)
+            return None
 
     def _packed(
-        self, request: PassRequest, facts: BatchFacts, cuts: list[tuple[int, int]]
-    ) -> tuple[PassResult, frozenset[str]]:
-        """All packed rows of a batch, and what they used.
+        self,
+        request: PassRequest,
+        facts: BatchFacts,
+        cuts: list[tuple[int, int]],
+        problems: list[str] | None = None,
+        pairs_per_token: float | None = None,
+    ) -> tuple[LogProbs, list[PackedLayout]]:
+        """The packed rows of a batch, one forward each.
 
-        Raises:
-            UnsupportedAttention: after the last forward, where a layer could not be computed.
+        Args:
+            request: of the pass.
+            facts: of its batch.
+            cuts: rows of the batch in each packed row; `(0, 0)` is a forward for other ranks' sake.
+            problems: see [`PackedLayout`].
+            pairs_per_token: instead of the model's.
         """
-        state, compute_aux_loss = self._states[request.role], request.compute_aux_loss
-        logps, entropies, aux_losses, layouts = [], [], [], []
+        state, logps, entropies, aux_losses, layouts = self._states[request.role], [], [], [], []
         for first, last in cuts:
             part = slice(first, last) if last > first else slice(0, 1)
             layout = pack(
                 request.input_ids[part],
                 request.attention_mask[part],
                 request.logits_to_keep,
-                whole_rows=compute_aux_loss,
+                whole_rows=request.compute_aux_loss,
                 facts=facts.rows(part, scored=last > first),
-                pairs_per_token=state.pairs_per_token if request.nested else None,
+                pairs_per_token=(pairs_per_token or state.pairs_per_token)
+                if facts.completion_ids_BC is not None
+                else None,
             )
-            layouts.append(layout)
-            outputs = self._forward(request.model, layout, compute_aux_loss)
-            if last == first:
-                continue
-            logps.append(layout.scatter(outputs.log_probs))
-            if request.compute_entropy:
-                entropies.append(layout.scatter(outputs.entropy))
-            if compute_aux_loss:
-                aux_losses.append(outputs.aux_loss)
-        for layout in layouts:
-            if layout.problems:
-                raise UnsupportedAttention(layout.problems[0])
-            if len(layout.layer_calls) != state.layers:
-                raise UnsupportedAttention(
-                    f"prefix-aware layers ran {len(layout.layer_calls)} times in a forward of {state.layers} attention and "
-                    "recurrent layers (they drop the keyword, or do not use AttentionInterface)"
+            layout.backend, layout.problems = self.choice, problems
+            extra = {}
+            if request.compute_aux_loss:
+                extra = {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
+            with self.autocast():
+                outputs = request.model(
+                    input_ids=layout.input_ids,
+                    attention_mask=no_mask(layout.input_ids.device),
+                    position_ids=layout.position_ids,
+                    prefix_layout=SealedLayout(layout),
+                    score_index_N=layout.score_index_N,
+                    score_targets_N=layout.score_targets_N,
+                    **extra,
                 )
-        calls = [name for layout in layouts for name in layout.layer_calls]
-        figures = {"tokens_share": sum(layout.tokens for layout in layouts) / request.input_ids.numel()}
-        for name in sorted(set(calls)):
-            figures[f"layers_{name}"] = calls.count(name) / len(calls)
+            layout.is_computed = True
+            layouts.append(layout)
+            if last > first:
+                logps.append(layout.scatter(outputs.log_probs))
+                entropies.append(layout.scatter(outputs.entropy) if request.compute_entropy else None)
+                aux_losses.append(outputs.aux_loss)
         values = (
             torch.cat(logps),
             torch.cat(entropies) if request.compute_entropy else None,
-            torch.stack(aux_losses).mean() if compute_aux_loss else None,
+            torch.stack(aux_losses).mean() if request.compute_aux_loss else None,
         )
-        uses = set(calls) | ({"shared prompts"} if any(layout.num_families for layout in layouts) else set())
-        return PassResult(values, figures), frozenset(uses if facts.scored_BC.any() else ())
-
-    def _forward(self, model, layout: PackedLayout, compute_aux_loss: bool):
-        layout.backend = self.choice
-        layout.problems = []
-        extra = {}
-        if compute_aux_loss:
-            extra = {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
-        with self.autocast():
-            outputs = model(
-                input_ids=layout.input_ids,
-                attention_mask=no_mask(layout.input_ids.device),
-                position_ids=layout.position_ids,
-                prefix_layout=SealedLayout(layout),
-                score_index_N=layout.score_index_N,
-                score_targets_N=layout.score_targets_N,
-                **extra,
-            )
-        layout.is_computed = True
-        return outputs
-
-
-def _checks_gradients(request: PassRequest) -> bool:
-    return torch.is_grad_enabled() and GradientCheck.possible(request.model)
-
-
-def _scored(request: PassRequest) -> torch.Tensor:
-    """Completion tokens whose values are wanted, `(B, C)`."""
-    mask_BC = request.attention_mask[:, -request.logits_to_keep :].bool()
-    return mask_BC if request.scored_BC is None else mask_BC & request.scored_BC.bool()
+        return values, layouts

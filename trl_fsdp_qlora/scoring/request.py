@@ -94,28 +94,32 @@ class PassRequest:
         """Whether pictures stand in this batch's prompts: TRL calls a class that could take them a vision model."""
         return any(name.startswith("pixel_values") for name in self.vision)
 
-    def few_rows(self) -> "PassRequest":
-        """The same request for three rows at most: two completions of a prompt and one of another, scored ones first.
+    def rows(self, index: list[int]) -> "PassRequest":
+        """The same request for some rows, in one forward."""
+        batch = len(self.input_ids)
 
-        Padded with gradients, a whole batch can need more memory than the packed one that it is compared with.
-        """
-        scored_B = (
-            self.scored_BC.any(1) if self.scored_BC is not None else torch.ones_like(self.input_ids[:, 0]).bool()
-        )
-        candidates = scored_B.nonzero()[:, 0] if scored_B.any() else torch.arange(len(self.input_ids))
-        prompts = self.input_ids[candidates][:, : self.input_ids.shape[1] - self.logits_to_keep].cpu()
-        same_B = (prompts == prompts[0]).all(1)
-        chosen = [*same_B.nonzero()[:2, 0].tolist(), *(~same_B).nonzero()[:1, 0].tolist()]
-        rows = candidates[chosen]
+        def pick(value):
+            return value[index] if isinstance(value, torch.Tensor) and value.ndim and len(value) == batch else value
+
         return replace(
             self,
-            input_ids=self.input_ids[rows],
-            attention_mask=self.attention_mask[rows],
-            scored_BC=None if self.scored_BC is None else self.scored_BC[rows],
-            weight_BC=None if self.weight_BC is None else self.weight_BC[rows],
+            input_ids=pick(self.input_ids),
+            attention_mask=pick(self.attention_mask),
+            scored_BC=pick(self.scored_BC),
+            weight_BC=pick(self.weight_BC),
+            vision={name: pick(value) for name, value in self.vision.items()},
             batch_size=None,
             vision={name: value[rows] for name, value in self.vision.items()},  # of text: one row each
         )
+
+    def subsample(self, count: int) -> "PassRequest":
+        """All completion tokens of at most `count` rows, half of them the first and half the last ones.
+
+        Neighbours mostly share a prompt. Which rows depends on nothing but their number, so ranks take equally many.
+        """
+        every = list(range(len(self.input_ids)))
+        few = self.rows(every if len(every) <= count else every[: count // 2] + every[-(count // 2) :])
+        return replace(few, scored_BC=None, weight_BC=None, compute_entropy=False, compute_aux_loss=False)
 
     def padded(self, stock: Callable[..., LogProbs]) -> LogProbs:
         """`stock` (TRL's padded pass) on this request's model and whole batch, its values where the batch lies.
