@@ -109,7 +109,6 @@ class PassRequest:
             weight_BC=pick(self.weight_BC),
             vision={name: pick(value) for name, value in self.vision.items()},
             batch_size=None,
-            vision={name: value[rows] for name, value in self.vision.items()},  # of text: one row each
         )
 
     def subsample(self, count: int) -> "PassRequest":
