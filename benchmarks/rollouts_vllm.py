@@ -274,7 +274,7 @@ def curves(options, folder: str, results: Results) -> None:
                 trainer.vllm_generation.version = i * 10**6
             trainer.train()
             history = [entry for entry in trainer.state.log_history if "loss" in entry]
-            keys = ("loss", "reward", "rollout/logp_difference/mean", "rollout/staleness", "completions/mean_length")
+            keys = ("loss", "reward", "sampling/sampling_logp_difference/mean", "completions/mean_length")
             runs[label] = {key: [entry.get(key) for entry in history] for key in keys}
             results.write(runs=runs)
             print(label, [round(reward, 3) for reward in runs[label]["reward"]], flush=True)

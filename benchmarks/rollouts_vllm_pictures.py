@@ -15,7 +15,7 @@ def axes_of(width: float, height: float, columns: int = 1):
 def draw_steps(part: dict):
     """Median seconds of each phase, stacked."""
     metrics, total = part["metrics"]["ours"], {name: statistics.median(s) for name, s in part["seconds"].items()}
-    names = {"generation": "generate", "sync": "weight_sync", "proof of the sync": "sync_proof_pass"}
+    names = {"generation": "generate", "sync": "weight_sync"}
     ours = {name: statistics.median(m.get(f"time/{key}_s", 0.0) for m in metrics) for name, key in names.items()}
     phases = {"ours, vLLM": ours, "stock TRL": {"generation": statistics.median(part["stock_generate_seconds"])}}
     figure, axes = axes_of(7, 2.6)

@@ -1,13 +1,15 @@
-"""An engine in this process that is collected after its process groups are gone."""
+"""TRL's vLLM code where it differs, further arguments of its engine, and an engine that outlives its process groups."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from trl_fsdp_qlora.compat.vllm import leave_groups_that_are_gone
+from trl_fsdp_qlora.compat.vllm import leave_groups_that_are_gone, trl_starts
 
 
 class Client:
@@ -38,3 +40,32 @@ def test_by_hand_and_without_a_finalizer():
     client.shutdown()
     assert client.shut_down_by_hand
     leave_groups_that_are_gone(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=None)))
+
+
+def test_the_trainer_is_imported_whatever_trls_experiments_and_vllm_code_are():
+    script = """
+import sys
+import trl.trainer.grpo_trainer
+sys.modules["trl.experimental.async_grpo"] = None
+for name in ("trl.generation.vllm_client", "trl.generation.vllm_generation"):
+    sys.modules[name] = None
+from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_further_arguments_reach_trls_own_engine(monkeypatch):
+    from trl.generation import vllm_generation
+    from trl.trainer import grpo_trainer
+
+    given = []
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options), raising=False)
+    stock = grpo_trainer.VLLMGeneration
+    with trl_starts(None, {"quantization": "fp8", "kv_cache_dtype": "fp8"}):
+        assert grpo_trainer.VLLMGeneration is stock
+        vllm_generation.LLM(model="base", quantization=None)
+    with trl_starts(dict, None):
+        assert grpo_trainer.VLLMGeneration(mode="colocate") == {"mode": "colocate"}
+    assert grpo_trainer.VLLMGeneration is stock
+    vllm_generation.LLM(model="base")
+    assert given == [{"model": "base", "quantization": "fp8", "kv_cache_dtype": "fp8"}, {"model": "base"}]

@@ -22,8 +22,8 @@ from trl_fsdp_qlora.compat.fsdp import reshard_settings
 from trl_fsdp_qlora.fsdp2_qlora import adapters, generation
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
-from trl_fsdp_qlora.grpo import trainer as grpo_trainer
 from trl_fsdp_qlora.publishing import pushing
+from trl_fsdp_qlora.rollout import start
 
 
 def empty_rank(_model_path, out, _world_size, base, quantized=1, sharing="auto"):
@@ -67,19 +67,19 @@ def publish(model_path, out, world_size, quantized=1):
 
 
 def synced(model_path, out, world_size, quantized=0):
-    """GRPO on completions of an engine that reads each published version of the adapter: every sync is to be proven."""
+    """GRPO on completions of an engine that reads each published version of the adapter."""
     load = tiny.load if int(quantized) else tiny.load_whole
     unset_hf_deepspeed_config()  # a scenario before may have left ZeRO-3's, under which a model is cut as it is loaded
     # An adapter of rank 3 is cut unevenly.
     policy = get_peft_model(load(model_path), tiny.lora(r=3))
     tiny.without_repacking(policy)  # whose products are bfloat16's
-    grpo_trainer.start_engine = whole_engine.start_whole(policy)
+    start.start_engine = whole_engine.start_whole(policy)
     adapters._AT_ONCE = 500  # elements: several collectives of several tensors each
     arguments = common(out, world_size, max_steps=3, num_generations=4, max_completion_length=12, learning_rate=1e-2)
     trainer = EfficientGRPOTrainer(
         model=load(model_path),
         reward_funcs=reward,
-        args=EfficientGRPOConfig(**arguments, use_vllm=True, vllm_mode="server"),
+        args=EfficientGRPOConfig(**arguments, use_vllm=True, vllm_mode="colocate"),
         train_dataset=tiny.prompt_data(32),
         peft_config=tiny.lora(r=3),
         processing_class=tiny.make_tokenizer(),
@@ -92,8 +92,7 @@ def synced(model_path, out, world_size, quantized=0):
         "sharded": all(map(whole_engine.is_sharded, trainer.model.parameters())),
         "bytes": trainer.vllm_generation.last_sync["bytes"],
         "adapter": sum(whole_engine.whole_bytes(p) for p in trainer.model.parameters() if p.requires_grad),
-        "difference": [h["rollout/logp_difference/max"] for h in history if "rollout/logp_difference/max" in h],
-        "staleness": [h["rollout/staleness"] for h in history if "rollout/staleness" in h],
+        "difference": [h[name] for h in history for name in h if name == "sampling/sampling_logp_difference/max"],
     }
 
 

@@ -107,11 +107,10 @@ def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeyp
 
 
 def check_syncs(ranks, reason):
-    """The adapter that was published is the policy, rank by rank, and the one before it is another."""
+    """The adapter that was published is the policy, rank by rank."""
     for found in (rank["synced"] for rank in ranks):
         assert found["sync"] == ("adapter", reason) and found["sharded"]
         assert len(found["difference"]) == 3 and max(found["difference"]) < 1e-5  # float32, sums in another order
-        assert len(found["staleness"]) == 2 and max(map(abs, found["staleness"])) < 0.1
     assert ranks[0]["synced"]["bytes"] == ranks[0]["synced"]["adapter"] > 0  # rank 0 writes
 
 

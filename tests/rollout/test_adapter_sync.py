@@ -1,8 +1,6 @@
 """Adapter versions on their way: whole folders under new names, the adapter's bytes alone, room that runs out."""
 
-import shutil
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from trl_fsdp_qlora.rollout import adapter_sync
 from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError, adapter_weights
 from trl_fsdp_qlora.rollout.engine import _Serving
 from trl_fsdp_qlora.rollout.engine_model import sampling
-from trl_fsdp_qlora.rollout.stall import EngineStall
 
 
 @pytest.fixture
@@ -25,7 +22,7 @@ def policy():
 
 @pytest.fixture
 def versions(tmp_path):
-    made = AdapterVersions("run", tmp_path / "output")
+    made = AdapterVersions("run", tmp_path / "output", in_memory=True)
     yield made
     made.close()
 
@@ -76,24 +73,19 @@ def small_memory(tmp_path, monkeypatch):
 def test_no_room_in_memory_goes_to_disk(policy, versions, small_memory):
     (small_memory / "other").write_bytes(b"x" * (200 << 10))
     folder = versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
-    assert versions.fallback.resolve() in folder.parents
+    assert versions.folder.resolve() in folder.parents
 
 
-def test_memory_that_fills_up_later_goes_to_disk(policy, versions, small_memory):
-    weights, config = adapter_weights(policy), policy.peft_config["default"]
-    assert small_memory in versions.publish(1, weights, config).parents
-    free = shutil.disk_usage(small_memory).free
-    (small_memory / "other").write_bytes(b"x" * (free - 4096))
-    folder = versions.publish(2, weights, config)
-    assert versions.fallback.resolve() in folder.parents
-    assert load_file(folder / "adapter_model.safetensors").keys() == weights.keys()
+def test_what_a_server_reads_lies_in_the_folder_that_was_chosen(policy, tmp_path):
+    versions = AdapterVersions("run", tmp_path / "shared")
+    folder = versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
+    assert folder.is_absolute() and (tmp_path / "shared").resolve() in folder.parents
 
 
-def test_no_room_anywhere_says_how_much_is_needed(policy, small_memory, monkeypatch):
-    monkeypatch.setattr(adapter_sync, "_MEMORY", small_memory / "none")
+def test_no_room_anywhere_says_how_much_is_needed(policy, small_memory):
     (small_memory / "other").write_bytes(b"x" * (240 << 10))
     versions = AdapterVersions("run", small_memory / "output")
-    with pytest.raises(RolloutError, match=r"0\.0 MiB.*could not be written.*output_dir"):
+    with pytest.raises(RolloutError, match=r"0\.0 MiB.*could not be written.*vllm_adapter_dir"):
         versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
 
 
@@ -101,8 +93,6 @@ def test_sleeping_frees_the_cache_and_keeps_the_weights():
     calls = []
 
     class Recorded:
-        llm_engine = SimpleNamespace(step=None)
-
         def sleep(self, **options):
             calls.append(("sleep", options))
 
@@ -115,7 +105,7 @@ def test_sleeping_frees_the_cache_and_keeps_the_weights():
         def generate(self, prompts, **options):
             calls.append(("generate", options))
 
-    llm = _Serving(Recorded(), EngineStall(0, on_cpu=True))
+    llm = _Serving(Recorded())
     llm.adapter = "adapter 7"
     # As VLLMGeneration.generate calls it with sleep mode on.
     llm.wake_up(tags=["kv_cache"])

@@ -9,8 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests import tiny
 from tests.rollout.test_correction import Engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.grpo import trainer as grpo_trainer
-from trl_fsdp_qlora.rollout import sync_proof
+from trl_fsdp_qlora.rollout import start
 from trl_fsdp_qlora.scoring.request import Kind
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -42,11 +41,8 @@ def as_with_vllm(trainer):
 @pytest.fixture
 def ours_with(monkeypatch):
     def make(folder, **changes):
-        engine = []
-        monkeypatch.setattr(grpo_trainer, "start_engine", lambda *_: engine[0])
-        # The stand-in's values are not the policy's; what the proof says of that is tested elsewhere.
-        monkeypatch.setattr(sync_proof, "START_LIMIT", {"half": float("inf"), "float32": float("inf")})
-        engine.append(Engine(tiny.character_tokenizer().eos_token_id, tiny.tiny_model().config.vocab_size))
+        engine = Engine(tiny.character_tokenizer().eos_token_id, tiny.tiny_model().config.vocab_size)
+        monkeypatch.setattr(start, "start_engine", lambda *_, **__: engine)
         return made(EfficientGRPOTrainer, EfficientGRPOConfig, folder, use_vllm=True, **changes)
 
     return make

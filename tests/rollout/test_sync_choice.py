@@ -14,7 +14,7 @@ from tests import tiny
 from tests.run.test_hub import Refusing
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
-from trl_fsdp_qlora.rollout import sync_choice
+from trl_fsdp_qlora.rollout import adapter_sync, sync_choice
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError, served_rank
 from trl_fsdp_qlora.rollout.sync_choice import choose_sync, warnings_for
 from trl_fsdp_qlora.run import hub
@@ -39,6 +39,7 @@ def args(**changes):
         "generation_kwargs": None,
         "learning_rate": 1e-5,
         "vllm_enable_sleep_mode": False,
+        "vllm_engine_kwargs": None,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -111,11 +112,47 @@ def test_a_rank_pattern_counts():
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"init_lora_weights": "olora"}, "init_lora_weights"),
         ({"r": 1000}, "1000"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"target_modules": r".*embed_tokens"}, "embed_tokens"),
     ],
 )
 def test_what_vllm_cannot_serve_is_refused_by_name(changes, named):
     with pytest.raises(RolloutError, match=named):
         served_rank(LoraConfig(**{"r": 16, **changes}))
+
+
+def test_trl_refuses_the_same_adapters():
+    """What TRL's asynchronous trainer says of the adapters above, where it can be imported."""
+    asynchronous = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
+    assert asynchronous.VLLM_LORA_RANKS == adapter_sync._RANKS
+    changes = [
+        {},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["lm_head"]},
+    ]
+    changes += [{"target_parameters": ["x"]}, {"target_modules": r".*embed_tokens"}, {"target_modules": "all-linear"}]
+    for change in changes:
+        config = LoraConfig(**{"r": 16, **change})
+        model = SimpleNamespace(active_adapters=["default"], peft_config={"default": config})
+        try:
+            asynchronous.validate_lora_for_vllm_sync(model)
+            theirs = True
+        except ValueError:
+            theirs = False
+        assert theirs == (adapter_sync._why_not_served(config) is None), change
+
+
+def test_a_trl_that_differs_is_sent_whole_weights(on_a_gpu, monkeypatch):
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, other: None)
+    sync = choose_sync(args(vllm_mode="server"), LORA, False)
+    assert sync.mode == "merge" and "VLLMGeneration.generate: expected (self prompts images" in sync.reason
+    with pytest.raises(RolloutError, match=r"VLLMGeneration\.generate"):
+        choose_sync(args(), LORA, True)  # nothing else works there
 
 
 def test_refused_before_the_base_is_loaded_and_without_a_network_at_once(tmp_path, monkeypatch):
@@ -151,9 +188,10 @@ def test_wrong_choices(changes, quantized, peft_config, named):
     "changes, named",
     [
         ({"max_completion_length": 4096}, "token_truncate"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 50}, "top_k"),
-        ({"generation_kwargs": {"min_tokens": 8}}, r"generation_kwargs\.min_tokens.*cannot bring back.*is proven on"),
+        ({"top_p": 0.9}, r"under top_p=0\.9 .*too small .*product over all of its tokens \(trl#6789\)"),
+        ({"top_k": 50, "vllm_importance_sampling_mode": "token_truncate"}, r"what was left \(trl#6789\)"),
+        ({"generation_kwargs": {"min_p": 0.1}}, r"under min_p=0\.1"),
+        ({"vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}}, "where it is started"),
         ({"learning_rate": 1e-6}, "learning_rate"),
     ],
 )

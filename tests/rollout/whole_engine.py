@@ -23,7 +23,6 @@ class WholeEngine(AdapterEngine):
             base="whole",
             peft_config=policy.peft_config["default"],
             max_lora_rank=8,
-            stall_timeout=0,
             processing_class=None,
             mode="server",
             **options,
@@ -55,9 +54,10 @@ class WholeEngine(AdapterEngine):
 def start_whole(policy: PeftModel):
     """In the place of `start_engine`."""
 
-    def start(args, model, accelerator, tokenizer):
+    def start(args, *, model, accelerator, **options):
+        options = {name: options[name] for name in ("generation_kwargs", "temperature")}
         versions = AdapterVersions("whole", args.output_dir)
-        return WholeEngine(policy, versions=versions, model=model, accelerator=accelerator)
+        return WholeEngine(policy, versions=versions, model=model, accelerator=accelerator, **options)
 
     return start
 

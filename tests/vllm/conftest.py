@@ -31,10 +31,12 @@ def pytest_collection_modifyitems(items):
                 )
 
 
-def save(folder: Path, seed: int) -> str:
+def save(folder: Path, seed: int, sharpness: float = 1.0) -> str:
     """A checkpoint of a size that vLLM's CPU kernels take."""
     tokenizer = character_tokenizer()
-    new_model(tokenizer, seed, hidden=128, layers=2).save_pretrained(folder)
+    model = new_model(tokenizer, seed, hidden=128, layers=2)
+    model.lm_head.weight.data *= sharpness
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -46,7 +48,7 @@ def base(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def another_base(tmp_path_factory) -> str:
-    return save(tmp_path_factory.mktemp("another"), seed=1)
+    return save(tmp_path_factory.mktemp("another"), seed=1, sharpness=20.0)
 
 
 @pytest.fixture(scope="session")

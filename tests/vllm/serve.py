@@ -14,8 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryFile
 
-import psutil
-
 from tests.distributed.launch import free_port
 
 SETTINGS = {
@@ -66,15 +64,6 @@ class Server:
             return
         self.process.wait()
 
-    def suspend(self) -> None:
-        """Stop its engine; what takes requests and answers `/metrics` runs on."""
-        for engine in psutil.Process(self.process.pid).children(recursive=True):
-            engine.suspend()
-
-    def resume(self) -> None:
-        for engine in psutil.Process(self.process.pid).children(recursive=True):
-            engine.resume()
-
     def models(self) -> list[str]:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as answer:
             return [model["id"] for model in json.load(answer)["data"]]
@@ -84,18 +73,17 @@ class Server:
 WRONG_STARTS = [
     ({"max_lora_rank": None}, "--enable-lora"),
     ({"max_lora_rank": 4}, "--max-lora-rank 8"),
-    ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
-    ({"replicas": 2}, "--data-parallel-size"),
+    ({"replicas": 2}, "--api-server-count 1"),
+    ({"replicas": 2, "api_processes": 1, "external": True}, "--api-server-count 1"),
 ]
 
 
 class RecordedServer:
-    """Answers as a vLLM 0.31 server does that was started in some wrong way, or whose engine hangs.
+    """Answers as a vLLM 0.31 server does that was started in some way.
 
     Args:
-        max_lora_rank, replicas, dev_mode: what it was started with.
-        steps: looks at `/metrics` between which its engine goes on; completions are answered after them.
-        other: paths at which it answers otherwise: with this status, or with 0 not at all while a test lasts.
+        max_lora_rank, replicas, api_processes, external, weight_transfer: what it was started with.
+        other: paths at which it answers otherwise, with this status.
 
     Attributes:
         asked: paths, in the order of the requests.
@@ -105,49 +93,39 @@ class RecordedServer:
         self,
         max_lora_rank: int | None = 16,
         replicas: int = 1,
-        dev_mode: bool = True,
-        steps: int = 0,
+        api_processes: int | None = None,
+        external: bool = False,
+        weight_transfer: bool = False,
         other: Mapping[str, int] | None = None,
     ):
-        lora = None if max_lora_rank is None else {"max_lora_rank": max_lora_rank}
-        info = {"vllm_config": {"lora_config": lora, "parallel_config": {"data_parallel_size": replicas}}}
+        parallel = {"data_parallel_size": replicas, "data_parallel_external_lb": external}
+        info = {
+            "lora_config": None if max_lora_rank is None else {"max_lora_rank": max_lora_rank},
+            "parallel_config": parallel | {"_api_process_count": api_processes or replicas},
+            "weight_transfer_config": {"backend": "nccl"} if weight_transfer else None,
+            "model_config": {"logprobs_mode": "processed_logprobs"},
+        }
         pages = {"/health": {}, "/v1/models": {"data": [{"id": "base", "root": "/base", "parent": None}]}}
-        if dev_mode:
-            pages["/server_info"] = info
-        # Without VLLM_ALLOW_RUNTIME_LORA_UPDATING there is no /v1/load_lora_adapter.
-        missing = {"detail": "Not Found"}
         choice = {"prompt_token_ids": [5, 6], "token_ids": [7], "logprobs": None}
-        pages |= {"/v1/completions": {"choices": [choice]}, "/metrics": None}
-        asked, over, drawn = [], threading.Event(), threading.Event()
-        self.asked, self._over = asked, over
+        pages |= {"/server_info": {"vllm_config": info}, "/v1/completions": {"choices": [choice]}}
+        # Without VLLM_ALLOW_RUNTIME_LORA_UPDATING there is no /v1/load_lora_adapter.
+        missing, asked = {"detail": "Not Found"}, []
+        self.asked = asked
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 path = self.path.partition("?")[0]
                 asked.append(path)
-                looks = asked.count("/metrics")
-                if looks >= steps:
-                    drawn.set()
-                if path == "/metrics":
-                    pages[path] = f'vllm:generation_tokens_total{{model_name="base"}} {min(looks, steps)}'
-                elif path == "/v1/completions":
-                    drawn.wait()
                 status = (other or {}).get(path, 200 if path in pages else 404)
-                if status:
-                    self.reply(status, pages.get(path, missing))
-                else:
-                    over.wait()
+                body = json.dumps(pages.get(path, missing)).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
             def do_POST(self):
                 self.rfile.read(int(self.headers["Content-Length"]))
                 self.do_GET()
-
-            def reply(self, code, content):
-                body = (content if isinstance(content, str) else json.dumps(content)).encode()
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
 
             def log_message(self, *_):
                 """Say nothing."""
@@ -160,6 +138,5 @@ class RecordedServer:
         return self
 
     def __exit__(self, *_):
-        self._over.set()
         self.http.shutdown()
         self.http.server_close()

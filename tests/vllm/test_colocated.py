@@ -1,6 +1,4 @@
-"""GRPO, T-SPMO and A*-PO with vLLM in their process: same tokens as PEFT, every sync proven, faults caught before a step."""
-
-import threading
+"""GRPO, T-SPMO and A*-PO with vLLM in their process: same tokens as PEFT, the adapter alone is moved, a fault shows."""
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
 from trl_fsdp_qlora.rollout.completions import generate
 from trl_fsdp_qlora.rollout.engine import AdapterEngine
 from trl_fsdp_qlora.rollout.engine_model import EngineModel
-from trl_fsdp_qlora.rollout.sync_proof import StaleRolloutError
+
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
 
 class Steps(TrainerCallback):
@@ -35,7 +34,7 @@ def start(shared_engine, base, tmp_path):
     return make
 
 
-def test_a_run_is_proven_and_moves_the_adapter_alone(start):
+def test_a_run_moves_the_adapter_alone(start):
     trainer = start(max_steps=4)
     assert trainer.sync.mode == "adapter"
     trainer.train()
@@ -43,10 +42,7 @@ def test_a_run_is_proven_and_moves_the_adapter_alone(start):
     assert trainer.vllm_generation.last_sync["bytes"] == adapter
     # The trainer's figure is taken around the engine's own.
     assert 0 < trainer.vllm_generation.last_sync["seconds"] <= figures(trainer, "time/weight_sync_s")[-1]
-    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
-    staleness = figures(trainer, "rollout/staleness")
-    assert len(staleness) == 3  # the first sync has none before it
-    assert max(map(abs, staleness)) < 1e-2
+    assert max(figures(trainer, DIFFERENCE)) < 1e-5
     assert max(abs(x - 1) for x in figures(trainer, "sampling/importance_sampling_ratio/mean")) < 1e-4
     assert not figures(trainer, "time/old_pass_s")
     assert trainer.vllm_generation.versions.root.is_dir()
@@ -67,11 +63,8 @@ def test_a_run_is_proven_and_moves_the_adapter_alone(start):
 def test_what_vllm_draws_from_need_not_be_the_policy(start, changes):
     trainer = start(max_steps=4, **changes)
     trainer.train()
-    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
-    assert len(figures(trainer, "rollout/staleness")) == 3
-    assert max(map(abs, figures(trainer, "rollout/staleness"))) < 1e-2
-    # The completions that are trained on come from another distribution, and its weights say so.
-    assert max(figures(trainer, "sampling/sampling_logp_difference/mean") or [1.0]) > 1e-3
+    # The completions come from another distribution: its weights say so, and nobody takes it for another model.
+    assert max(figures(trainer, DIFFERENCE)) > 1e-3
     assert max(abs(x - 1) for x in figures(trainer, "sampling/importance_sampling_ratio/mean")) > 1e-3
     if "min_tokens" in changes.get("generation_kwargs", {}):
         assert min(figures(trainer, "completions/min_length")) >= 8
@@ -105,23 +98,13 @@ def old_name(engine):
     engine._load = under_the_first_name
 
 
-@pytest.mark.parametrize("fault, steps", [(skip_sync, 2), (scale_twice, 1), (old_name, 1)])
-def test_a_wrong_adapter_is_caught_before_a_step_is_made_on_it(start, fault, steps):
-    made = Steps()
-    trainer = start(max_steps=6, callbacks=[made])
+@pytest.mark.parametrize("fault", [skip_sync, scale_twice, old_name])
+def test_a_wrong_adapter_shows_in_the_metric(start, fault):
+    trainer = start(max_steps=6)
     fault(trainer.vllm_generation)
-    with pytest.raises(StaleRolloutError, match=r"nats on average; after the first sync it was"):
-        trainer.train()
-    assert made.made == steps  # those on good rollouts
-
-
-def test_a_wrong_adapter_is_caught_under_min_tokens(start):
-    made = Steps()
-    trainer = start(max_steps=6, callbacks=[made], generation_kwargs={"min_tokens": 8})
-    skip_sync(trainer.vllm_generation)
-    with pytest.raises(StaleRolloutError):
-        trainer.train()
-    assert made.made == 2
+    trainer.train()
+    differences = figures(trainer, DIFFERENCE)
+    assert differences[0] < 1e-5 and differences[-1] > 1e-3
 
 
 def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypatch):
@@ -133,59 +116,11 @@ def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypat
         begin(engine)
 
     monkeypatch.setattr(AdapterEngine, "_start_colocated", wrong)
-    trainer = start(callbacks=[made])
-    with pytest.raises(StaleRolloutError, match="another base"):
+    settings = {"per_device_train_batch_size": 16, "generation_kwargs": {"ignore_eos": True}}
+    trainer = start(callbacks=[made], **settings)
+    with pytest.raises(RolloutError, match="another model"):
         trainer.train()
     assert made.made == 0
-
-
-def test_a_deleted_adapter_folder(start):
-    trainer = start()
-    publish = trainer.vllm_generation.versions.publish
-
-    def deleted(*args):
-        folder = publish(*args)
-        (folder / "adapter_model.safetensors").unlink()
-        return folder
-
-    trainer.vllm_generation.versions.publish = deleted
-    with pytest.raises(RolloutError, match=r"could not load the adapter.*resume_from_checkpoint"):
-        trainer.train()
-
-
-def test_an_engine_that_dies(start):
-    trainer = start()
-
-    def dies(*_args, **_kwargs):
-        raise RuntimeError("EngineDeadError")
-
-    trainer.vllm_generation.llm.generate = dies
-    with pytest.raises(
-        RolloutError, match=r"could not generate: RuntimeError: EngineDeadError.*resume_from_checkpoint"
-    ):
-        trainer.train()
-
-
-def test_an_engine_that_hangs(start, monkeypatch):
-    """In the second rollout, after some tokens, for ever."""
-    made = Steps()
-    trainer = start(vllm_stall_timeout=2.0, max_steps=4, callbacks=[made])
-    engine, steps = trainer.vllm_generation.llm.llm_engine, 0
-    step = engine.step
-
-    def hangs():
-        nonlocal steps
-        steps += made.made
-        return threading.Event().wait() if steps == 5 else step()
-
-    monkeypatch.setattr(engine, "step", hangs)
-    with pytest.raises(RolloutError, match=r"did not generate: no step .* for 2 s .*resume_from_checkpoint"):
-        trainer.train()
-    assert made.made == 1
-    # The engine is shared with other tests.
-    monkeypatch.undo()
-    while engine.has_unfinished_requests():
-        engine.step()
 
 
 def engine_of(model, folder, policy, tokenizer, width=64):
@@ -199,7 +134,6 @@ def engine_of(model, folder, policy, tokenizer, width=64):
         peft_config=config,
         max_lora_rank=served_rank(config),
         versions=AdapterVersions("greedy", folder),
-        stall_timeout=50.0,
         model=policy,
         accelerator=Accelerator(cpu=True),
         processing_class=tokenizer,
@@ -321,8 +255,7 @@ def test_smollm2_greedy_is_pefts(shared_engine, smollm2, tmp_path):
 def test_t_spmo(start):
     trainer = start(trainer_class=TSPMOTrainer, config_class=TSPMOConfig, max_steps=3)
     trainer.train()
-    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
-    assert len(figures(trainer, "rollout/staleness")) == 2
+    assert max(figures(trainer, DIFFERENCE)) < 1e-5
 
 
 def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
@@ -350,7 +283,7 @@ def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
     adapters.clear()
     trainer.train()
     assert [name.rpartition("-")[2] for name in adapters] == ["v1", "v2", "v3"]
-    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
+    assert max(figures(trainer, DIFFERENCE)) < 1e-5
     adapters.clear()
     assert trainer.evaluate()["eval_n"] == 6
     assert {name.rpartition("-")[2] for name in adapters} == {"v4"}  # after the last step
@@ -375,5 +308,4 @@ def test_a_quantized_base_is_served_as_it_is_trained(shared_engine, quantized_ba
     assert trainer.sync.mode == "adapter"
     assert trainer.vllm_generation.base.startswith(str(tmp_path / "cache" / "dequantized"))
     trainer.train()
-    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-4
-    assert len(figures(trainer, "rollout/staleness")) == 2
+    assert max(figures(trainer, DIFFERENCE)) < 1e-4

@@ -18,9 +18,6 @@ class Recorded:
         self.has_cache = self.has_weights = True
         self.llm_engine = self
 
-    def step(self):
-        """Never asked for."""
-
     def add_lora(self, request):
         self.calls.append(f"add {request.lora_int_id}")
         return True
@@ -68,7 +65,7 @@ def engine(tmp_path, monkeypatch):
             peft_config=policy.peft_config["default"],
             max_lora_rank=8,
             versions=AdapterVersions("sleeps", tmp_path),
-            stall_timeout=50.0,
+            engine_kwargs={"max_num_batched_tokens": 8192},
             model=policy,
             accelerator=Accelerator(cpu=True),
             processing_class=None,
@@ -84,7 +81,7 @@ def test_the_cache_goes_and_the_weights_stay(engine):
     """Steps as the trainer makes them: a sync, a rollout; then a rollout without a sync."""
     made = engine(Recorded)
     llm = made.llm._llm
-    assert llm.options["enable_sleep_mode"] is True
+    assert llm.options["enable_sleep_mode"] is True and llm.options["max_num_batched_tokens"] == 8192
     assert llm.calls == ["sleep 0", "release cache"] and not llm.has_cache
     for version in (1, 2):
         llm.calls.clear()

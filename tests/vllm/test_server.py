@@ -1,27 +1,20 @@
-"""GRPO with a real `vllm serve`, one process and two, DDP and FSDP2 + QLoRA; what goes wrong ends with what to do."""
+"""GRPO with a real `vllm serve`, one process and two, DDP and FSDP2 + QLoRA."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
+import requests
 from transformers import GenerationConfig
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import REPOSITORY, free_port, launch, run_launcher
 from tests.fsdp2_qlora import tiny as qlora
 from tests.vllm.runs import figures, grpo, on_quantized, on_server
-from tests.vllm.serve import WRONG_STARTS, RecordedServer
+from tests.vllm.serve import RecordedServer
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.engine_model import EngineModel
-from trl_fsdp_qlora.rollout.sync_proof import StaleRolloutError
-
-
-@pytest.mark.parametrize("wrong, named", WRONG_STARTS)
-def test_a_server_that_was_started_wrong(base, tmp_path, wrong, named):
-    with RecordedServer(**wrong) as server, pytest.raises(RolloutError, match=named):
-        grpo(base, tmp_path, **on_server(server.url))
 
 
 def test_a_server_that_takes_no_adapters(base, tmp_path):
@@ -32,17 +25,14 @@ def test_a_server_that_takes_no_adapters(base, tmp_path):
 
 
 def test_no_server(base, tmp_path):
-    started = time.monotonic()
-    with pytest.raises(RolloutError, match=r"did not start.*vllm_server_base_url right.*vllm_server_timeout \(5 s\)"):
+    with pytest.raises(requests.ConnectionError, match="can't be reached"):
         grpo(base, tmp_path, **on_server(f"http://127.0.0.1:{free_port()}"))
-    assert time.monotonic() - started < 60
 
 
 def test_a_run_syncs_generates_and_unloads(server, quantized_base, tmp_path):
     trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, max_steps=4, **on_server(server.url))
     trainer.train()
-    assert max(figures(trainer, "rollout/logp_difference/mean")) < 1e-5
-    assert len(figures(trainer, "rollout/staleness")) == 3
+    assert max(figures(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
     prefix = trainer.vllm_generation.versions.prefix
     assert [name for name in server.models() if name.startswith(prefix)] == [f"{prefix}-v4"]
 
@@ -70,16 +60,17 @@ def test_accuracy_is_drawn_by_the_server(server, quantized_base, tmp_path):
 
 
 def test_another_model_behind_the_url(server, tmp_path):
-    checkpoint = qlora.make_checkpoint(tmp_path / "model", hidden=128, intermediate=256, initializer_range=0.1)
-    trainer = on_quantized(checkpoint, tmp_path / "out", quantized=False, **on_server(server.url))
-    with pytest.raises(StaleRolloutError, match="another base"):
+    checkpoint = qlora.make_checkpoint(tmp_path / "model", hidden=128, intermediate=256, initializer_range=1.0)
+    settings = {"per_device_train_batch_size": 16, **on_server(server.url)}
+    trainer = on_quantized(checkpoint, tmp_path / "out", quantized=False, **settings)
+    with pytest.raises(RolloutError, match="another model"):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
 def test_an_adapter_that_does_not_fit_the_servers_model(server, base, tmp_path):
     trainer = grpo(base, tmp_path, **on_server(server.url))  # other layers
-    with pytest.raises((RolloutError, StaleRolloutError)) as caught:
+    with pytest.raises(RolloutError) as caught:
         trainer.train()
     print(caught.value)
     assert trainer.state.global_step == 0
@@ -101,28 +92,6 @@ def test_a_folder_that_is_gone(server, quantized_base, tmp_path):
         trainer.train()
 
 
-def test_a_server_whose_engine_hangs(server, quantized_base, tmp_path):
-    """Its processes answer, but for the one that computes, from the second rollout on."""
-    settings = {"max_steps": 4, "vllm_stall_timeout": 6.0, **on_server(server.url)}
-    trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, **settings)
-    client = trainer.vllm_generation.vllm_client
-    assert client.is_watched
-    generate = client.generate
-
-    def stopped(**request):
-        if trainer.state.global_step == 1:
-            server.suspend()
-        return generate(**request)
-
-    client.generate = stopped
-    try:
-        with pytest.raises(RolloutError, match=r"counted no token for 6 s.*resume_from_checkpoint"):
-            trainer.train()
-    finally:
-        server.resume()
-    assert trainer.state.global_step == 1
-
-
 def two_ranks(way, model, out, url="", timeout=240, check=True, **environment):
     out.mkdir()
     arguments = ["tests/vllm/rank.py", way, model, str(out), *([url] if url else [])]
@@ -134,7 +103,7 @@ def two_ranks(way, model, out, url="", timeout=240, check=True, **environment):
     return [json.loads(path.read_text()) for path in written]
 
 
-def assert_proven(results, sharded):
+def assert_synced(results, sharded):
     for rank, result in enumerate(results):
         assert result["sync"] == "adapter"
         assert result["sharded"] == sharded
@@ -142,20 +111,19 @@ def assert_proven(results, sharded):
         assert not result["lockstep"]
     first = results[0]
     assert first["bytes"] == first["adapter_bytes"]
-    assert max(first["rollout/logp_difference/mean"]) < 1e-4
-    assert len(first["rollout/staleness"]) == 3
-    assert max(map(abs, first["rollout/staleness"])) < 0.1
-    print(first["time/weight_sync_s"], first["rollout/logp_difference/mean"])
+    differences = first["sampling/sampling_logp_difference/mean"]
+    assert len(differences) == 4 and max(differences) < 1e-4
+    print(first["time/weight_sync_s"], differences)
 
 
 @pytest.mark.slow
 def test_two_ddp_ranks(server, quantized_base, tmp_path):
-    assert_proven(two_ranks("ddp", quantized_base[1], tmp_path / "out", server.url), sharded=False)
+    assert_synced(two_ranks("ddp", quantized_base[1], tmp_path / "out", server.url), sharded=False)
 
 
 def test_two_fsdp2_ranks_with_a_4_bit_base(server, quantized_base, tmp_path):
     results = two_ranks("fsdp", quantized_base[0], tmp_path / "out", server.url, **fsdp_environment())
-    assert_proven(results, sharded=True)
+    assert_synced(results, sharded=True)
     assert results[0]["reason"] == "the base is quantized"
 
 
@@ -167,14 +135,14 @@ def test_two_zero3_ranks(server, quantized_base, tmp_path):
     run = run_launcher(*words, "zero3", quantized_base[1], tmp_path, server.url, cwd=REPOSITORY, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert_proven(results, sharded=True)
+    assert_synced(results, sharded=True)
     assert results[0]["reason"] == "the base is sharded"
 
 
 @pytest.mark.slow
 def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
     environment = fsdp_environment(trl_fsdp_qlora_cache=str(tmp_path / "cache"))
-    assert_proven(two_ranks("fsdp", quantized_base[0], tmp_path / "out", **environment), sharded=True)
+    assert_synced(two_ranks("fsdp", quantized_base[0], tmp_path / "out", **environment), sharded=True)
     assert len(list((tmp_path / "cache" / "dequantized").iterdir())) == 1
 
 
@@ -195,16 +163,5 @@ def no_segments_left():
 @pytest.mark.slow
 def test_two_ranks_with_one_engine_over_both(quantized_base, tmp_path, no_segments_left):
     results = two_ranks("tp", quantized_base[1], tmp_path / "out")
-    assert_proven(results, sharded=False)
+    assert_synced(results, sharded=False)
     assert not any(result["draws_alone"] for result in results)  # so transformers drew what is not training
-
-
-def test_a_server_that_is_killed_in_a_rollout(server, quantized_base, tmp_path):
-    """The last test: the server is gone afterwards."""
-    pid = {"SERVER_PID": str(server.process.pid)}
-    results = two_ranks("dies", quantized_base[1], tmp_path / "out", server.url, check=False, **pid)
-    for result in results:
-        assert "did not generate" in result["error"] and "resume_from_checkpoint" in result["error"]
-        assert result["steps"] == 2
-        assert result["seconds"] < 60
-    assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").is_file()

@@ -143,6 +143,12 @@ ASYNC_LOOP = "async_loop"  # there, where a reward function is a coroutine
 OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS = "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"
 COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
 IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
+# What TRL logs of them.
+SAMPLING_METRICS = (
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    *(f"sampling/{IMPORTANCE_RATIO}/{figure}" for figure in ("min", "mean", "max")),
+)
 # Metrics that TRL averages over all tokens of the loss: those of scored tokens, and those of learning completions.
 SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")

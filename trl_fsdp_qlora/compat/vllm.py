@@ -1,28 +1,14 @@
-"""What is borrowed from TRL's vLLM code and from vLLM itself, checked when it is first used."""
+"""What is borrowed from TRL's vLLM code and from vLLM itself, looked at when an adapter is to be sent to an engine."""
 
-import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
+from trl.trainer import grpo_trainer
 
-from .trl import check_seams
-
-with warnings.catch_warnings():  # that it may change: what is borrowed is checked below
-    warnings.simplefilter("ignore")
-    from trl.experimental.async_grpo.async_grpo_trainer import round_lora_rank, validate_lora_for_vllm_sync
-
-__all__ = [
-    "VLLMClient",
-    "VLLMGeneration",
-    "extract_logprobs",
-    "leave_groups_that_are_gone",
-    "round_lora_rank",
-    "validate_lora_for_vllm_sync",
-]
+from .signatures import misfits
 
 _INIT = (
     "self model accelerator processing_class mode structured_outputs_regex server_base_url server_host server_port "
@@ -30,24 +16,59 @@ _INIT = (
     "enable_sleep_mode model_impl trust_remote_code repetition_penalty temperature top_p top_k min_p "
     "max_completion_length logprobs generation_kwargs"
 )
-EXPECTED = {
-    "VLLMGeneration.__init__": (VLLMGeneration.__init__, _INIT),
-    "VLLMGeneration._init_vllm": (VLLMGeneration._init_vllm, "self"),
-    "VLLMGeneration._iter_named_params": (VLLMGeneration._iter_named_params, "self"),
-    "VLLMGeneration.sync_weights": (VLLMGeneration.sync_weights, "self"),
-    "VLLMGeneration.generate": (VLLMGeneration.generate, "self prompts images num_generations profiler"),
-    "VLLMClient.check_server": (VLLMClient.check_server, "self total_timeout retry_interval"),
-    "VLLMClient._get": (VLLMClient._get, "self url kwargs"),
-    "VLLMClient.generate": (
-        VLLMClient.generate,
-        "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens logprobs "
-        "structured_outputs_regex generation_kwargs",
-    ),
-    "extract_logprobs": (extract_logprobs, "all_outputs"),
-    "round_lora_rank": (round_lora_rank, "adapter_rank"),
-    "validate_lora_for_vllm_sync": (validate_lora_for_vllm_sync, "model"),
-}
-check_seams(EXPECTED)
+
+
+def adapter_misfits() -> list[str]:
+    """Where the installed TRL differs from what an engine that is sent the adapter is written for; empty where it fits."""
+    try:
+        from trl.generation.vllm_client import VLLMClient
+        from trl.generation.vllm_generation import VLLMGeneration
+
+        return misfits(
+            {
+                "VLLMGeneration.__init__": (VLLMGeneration.__init__, _INIT),
+                "VLLMGeneration._init_vllm": (VLLMGeneration._init_vllm, "self"),
+                "VLLMGeneration.sync_weights": (VLLMGeneration.sync_weights, "self"),
+                "VLLMGeneration.generate": (
+                    VLLMGeneration.generate,
+                    "self prompts images num_generations profiler",
+                ),
+                "VLLMClient.get_server_info": (VLLMClient.get_server_info, "self"),
+                "VLLMClient.generate": (
+                    VLLMClient.generate,
+                    "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens logprobs "
+                    "structured_outputs_regex generation_kwargs",
+                ),
+            }
+        )
+    except (ImportError, AttributeError) as error:
+        return [str(error)]
+
+
+@contextmanager
+def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, TRL's trainer starts another engine than its own, or its own with further options.
+
+    TRL has no argument for either: its constructor looks both up by their names.
+
+    Args:
+        make_engine: takes the arguments of `VLLMGeneration`; `None` for TRL's own engine.
+        engine_kwargs: further arguments of `vllm.LLM`, for TRL's own engine in this process.
+    """
+    from trl.generation import vllm_generation
+
+    stock = grpo_trainer.VLLMGeneration
+    llm = getattr(vllm_generation, "LLM", None)  # only where vLLM is installed
+    if make_engine is not None:
+        grpo_trainer.VLLMGeneration = make_engine
+    elif engine_kwargs and llm is not None:
+        vllm_generation.LLM = lambda **own: llm(**{**own, **engine_kwargs})
+    try:
+        yield
+    finally:
+        grpo_trainer.VLLMGeneration = stock
+        if llm is not None:
+            vllm_generation.LLM = llm
 
 
 def leave_groups_that_are_gone(llm: Any) -> None:

@@ -12,6 +12,7 @@ from ..fsdp2_qlora.loading import load_for_launch
 from ..rollout.sync_choice import Sync, choose_sync
 from ..run import input_checks as checks
 from ..run.hub import asked_once
+from ..run.ranks import on_main
 from .config import EfficientGRPOConfig
 
 
@@ -82,6 +83,12 @@ def check_dynamic_sampling(call: dict[str, Any]) -> None:
         )
 
 
+def _server_info(args: Any) -> dict[str, Any]:
+    from ..rollout.server import server_info
+
+    return server_info(args)
+
+
 def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     """The arguments of `trl.GRPOTrainer` to construct it with, from those the user gave, and what vLLM is sent.
 
@@ -101,7 +108,8 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     if rewards is not None:
         rewards = [checks.guard_reward(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
     quantization_config = call.get("quantization_config")
-    sync = choose_sync(args, *adapter_and_base(call))  # refuses what vLLM cannot serve before anything is loaded
+    # Refuses what vLLM cannot serve before anything is loaded.
+    sync = choose_sync(args, *adapter_and_base(call), ask=lambda args: on_main(lambda: _server_info(args)))
     check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
     has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
     check_reference(needs_reference=args.beta != 0.0 and not has_adapter)

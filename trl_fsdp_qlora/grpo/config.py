@@ -27,6 +27,8 @@ class EfficientGRPOConfig(GRPOConfig):
         ValueError: values that cannot be right together; says what to write instead.
     """
 
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # noqa: RUF012 (a list, as in TRL)
+
     prefix_sharing: str = option(
         "auto",
         "How the forward and backward passes treat the prompt that the completions of a group share. 'auto' "
@@ -86,18 +88,18 @@ class EfficientGRPOConfig(GRPOConfig):
         "auto",
         "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
         "'merge' (TRL's way: every weight, with the adapter merged into it), or 'auto': the adapter where the base is "
-        "quantized, sharded, served elsewhere or not on a GPU.",
+        "quantized, sharded, not on a GPU, or held by a server that was started to take adapters.",
     )
-    vllm_server_timeout: float = option(
-        50.0,
-        "Seconds to wait at the start for a vLLM server, after which a run ends and says so (TRL's own field, "
-        "there 240). Raise it where server and run are started together.",
+    vllm_adapter_dir: str | None = option(
+        None,
+        "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine. By default memory, "
+        "where engine and trainer are one process on one node, and a folder under output_dir otherwise. A server on "
+        "another machine has to see it under the same path.",
     )
-    vllm_stall_timeout: float = option(
-        50.0,
-        "With vLLM: seconds without progress (no step of a colocated engine, no token of a server's) after which a "
-        "rollout is given up and the run ends on all ranks; on a CPU, while it computes, ten times as many. However long a "
-        "rollout takes, it goes on while there is progress. 0: no limit.",
+    vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
+        None,
+        "With vLLM in this process: further arguments of `vllm.LLM`, as a dictionary, such as {'quantization': 'fp8'}. They take "
+        "precedence over what TRL and this package set.",
     )
     fsdp_gather: str = option(
         "auto",
@@ -145,10 +147,6 @@ class EfficientGRPOConfig(GRPOConfig):
         check_mode(self.fsdp_gather)
         check_clock(self.phase_metrics)
         check_head_kernel(self.lm_head_kernel)
-        if not self.vllm_stall_timeout >= 0:
-            raise ValueError(
-                f"vllm_stall_timeout={self.vllm_stall_timeout} is not a number of seconds; use 50, or 0 for no limit"
-            )
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
                 f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more, or "

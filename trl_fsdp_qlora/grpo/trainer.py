@@ -7,25 +7,29 @@ from functools import partial, wraps
 from pathlib import Path
 
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
-from ..compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS
+from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SAMPLING_METRICS
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, card_of, keeping_card, write_card
 from ..publishing.pushing import checks_push, push
 from ..publishing.saving import record
-from ..rollout.correction import weighs_in_loss
+from ..rollout.correction import (
+    importance_weights,
+    sampled_mask,
+    sampling_figures,
+    sampling_metrics,
+    weighs_in_loss,
+)
 from ..rollout.engine_model import EngineModel
-from ..rollout.reshaped import own_draws
 from ..rollout.rollout import GenerateSettings, Rollout
-from ..rollout.start import limit_stalls, start_engine
-from ..rollout.sync_choice import warnings_for, withheld
-from ..rollout.watch import EngineWatch, weighed
+from ..rollout.start import trl_starts_engine
+from ..rollout.sync_choice import warnings_for
+from ..rollout.weight_sync_check import WeightSyncCheck, draws_from_policy
 from ..run import input_checks as checks
 from ..run.nonfatal import nonfatal
 from ..scoring.contexts import with_tied_entropies
@@ -69,14 +73,17 @@ class EfficientGRPOTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
         given.pop("self")
         call, self.sync = checked_arguments(given)
-        deferred = withheld(call["args"], self.sync.mode == "adapter")
-        with checks.explained_lora_targets(call["model"]), experts_in_4bit(), deferred:
+        engine = trl_starts_engine(call["args"], self.sync)
+        with checks.explained_lora_targets(call["model"]), experts_in_4bit(), engine:
             super().__init__(**call)
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
         self.living_groups = LivingGroups(self.args, self.train_dataset, self.accelerator, self.reward_weights)
-        self._start_engine()
+        judges = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
+        self.weight_sync_check = WeightSyncCheck(judges)
+        for warning in warnings_for(self.args, self.sync):
+            logger.warning(warning)  # accelerate's logger: on the main rank
         self._start_clock()
         self._start_scoring()
         tokenize = self._tokenize_prompts if self.environment_factories is None else None
@@ -86,21 +93,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
         super().create_accelerator_and_postprocess()
         self.sharding = Sharding(self.args, self.accelerator)
 
-    def _start_engine(self) -> None:
-        if self.sync.mode == "adapter":
-            self.use_vllm, self._last_loaded_step = True, -1
-            self.vllm_generation = start_engine(self.args, self.model, self.accelerator, self._tokenizer)
-        draws = own_draws(self.args, getattr(self, "vllm_generation", None))
-        self.watch = EngineWatch(self.accelerator, is_peft_model(self.model), draws)
-        for warning in warnings_for(self.args, self.sync):
-            logger.warning(warning)  # accelerate's logger: on the main rank
-
     def _start_clock(self) -> None:
         self.clock = PhaseClock(self.accelerator.device, self.args.phase_metrics)
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
         self.add_callback(self.telemetry)
         if self.use_vllm:
-            limit_stalls(self.vllm_generation, self.args.vllm_stall_timeout)
             self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
 
     def _start_scoring(self) -> None:
@@ -148,10 +145,13 @@ class EfficientGRPOTrainer(GRPOTrainer):
                     seams = self._generate, self._calculate_rewards, self._pending_extra_logs
                     inputs, metrics = self.living_groups.draw(inputs, *seams)
                     self._add_metrics(metrics)
-                return super()._generate_and_score_completions(inputs)
+                batch = super()._generate_and_score_completions(inputs)
         finally:
             self.living_groups.release()
             self.vllm_importance_sampling_correction = wanted
+        if self.use_vllm and OLD_LOGPS in batch and SAMPLED_LOGPS in batch:
+            self._compare_with_engine(batch, batch[OLD_LOGPS])
+        return batch
 
     def _generate(self, prompts):
         if (held := self.living_groups.generated()) is not None:
@@ -163,12 +163,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         turn = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
-        held = self._last_loaded_step if self.use_vllm else None
         settings = self._generate_settings()
-        drawn = self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
-        if self.use_vllm and self._last_loaded_step != held:
-            self.watch.synced(self.model)
-        return drawn
+        return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
 
     def _generate_settings(self) -> GenerateSettings | None:
         """What TRL gives to transformers' `generate`; `None` where another engine generates."""
@@ -185,7 +181,6 @@ class EfficientGRPOTrainer(GRPOTrainer):
             if self.state.global_step != self._last_loaded_step:
                 self.vllm_generation.sync_weights()
                 self._last_loaded_step = self.state.global_step
-                self.watch.synced(self.model)
             return self._engine_model()
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
@@ -241,22 +236,39 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _weighed(self, request: PassRequest, inputs):
         """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
-        if not self.use_vllm or SAMPLED_LOGPS not in inputs:
+        if not self.use_vllm or SAMPLED_LOGPS not in inputs or OLD_LOGPS in inputs:
             return request, inputs
-        values = self._score_completions(request, inputs)
-        if self.vllm_importance_sampling_correction and IMPORTANCE_RATIO not in inputs:
-            inputs, metrics = weighed(inputs, values[0], self.args, self.accelerator)
-            self._add_metrics(metrics)
+        values = self._padded_batch(request, inputs)
+        if self.vllm_importance_sampling_correction:
+            sampled = inputs[SAMPLED_LOGPS], sampled_mask(inputs)
+            inputs = {**inputs, IMPORTANCE_RATIO: importance_weights(values[0], *sampled, self.args)}
+        self._compare_with_engine(inputs, values[0], request.scored_BC)
         return replace(request, values=values), inputs
 
     def _score_completions(self, request: PassRequest, inputs):
-        """Log-probabilities, entropies and router loss of a micro-batch, on completions that are the policy's for sure."""
-        again = partial(self._padded_batch, PassRequest(Kind.PROBE, request.model))
-        judge = self.watch.begin(inputs, request.scored_BC, again) if self.model.training else None
+        """Log-probabilities, entropies and router loss of a micro-batch, for objectives without importance weights."""
         values = self._padded_batch(request, inputs)
-        if judge is not None:
-            self._add_metrics(judge(values[0]))
+        if self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs:
+            self._compare_with_engine(inputs, values[0], request.scored_BC)
         return values
+
+    def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
+        """Log how far the engine's log-probabilities lie from the policy's, and let that be checked. Collective."""
+        figures = self.accelerator.gather(sampling_figures(inputs, policy_BC, scored_BC, self.args)[None]).flatten()
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        logged_by_trl = OLD_LOGPS in inputs and IMPORTANCE_RATIO in inputs
+
+        def finish(numbers):
+            named, tokens, total = sampling_metrics(numbers)
+            for name, value in named.items():
+                if not (logged_by_trl and name in SAMPLING_METRICS):
+                    metrics[name].append(value)
+            self.weight_sync_check(tokens, total)
+
+        if self.model.training and not self.weight_sync_check.is_waiting:
+            self.telemetry.later(figures, finish)
+        else:
+            finish(figures.tolist())
 
     def _padded_batch(self, request: PassRequest, inputs):
         return self._get_per_token_logps_and_entropies(
@@ -275,7 +287,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _score(self, request: PassRequest, padded):
         """What `request` asks for, in TRL's three values; the pass is a phase itself where it is not part of one."""
-        is_phase = self.model.training and request.kind in (Kind.OLD, Kind.PROBE, Kind.REFERENCE)
+        is_phase = self.model.training and request.kind in (Kind.OLD, Kind.REFERENCE)
         with self.clock.phase(f"{request.kind.value}_pass") if is_phase else nullcontext():
             values, figures = self.prefix_sharing.log_probs(request, padded)
         if figures and self.top_entropy_quantile < 1.0:  # a quantile may fall on a tie

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -25,8 +24,8 @@ from ..fsdp2_qlora.adapters import gather_adapter
 # an adapter counts that part twice.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 _MEMORY = Path("/dev/shm")
-# How an error ends behind which there is nothing to repair in this process.
-RESUME = "What was trained is in the last checkpoint: resume_from_checkpoint goes on from it"
+# The ranks that vLLM's `max_lora_rank` can be.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class RolloutError(RuntimeError):
@@ -39,26 +38,37 @@ def served_rank(peft_config: LoraConfig | None) -> int:
     Raises:
         RolloutError: vLLM cannot serve such an adapter; names the line to change.
     """
-    from ..compat.vllm import round_lora_rank, validate_lora_for_vllm_sync
-
     if peft_config is None:
         raise RolloutError("rollout_sync='adapter' without an adapter: set use_peft: true, or rollout_sync: merge")
-    initialisation = str(getattr(peft_config, "init_lora_weights", True)).lower()
-    try:
-        if getattr(peft_config, "use_dora", False):
-            raise ValueError(
-                "`use_dora=True` adds a magnitude that vLLM's adapters have no place for. Use `use_dora=False`."
-            )
-        # The check reads nothing of a model but its active adapter's config.
-        validate_lora_for_vllm_sync(SimpleNamespace(active_adapters=["default"], peft_config={"default": peft_config}))
-        if initialisation.startswith(_CHANGES_BASE):
-            raise ValueError(
-                f"`init_lora_weights={peft_config.init_lora_weights!r}` moves part of the base into the adapter, and the "
-                "engine serves the whole base beside it. Use `init_lora_weights=True`."
-            )
-        return round_lora_rank(max([peft_config.r, *(peft_config.rank_pattern or {}).values()]))
-    except ValueError as error:
-        raise RolloutError(f"vLLM cannot serve this adapter by itself: {error}") from None
+    reason = _why_not_served(peft_config)
+    if reason is not None:
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: {reason}")
+    rank = max([peft_config.r, *(peft_config.rank_pattern or {}).values()])
+    return next(served for served in _RANKS if served >= rank)
+
+
+def _why_not_served(config: LoraConfig) -> str | None:
+    # vLLM holds lora_A and lora_B beside linear layers, and leaves out in silence whatever else a folder has.
+    if not isinstance(config, LoraConfig):
+        return f"a {type(config).__name__} is no LoraConfig"
+    if config.use_dora:
+        return "use_dora=True adds a magnitude, which vLLM's adapters have no place for; use use_dora=False"
+    if config.modules_to_save:
+        return f"modules_to_save={config.modules_to_save} are trained whole; vLLM would serve the base's"
+    if config.bias != "none":
+        return f"bias={config.bias!r} trains biases; use bias='none'"
+    if config.target_parameters:
+        return f"target_parameters={config.target_parameters} are adapters of whole parameters; use target_modules"
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
+    if any(name in target for target in targets for name in ("lm_head", "embed_tokens")):
+        return f"target_modules={config.target_modules} has the LM head or the embeddings, where vLLM's LoRA is not PEFT's"
+    if str(config.init_lora_weights).lower().startswith(_CHANGES_BASE):
+        return (
+            f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves the "
+            "whole base beside it; use init_lora_weights=True"
+        )
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    return f"its rank {rank} is above {_RANKS[-1]}" if rank > _RANKS[-1] else None
 
 
 def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -76,45 +86,41 @@ def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
 class AdapterVersions:
     """Folders `<prefix>-v1`, `-v2`, … under one scratch folder, each written whole before it has its name.
 
-    The scratch folder is in memory (`/dev/shm`) where there is room for four versions, else under `fallback`.
-
     Args:
         prefix: of the names; unique to this run, so that two runs can share a server.
-        fallback: folder of the run.
+        folder: for the scratch folder.
+        in_memory: use `/dev/shm` instead, where it has room for four versions.
     """
 
-    def __init__(self, prefix: str, fallback: str | Path):
+    def __init__(self, prefix: str, folder: str | Path, in_memory: bool = False):
         self.prefix = prefix
-        self.fallback = Path(fallback)
+        self.folder = Path(folder)
+        self.in_memory = in_memory
         self.root: Path | None = None
         self.bytes = 0
         self._cleanup = None
-
-    def name(self, version: int) -> str:
-        return f"{self.prefix}-v{version}"
 
     def publish(self, version: int, weights: dict[str, torch.Tensor], peft_config: LoraConfig) -> Path:
         """Write version `version` and return its folder.
 
         Raises:
-            RolloutError: there is no room, neither in memory nor on disk.
+            RolloutError: it cannot be written.
         """
         self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        if self.root is None:
-            self.root = self._scratch()
         try:
-            return self._write(version, weights, peft_config)
+            if self.root is None:
+                self.root = self._scratch()
+            folder = self.root / f"{self.prefix}-v{version}"
+            with written_whole(folder) as scratch:
+                scratch.mkdir()
+                save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+                peft_config.save_pretrained(scratch)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk in its own class
-            in_memory = self.root.is_relative_to(_MEMORY)
-            self.close()
-            if not in_memory:
-                raise RolloutError(
-                    f"the adapter ({self.bytes / 2**20:.1f} MiB) could not be written under {self.fallback}: "
-                    f"{error}. Free disk there, or choose another output_dir"
-                ) from error
-        # The memory file system filled up since the run began: go on from disk.
-        self.root = self._scratch(in_memory=False)
-        return self.publish(version, weights, peft_config)
+            raise RolloutError(
+                f"the adapter ({self.bytes / 2**20:.1f} MiB) could not be written under {self.root or self.folder}: {error}. "
+                "Free disk there, or choose another vllm_adapter_dir"
+            ) from error
+        return folder
 
     def forget_before(self, version: int) -> None:
         """Remove the folders of versions older than `version`."""
@@ -128,19 +134,11 @@ class AdapterVersions:
             self._cleanup()
             self.root = None
 
-    def _write(self, version: int, weights: dict[str, torch.Tensor], peft_config: LoraConfig) -> Path:
-        folder = self.root / self.name(version)
-        with written_whole(folder) as scratch:
-            scratch.mkdir()
-            save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
-            peft_config.save_pretrained(scratch)
-        return folder
-
-    def _scratch(self, in_memory: bool = True) -> Path:
-        if in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * self.bytes:
+    def _scratch(self) -> Path:
+        if self.in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * self.bytes:
             root = Path(tempfile.mkdtemp(prefix=f"{self.prefix}-", dir=_MEMORY))
         else:
-            self.fallback.mkdir(parents=True, exist_ok=True)
-            root = Path(tempfile.mkdtemp(prefix=".adapters-", dir=self.fallback)).resolve()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            root = Path(tempfile.mkdtemp(prefix=".adapters-", dir=self.folder)).resolve()
         self._cleanup = weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
         return root

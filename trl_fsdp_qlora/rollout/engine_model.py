@@ -1,12 +1,14 @@
 """Completions beside training's own rollouts (accuracy, evaluation, V*) from the engine that draws those."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig
 
-from .adapter_sync import RESUME, RolloutError
-from .engine import AdapterEngine
-from .server import CONCURRENCY
+if TYPE_CHECKING:
+    from .engine import AdapterEngine
+
+CONCURRENCY = 64  # requests to a server at a time, each for one prompt: as many connections as TRL's client keeps
 
 
 class EngineModel:
@@ -17,26 +19,17 @@ class EngineModel:
         generation_config: of the model, for its end-of-sequence tokens.
     """
 
-    def __init__(self, engine: AdapterEngine, generation_config: GenerationConfig):
+    def __init__(self, engine: "AdapterEngine", generation_config: GenerationConfig):
         self.engine = engine
         self.generation_config = generation_config
 
     def complete(self, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None) -> list[list[int]]:
-        """One completion for every prompt; row i is drawn with a seed of its own, made of `seed` and i.
-
-        Raises:
-            RolloutError: the engine failed, on this rank.
-        """
+        """One completion for every prompt; row i is drawn with a seed of its own, made of `seed` and i."""
         settings = [
             sampling(config, None if seed is None else seed * 1_000_003 + row) for row in range(len(prompt_ids))
         ]
         draw = self._ask_server if self.engine.mode == "server" else self._ask_engine
-        try:
-            return draw(prompt_ids, settings)
-        except RolloutError:
-            raise
-        except Exception as error:
-            raise RolloutError(f"vLLM could not generate: {type(error).__name__}: {error}. {RESUME}") from error
+        return draw(prompt_ids, settings)
 
     def _ask_engine(self, prompt_ids: list[list[int]], settings: list[dict]) -> list[list[int]]:
         from vllm import SamplingParams

@@ -1,16 +1,17 @@
 """How the policy gets into a vLLM engine: decided, and refused where it cannot work, before a model is loaded."""
 
 import os
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
 
+from ..compat.vllm import adapter_misfits
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
 from .adapter_sync import RolloutError, served_rank
-from .reshaped import reshaping_warning
+from .weight_sync_check import truncations
 
 CHOICES = ("auto", "adapter", "merge")
 # vLLM versions that TRL 1.16 names as supported end here; the tests here run 0.31.0.
@@ -35,13 +36,15 @@ class Sync(NamedTuple):
         return f"vLLM gets {_SENT[self.mode]}: {self.reason}"
 
 
-def choose_sync(args: Any, peft_config: Any, quantized: bool) -> Sync:
+def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any], dict] | None = None) -> Sync:
     """What `rollout_sync` comes to for a run.
 
     Args:
         args: of the trainer.
         peft_config: of the adapter that is trained, or `None`.
         quantized: the base is quantized.
+        ask: gives what the server of `args` was started with ([`trl_fsdp_qlora.rollout.server.server_info`]), where the
+            choice hangs on it; `None` to choose without.
 
     Raises:
         RolloutError: the choice cannot work; names the line to change.
@@ -52,7 +55,6 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool) -> Sync:
         )
     if not args.use_vllm:
         return Sync("off", "use_vllm is off")
-    sharded = _is_sharded(args)
     if args.rollout_sync == "merge" or peft_config is None:
         if args.rollout_sync == "adapter":
             served_rank(peft_config)  # says that there is no adapter
@@ -62,30 +64,32 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool) -> Sync:
                 "(trl#4973). Remove rollout_sync, or load the base unquantized"
             )
         return Sync("merge", "asked for" if args.rollout_sync == "merge" else "there is no adapter to send alone")
-    reason = None
-    if quantized:
-        reason = "the base is quantized"
-    elif sharded:
-        reason = "the base is sharded"
-    elif args.vllm_mode == "server":
-        reason = "the engine is a server"
-    elif not torch.cuda.is_available():
-        reason = "there is no GPU, where pushing whole weights does not work"
     try:
         served_rank(peft_config)
+        if problems := adapter_misfits():
+            raise RolloutError("the installed TRL differs from 1.16 in " + "; ".join(problems))
     except RolloutError as error:
         if args.rollout_sync == "adapter" or quantized:
             raise
         return Sync("merge", str(error))
     if args.rollout_sync == "adapter":
         return Sync("adapter", "asked for")
-    if reason is not None:
-        return Sync("adapter", reason)
+    if quantized:
+        return Sync("adapter", "the base is quantized")
+    on_gpu = torch.cuda.is_available()
+    if args.vllm_mode == "server" and ask is not None:
+        info = ask(args)
+        if info["lora_config"] is None:
+            return Sync("merge", "the server was started without --enable-lora")
+        if info["weight_transfer_config"] is not None and on_gpu:
+            return Sync("merge", "the server was started with --weight-transfer-config")
+    if is_fsdp_launch() or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None) == 3:
+        return Sync("adapter", "the base is sharded")
+    if args.vllm_mode == "server":
+        return Sync("adapter", "the engine is a server")
+    if not on_gpu:
+        return Sync("adapter", "there is no GPU, where pushing whole weights does not work")
     return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
-
-
-def _is_sharded(args: Any) -> bool:
-    return is_fsdp_launch() or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None) == 3
 
 
 def low_adapter_rate(rate: float) -> str | None:
@@ -108,8 +112,17 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
             f"{args.max_completion_length} tokens: the weight is exp(sum of all differences), which long completions push "
             "out of any clip; consider token_truncate"
         )
-    if (reshaped := reshaping_warning(args)) is not None:
-        found.append(reshaped)
+    if corrected and (cuts := truncations(args)):
+        product = ", in a sequence mode by the product over all of its tokens" if by_sequence else ""
+        found.append(
+            f"under {', '.join(f'{name}={value}' for name, value in cuts.items())} vLLM's log-probabilities are of the tokens "
+            "that are left, and the trainer's of all tokens: importance weights are too small by the probability of what "
+            f"was left{product} (trl#6789). Leave {' and '.join(cuts)} out, or set vllm_importance_sampling_correction: false"
+        )
+    if args.vllm_engine_kwargs and args.vllm_mode == "server":
+        found.append(
+            "vllm_engine_kwargs is for an engine in this process; give a server its options where it is started"
+        )
     if sync.mode == "adapter" and (low := low_adapter_rate(args.learning_rate)) is not None:
         found.append(low)
     sleeps = sync.mode == "adapter" and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
@@ -125,23 +138,3 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
             f"vLLM {installed} is outside {TESTED_VLLM[0]} to {TESTED_VLLM[1]}, which TRL 1.16 was written for"
         )
     return found
-
-
-@contextmanager
-def withheld(args: Any, withhold: bool):
-    """Let TRL build a trainer without its own engine, which cannot take an adapter; ours stands in its place afterwards."""
-    if not withhold:
-        yield
-        return
-    # TRL's own check, which it makes with use_vllm only.
-    by_token = args.vllm_importance_sampling_mode in ("token_truncate", "token_mask")
-    if args.loss_type == "vespo" and args.vllm_importance_sampling_correction and not by_token:
-        raise ValueError(
-            "loss_type='vespo' needs vllm_importance_sampling_mode to be 'token_truncate' or 'token_mask', got "
-            f"{args.vllm_importance_sampling_mode!r}"
-        )
-    args.use_vllm = False
-    try:
-        yield
-    finally:
-        args.use_vllm = True

@@ -23,7 +23,6 @@ class Kind(Enum):
     POLICY = "policy"  # of the loss, with gradients
     EVALUATION = "evaluation"  # of the loss, without
     OLD = "old_policy"  # the policy that generated
-    PROBE = "sync_proof"  # the policy as it was at the sync before, on a few rows
     REFERENCE = "reference"  # another model, or the policy with its adapter off
 
 

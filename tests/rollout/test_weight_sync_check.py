@@ -1,0 +1,174 @@
+"""The difference between vLLM's log-probabilities and the trainer's: a metric, a warning, and an error where it is another model."""
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import tiny
+from tests.rollout.whole_engine import start_whole
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.rollout import start, weight_sync_check
+from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
+from trl_fsdp_qlora.rollout.weight_sync_check import OTHER_MODEL, WeightSyncCheck, draws_from_policy
+
+MEAN = "sampling/sampling_logp_difference/mean"
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    lines = []
+    monkeypatch.setattr(weight_sync_check.logger, "warning", lines.append)
+    return lines
+
+
+def judged(*means: float, tokens: float = 1000) -> WeightSyncCheck:
+    check = WeightSyncCheck(judges=True)
+    for mean in means:
+        check(tokens, mean * tokens)
+    return check
+
+
+def test_another_model_is_an_error_after_the_first_sync_alone(warned):
+    with pytest.raises(RolloutError, match=r"by 2 nats.*another model, or ignores the adapter"):
+        judged(2.0)
+    with pytest.raises(RolloutError):
+        judged(float("nan"))
+    judged(0.01, 2.0)  # later it is named, never an error
+
+
+def test_what_is_high_or_grows_is_named_once_and_again_when_it_has_doubled(warned):
+    judged(0.04, 0.05, 0.09)
+    judged(2e-5, 9e-5, 2e-3)  # tenfold, and of no consequence
+    assert not warned
+    judged(0.15, 0.16, 0.2, 0.35)
+    assert [line.split(" by ")[1].split(" nats")[0] for line in warned] == ["0.15", "0.35"]
+    warned.clear()
+    judged(1e-4, 0.012)
+    judged(0.003, 0.02, 0.031)
+    assert len(warned) == 2 and all("after the first sync" in line for line in warned)
+
+
+def test_few_tokens_are_judged_together():
+    check = WeightSyncCheck(judges=True)
+    check(8, 16.0)  # two nats, of eight tokens: one of them may have been improbable
+    assert check.is_waiting
+    check(200, 1.0)
+    assert not check.is_waiting and check.first == pytest.approx(17 / 208)
+
+
+def test_nothing_is_judged_where_vllm_does_not_draw_from_the_policy(warned):
+    check = WeightSyncCheck(judges=False)
+    check(1000, 5000.0)
+    assert not warned and not check.is_waiting
+
+
+@pytest.mark.parametrize(
+    "changes, draws",
+    [
+        ({}, True),
+        ({"temperature": 0.7, "generation_kwargs": {"temperature": 0.7}}, True),
+        ({"top_k": -1, "min_p": 0.0}, True),
+        ({"generation_kwargs": {"seed": 3, "stop": ["."], "max_tokens": 4, "ignore_eos": True}}, True),
+        ({"top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, True),  # vLLM gets the latter
+        ({"generation_kwargs": {"min_tokens": 0, "logit_bias": {}, "bad_words": None}}, True),
+        ({"top_p": 0.9}, False),
+        ({"top_k": 20}, False),
+        ({"min_p": 0.1}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, False),
+        ({"generation_kwargs": {"temperature": 0.7}}, False),
+        ({"generation_kwargs": {"min_tokens": 8}}, False),
+        ({"generation_kwargs": {"extra_args": {"what": "ever"}}}, False),
+        ({"vllm_mode": "server", "temperature": 0.7}, False),  # the server may leave it out
+    ],
+)
+def test_settings_that_make_another_distribution(tmp_path, changes, draws):
+    args = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, **{"vllm_mode": "colocate", **changes})
+    assert draws_from_policy(args) is draws
+
+
+@pytest.fixture
+def trainer_with(tmp_path, monkeypatch):
+    def make(policy=None, **changes):
+        torch.manual_seed(0)
+        policy = policy or get_peft_model(tiny.tiny_model(), tiny.lora())
+        monkeypatch.setattr(start, "start_engine", start_whole(policy))
+        args = {"use_vllm": True, "vllm_mode": "colocate", "rollout_sync": "adapter", "max_completion_length": 12}
+        args |= {"learning_rate": 1e-2, "max_steps": 4, "per_device_train_batch_size": 16, "num_generations": 4}
+        return tiny.trainer(
+            EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=tiny.lora(), **{**args, **changes}
+        )
+
+    return make
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"vllm_importance_sampling_correction": False}, {"num_iterations": 2, "max_steps": 8}],
+    ids=["in the loss", "uncorrected", "TRL's own pass"],
+)
+def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
+    trainer = trainer_with(**changes)
+    trainer.train()
+    assert len(logged(trainer, MEAN)) == 4 and max(logged(trainer, MEAN)) < 1e-5  # float32, sums in another order
+    assert not warned and trainer.weight_sync_check.first < 1e-5
+
+
+def test_a_stale_adapter_is_named(trainer_with, warned):
+    trainer = trainer_with(max_steps=6, learning_rate=1.0)
+    load = trainer.vllm_generation._load
+    trainer.vllm_generation._load = lambda version, folder: load(version, folder) if version < 2 else None
+    trainer.train()
+    assert trainer.state.global_step == 6 and warned
+    assert logged(trainer, MEAN)[0] < 1e-5 and logged(trainer, MEAN)[-1] > 0.01
+
+
+def test_another_base_ends_the_run_before_a_step(trainer_with):
+    def other():
+        model = tiny.tiny_model(seed=1)
+        model.lm_head.weight.data *= 20  # far from uniform
+        return get_peft_model(model, tiny.lora())
+
+    trainer = trainer_with(other())
+    with pytest.raises(RolloutError, match="another model"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    trainer_with(other(), generation_kwargs={"min_tokens": 2}).train()
+
+
+def through_float8(tensor: torch.Tensor) -> torch.Tensor:
+    scale = tensor.abs().amax() / 448
+    return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.slow
+def test_rounding_never_looks_like_another_model(smollm2):
+    """Real bf16, and fp8 of weights and activations with one scale per tensor, of a model that is small and so rounds the most."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    exact = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    prompt = tokenizer("A shop sells 3 apples a day. How many in 5 days?", return_tensors="pt").input_ids
+    row = exact.generate(prompt, do_sample=True, top_k=0, max_new_tokens=160, min_new_tokens=160)
+
+    @torch.no_grad()
+    def logps(model):
+        scores = model(row).logits[0, prompt.shape[1] - 1 : -1].float().log_softmax(-1)
+        return scores.gather(1, row[0, prompt.shape[1] :, None])
+
+    policy = logps(exact)
+    half = (logps(AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()) - policy).abs().mean()
+    assert half < 0.1 * OTHER_MODEL
+    for name, module in exact.named_modules():
+        if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
+            module.weight.data = through_float8(module.weight.data)
+            module.register_forward_pre_hook(lambda _module, given: (through_float8(given[0]),))
+    eighth = (logps(exact) - policy).abs().mean()
+    assert half < eighth < 0.4 * OTHER_MODEL
+    torch.manual_seed(0)
+    other = AutoModelForCausalLM.from_config(exact.config).eval()
+    assert (logps(other) - policy).abs().mean() > 3 * OTHER_MODEL
