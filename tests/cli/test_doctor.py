@@ -59,7 +59,12 @@ def test_a_recipe_that_is_right(capsys, place, monkeypatch):
             "error",
             "rollout_sync='merge' with a quantized base",
         ),
-        ("--use_vllm true --use_dora true --rollout_sync adapter", "error", "`use_dora=True` adds a magnitude"),
+        ("--use_vllm true --use_dora true --rollout_sync adapter", "error", "use_dora=True adds a magnitude"),
+        (
+            "--use_vllm true --top_p 0.9",
+            "warning",
+            "under top_p=0.9 vLLM's log-probabilities are of the tokens that are left",
+        ),
         (
             "--use_vllm true --vllm_importance_sampling_mode sequence_mask --max_completion_length 4096",
             "warning",
