@@ -25,6 +25,7 @@ from ..recipe import checks
 from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe, read_yaml
 from ..recipe.data import load_data
 from ..recipe.files import SUFFIXES
+from ..recipe.reasoning_gym import is_generated
 from ..recipe.runner import reward_functions
 from ..recipe.script import USER_ERRORS
 from ..recipe.small_tasks import TASKS
@@ -106,7 +107,9 @@ def run_findings(words: Sequence[str], config_path: Path | None, launch: LaunchE
 def _asked_of_the_hub(script: ScriptArguments, model: ModelConfig) -> list[str | None]:
     """What a run with these arguments might ask the Hub for."""
     data = [name for name in (script.dataset, script.eval_dataset) if name and not is_import_path(name)]
-    data = [name for name in data if name not in TASKS and Path(name).suffix not in SUFFIXES]
+    data = [
+        name for name in data if not is_generated(name) and name not in TASKS and Path(name).suffix not in SUFFIXES
+    ]
     return [model.model_name_or_path, *data]
 
 

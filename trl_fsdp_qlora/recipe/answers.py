@@ -8,6 +8,7 @@ import functools
 import math
 import re
 from collections import deque
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 Completion = str | list[dict[str, Any]]
 
-ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "verl")
+ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "first_line", "verl")
 MAX_TEXT = 100_000  # characters at the end of a completion in which its answer is looked for
 MAX_LATEX = 2_000  # characters of an expression that math-verify is asked about
 MAX_DIGITS = 1_000  # of a number; more, or an exponent beyond it, is no answer
@@ -100,7 +101,7 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
         text: the completion; the answer is looked for in its last 100,000 characters.
         answer_format: `"hash"`: after the last `####`; `"tags"`: inside the last `<answer>` element; `"boxed"`: inside
             the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
-            there; `"verl"`: what verl's scorer of GSM8K takes for right where it is right, see [`_verls_answer`].
+            there; `"first_line"`: the first line that is not empty; `"verl"`: what verl's scorer of GSM8K takes for right where it is right, see [`_verls_answer`].
 
     Raises:
         ValueError: unknown `answer_format`.
@@ -110,6 +111,8 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
     text = text[-MAX_TEXT:]
     if answer_format == "verl":
         return _verls_answer(text)
+    if answer_format == "first_line":
+        return text.strip().split("\n", 1)[0].strip() or None
     if answer_format in ("auto", "hash") and "####" in text:
         return text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip() or None
     if answer_format in ("auto", "tags"):
@@ -194,11 +197,13 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     )
 
 
-def answers_match(given: str | None, gold: Fraction | str) -> bool:
+def answers_match(given: str | None, gold: Fraction | str | Callable[[str | None], bool]) -> bool:
     """Whether the text `given` has the value `gold` (see [`parse_gold`]); numbers are compared exactly.
 
-    LaTeX is compared by math-verify; what it cannot decide within its deadline does not match.
+    LaTeX is compared by math-verify; what it cannot decide within its deadline does not match. A function says itself.
     """
+    if callable(gold):
+        return gold(given)
     if given is None:
         return False
     number = parse_number(given)

@@ -30,8 +30,9 @@ class ScriptArguments:
 
     dataset: str = option(
         MISSING,
-        "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, 'addition' or 'multiplication', or a "
-        "function of your own that returns rows: my_data.py:load.",
+        "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, generators with their settings: "
+        "'reasoning_gym:chain_sum(max_terms=3)', 'addition' or 'multiplication', or a function of your own that returns "
+        "rows: my_data.py:load.",
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
     dataset_split: str = option(
@@ -59,7 +60,8 @@ class ScriptArguments:
         },
     )
     answer_format: str = option(
-        "auto", "Where a completion's final answer stands: auto, hash, tags, boxed, last_number, or verl's."
+        "auto",
+        "Where a completion's final answer stands: auto, hash, tags, boxed, last_number, first_line, or verl's.",
     )
     accuracy_steps: int = option(
         0, "Measure held-out accuracy every so many optimizer steps; 0 for before and after only."

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from datasets import Dataset
 
 from ..run.own_code import is_import_path
+from . import reasoning_gym
 from .arguments import ScriptArguments
 from .datasets import DatasetError, hold_out, read_problems, takes_split, to_prompts, without_overlap
 from .files import has_splits
@@ -64,6 +65,7 @@ def load_problems(args: ScriptArguments, worked: bool = False) -> Problems:
         trl_fsdp_qlora.recipe.datasets.DatasetError: nothing is held out, or nothing is left.
     """
     train = read_problems(args.dataset, args.dataset_split, args.dataset_config, worked)
+    reasoning_gym.check_rewards(train, args.rewards)
     same_problems = _same_problems(args)
     test = None
     if args.held_out:
@@ -122,6 +124,8 @@ def _same_problems(args: ScriptArguments) -> str | None:
 
 
 def _without_splits(source: str) -> bool:
+    if reasoning_gym.is_generated(source):
+        return False
     if is_import_path(source):
         return not takes_split(source)
     return Path(source).exists() and not has_splits(source)

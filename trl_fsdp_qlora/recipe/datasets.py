@@ -12,6 +12,7 @@ from datasets.exceptions import DatasetsError
 
 from ..run.nearest import did_you_mean, nearest_path
 from ..run.own_code import OwnCodeError, is_import_path, load_function
+from . import reasoning_gym
 from .answers import UnparsableGoldAnswer, parse_gold
 from .files import SUFFIXES, DatasetError, Row, read_rows
 from .small_tasks import TASKS, two_digit_pairs
@@ -129,7 +130,8 @@ def read_problems(
 
     Args:
         source: a local file or folder (see [`~trl_fsdp_qlora.recipe.files.read_rows`]), a Hub id, a function of one's own
-            that returns rows (`my_data.py:load`; a parameter `split` gets the split), or `"addition"` or
+            that returns rows (`my_data.py:load`; a parameter `split` gets the split), generators of reasoning-gym
+            (`reasoning_gym:chain_sum(max_terms=3)`), or `"addition"` or
             `"multiplication"` for the two-digit problems of the small base model. Its columns decide the family: SVAMP
             (`Body`, `Question`, `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
         split: split to read; a single file holds only one.
@@ -143,6 +145,8 @@ def read_problems(
         DatasetError: no such file, unknown columns, no rows, or a row without one of its fields, which it names.
         trl_fsdp_qlora.recipe.answers.UnparsableGoldAnswer: names the row.
     """
+    if reasoning_gym.is_generated(source):
+        return reasoning_gym.read_problems(source, split)
     rows = _task_rows(source, split) if source in TASKS else _source_rows(source, split, config)
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
@@ -195,6 +199,8 @@ def to_prompts(
 ) -> Dataset:
     """A dataset with TRL's `prompt` column (conversational, or plain text with `chat=False`), `answer` and `row`.
 
+    Problems of reasoning-gym keep their `difficulty` and `entry`.
+
     Args:
         problems: as from [`read_problems`].
         system_prompt: put before the user's turn, or before the text.
@@ -216,5 +222,6 @@ def to_prompts(
             prompt: Any = [*system, {"role": "user", "content": text}]
         else:
             prompt = f"{system_prompt}\n{text}" if system_prompt else text
-        rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"]})
+        made = {name: problem[name] for name in ("difficulty", "entry") if name in problem}
+        rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **made})
     return Dataset.from_list(rows)

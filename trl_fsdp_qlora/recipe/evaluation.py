@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
 from ..rollout.completions import generate, over_ranks
+from . import reasoning_gym
 from .answers import answers_match, extract_answer, parse_gold, parse_number, required_answer
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
@@ -101,7 +102,7 @@ def evaluate(
     Args:
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
         tokenizer: with a pad token; conversational prompts use its chat template.
-        dataset: columns `prompt` and `answer`, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
+        dataset: columns `prompt` and `answer`, and `entry` where a generator verifies, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
@@ -122,8 +123,11 @@ def evaluate(
         trl_fsdp_qlora.recipe.answers.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
     """
     started = time.perf_counter()
-    rows = dataset.select_columns(["prompt", "answer"]).to_list()
-    golds = [parse_gold(row["answer"], index) for index, row in enumerate(rows)]
+    rows = dataset.to_list()
+    golds = [
+        reasoning_gym.accepts(row["entry"]) if "entry" in row else parse_gold(row["answer"], index)
+        for index, row in enumerate(rows)
+    ]
     greedy, sampled = generation_configs(model, tokenizer, max_new_tokens, temperature, top_p)
 
     def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from ..run.nearest import did_you_mean, nearest
 from ..run.own_code import is_import_path, load_function
+from . import reasoning_gym
 from .answers import NUMBER, Completion, answers_match, completion_text, extract_answer, parse_gold
 
 _TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -74,7 +75,13 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
     return rewards
 
 
-REWARDS = {"exact_answer": exact_answer_reward, "tag_format": tag_format_reward, "graded": graded_reward}
+REWARDS = {
+    "exact_answer": exact_answer_reward,
+    "tag_format": tag_format_reward,
+    "graded": graded_reward,
+    reasoning_gym.REWARD: reasoning_gym.verifier_reward,
+}
+_WITH_FORMAT = ("exact_answer", reasoning_gym.REWARD)
 
 
 def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[float]]:
@@ -91,4 +98,4 @@ def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[flo
         raise ValueError(
             f"unknown reward {name!r}; known: {', '.join(REWARDS)}{hint}; one of your own is my_rewards.py:function"
         )
-    return exact_answer_reward(answer_format) if name == "exact_answer" else REWARDS[name]
+    return REWARDS[name](answer_format) if name in _WITH_FORMAT else REWARDS[name]

@@ -1,0 +1,116 @@
+"""Problems, verifiers and refusals of reasoning-gym's generators, against reasoning-gym itself."""
+
+import importlib.util
+import json
+
+import pytest
+import reasoning_gym as gym
+from datasets import Dataset
+
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.data import load_data, load_held_out
+from trl_fsdp_qlora.recipe.datasets import DatasetError, read_problems
+from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.recipe.rewards import get_reward
+from trl_fsdp_qlora.recipe.small_base import character_tokenizer
+
+from ..tiny import tiny_model
+
+SUMS = "reasoning_gym:chain_sum(max_terms=3, size=40)"
+
+
+def arguments(dataset=SUMS, rewards=("reasoning_gym",), **more):
+    return ScriptArguments(dataset=dataset, rewards=list(rewards), chat=False, **more)
+
+
+def test_problems_are_the_generators_own():
+    theirs = gym.create_dataset("chain_sum", max_terms=3, seed=0, size=40)
+    for problem in read_problems(SUMS):
+        entry = theirs[problem["row"]]
+        assert (problem["question"], problem["answer"]) == (entry["question"], entry["answer"])
+        assert json.loads(problem["difficulty"]) == json.loads(json.dumps(entry["metadata"]["difficulty"]))
+
+
+def test_training_and_test_never_meet_and_no_problem_comes_twice():
+    """Two numbers of one digit leave 200 questions in all, so both splits draw the same ones again and again."""
+    few = "reasoning_gym:chain_sum(max_terms=2, max_digits=1, size=100)"
+    train = [problem["question"] for problem in read_problems(few)]
+    test = [problem["question"] for problem in read_problems(few, "test")]
+    assert len(train) == len(set(train)) and len(test) == len(set(test)) and not {*train} & {*test}
+    many = "reasoning_gym:chain_sum(min_digits=3, max_digits=4)"
+    assert len({problem["question"] for problem in read_problems(many)}) == 10_000
+    assert len(read_problems(many, "test")) == 500
+
+
+def test_a_mixture_has_its_weights_and_each_problem_its_own_verifier():
+    mixture = "reasoning_gym:3*chain_sum(size=400) + letter_counting(min_words=2, max_words=3)"
+    problems = read_problems(mixture)
+    sums = sum("arithmetic" in problem["question"] for problem in problems)
+    assert 270 < sums < 330  # of 400; three quarters, within 3.5 standard deviations
+    data = load_data(arguments(mixture))[0]
+    reward = get_reward("reasoning_gym", "first_line")
+    rewards = reward(completions=[f" {row['answer']}\nso" for row in data], entry=data["entry"])
+    assert rewards == [1.0] * len(data)
+
+
+@pytest.mark.parametrize("name", ["spell_backward", "family_relationships", "fraction_simplification", "countdown"])
+def test_the_reward_is_the_generators_verifier(name):
+    source = f"reasoning_gym:{name}(size=12)"
+    theirs = gym.create_dataset(name, seed=0, size=12)
+    problems = read_problems(source)
+    for answer in ("7", "mother", "1/2", problems[0]["answer"]):
+        ours = get_reward("reasoning_gym", "first_line")(
+            [answer] * len(problems), entry=[p["entry"] for p in problems]
+        )
+        assert ours == [theirs.score_answer(answer, theirs[p["row"]]) for p in problems]
+
+
+def test_evaluate_counts_what_the_verifier_accepts(monkeypatch):
+    """The tiny model's completions are replaced by the right answers of every other problem, written in words and digits."""
+    data = load_held_out(arguments("reasoning_gym:spell_backward", eval_problems=20))
+    assert len(data) == 20
+    tokenizer = character_tokenizer()
+    texts = [row["answer"] if i % 2 else "nothing" for i, row in enumerate(data)]
+    monkeypatch.setattr(
+        "trl_fsdp_qlora.recipe.evaluation.generate", lambda model, ids, *_, **__: [[i] for i in range(len(ids))]
+    )
+    monkeypatch.setattr(tokenizer, "decode", lambda tokens, **_: texts[tokens[0]])
+    result = evaluate(
+        tiny_model(), tokenizer, data, max_new_tokens=2, batch_size=20, answer_format="first_line", progress=False
+    )
+    assert (result.correct, result.strict, result.n) == (10, 10, 20)
+
+
+def refused(source, rewards=("reasoning_gym",), **more) -> str:
+    with pytest.raises(DatasetError) as error:
+        load_data(arguments(source, rewards, **more))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_bad_input_is_one_line(monkeypatch):
+    assert "did you mean 'chain_sum'?" in refused("reasoning_gym:chain_sums")
+    assert "did you mean 'max_terms'?" in refused("reasoning_gym:chain_sum(maxterms=2)")
+    assert "max_terms must be >= min_terms" in refused("reasoning_gym:chain_sum(min_terms=3, max_terms=2)")
+    for spelling in (
+        "",
+        "chain_sum(",
+        "chain_sum - products",
+        "chain_sum(2)",
+        "0*chain_sum",
+        "chain_sum(max_terms=n)",
+    ):
+        assert "is not spelled as generators" in refused(f"reasoning_gym:{spelling}")
+    assert "has no split 'validation'" in refused("reasoning_gym:chain_sum", eval_split="validation")
+    assert "use its own verifier, rewards: [reasoning_gym]" in refused(
+        "reasoning_gym:spell_backward", ["exact_answer"]
+    )
+    assert "verifies problems of" in refused("addition", held_out=10)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'trl-fsdp-qlora[reasoning-gym]'" in refused("reasoning_gym:chain_sum(max_terms=4)")
+
+
+def test_numeric_generators_take_the_numeric_reward():
+    train, test = load_data(arguments(SUMS, ["exact_answer"], eval_problems=5))
+    assert isinstance(train, Dataset) and len(train) == 40 and len(test) == 5
+    assert get_reward("exact_answer", "first_line")([train[0]["answer"]], answer=[train[0]["answer"]]) == [1.0]

@@ -1,0 +1,188 @@
+"""reasoning-gym's generators as a data set without end, and their verifiers as the reward.
+
+    dataset: reasoning_gym:chain_sum(min_terms=2, max_terms=2)       one generator and its settings
+    dataset: reasoning_gym:3*chain_sum(max_digits=2) + letter_counting   a mixture; three of four problems are sums
+
+Problem i of a generator depends on its `seed` and i alone. The training split is `size` different problems (10,000 if no
+generator has a `size`), so that none comes twice in a run of as many prompts; the test split is up to 500 of seeds far away
+from those, and no question stands in both. The data set stays one with an index, since an interrupted run resumes in it and
+A*-PO keeps a value per problem. Each row carries its `entry`, from which the verifier makes the problem again.
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..run.nearest import did_you_mean, nearest
+from .answers import Completion, UnparsableGoldAnswer, completion_text, extract_answer, parse_gold
+from .files import DatasetError
+
+PREFIX = "reasoning_gym:"
+REWARD = "reasoning_gym"
+INSTALL = "pip install 'trl-fsdp-qlora[reasoning-gym]'"
+TEST_PROBLEMS = 500
+# reasoning-gym draws problem i from the seed `seed + i`.
+_FIRST_SEED = {"train": 0, "test": 1_000_000_007}
+_TRAIN_PROBLEMS = 10_000
+_NUMERIC_REWARDS = ("exact_answer", "graded")
+
+
+def is_generated(source: str | None) -> bool:
+    """Whether `source` names generators of reasoning-gym."""
+    return source is not None and source.startswith(PREFIX)
+
+
+@functools.lru_cache(maxsize=64)
+def _generators(source: str, split: str) -> list[tuple[float, Any]]:
+    """(weight, generator) of each term of `source`; they generate the problems of `split`."""
+    if split not in _FIRST_SEED:
+        raise DatasetError(f"{source!r} has no split {split!r}; it has {', '.join(_FIRST_SEED)}")
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise DatasetError(f"{source!r} needs reasoning-gym, which is not installed: {INSTALL}")
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    generators = []
+    for weight, name, settings in _terms(source):
+        if name not in DATASETS:
+            near = did_you_mean(nearest(name, DATASETS), f"; there are {', '.join(sorted(DATASETS))}")
+            raise DatasetError(f"{source!r}: reasoning-gym has no generator {name!r}{near}")
+        known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+        for setting in settings:
+            if setting not in known:
+                near = did_you_mean(nearest(setting, known))
+                raise DatasetError(f"{source!r}: {name} has no setting {setting!r}{near}; it has {', '.join(known)}")
+        try:
+            generator = create_dataset(name, **{**settings, "seed": settings.get("seed", 0) + _FIRST_SEED[split]})
+        except Exception as error:  # of the generator's own checks, assertions mostly
+            raise DatasetError(f"{source!r}: {name} refuses its settings: {error}") from error
+        generators.append((weight, generator))
+    return generators
+
+
+def _terms(source: str) -> list[tuple[float, str, dict[str, Any]]]:
+    """(weight, name, settings) of the generators that `source` names."""
+    try:
+        terms, waiting = [], [ast.parse(source.removeprefix(PREFIX).strip(), mode="eval").body]
+        while waiting:
+            node, weight = waiting.pop(), 1.0
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                waiting += [node.right, node.left]
+                continue
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                weight, node = float(ast.literal_eval(node.left)), node.right
+            call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+            if not isinstance(call.func, ast.Name) or call.args or not weight > 0:
+                raise ValueError
+            terms.append((weight, call.func.id, {each.arg: ast.literal_eval(each.value) for each in call.keywords}))
+        return terms
+    except (SyntaxError, ValueError, TypeError):
+        raise DatasetError(
+            f"dataset {source!r} is not spelled as generators; write {PREFIX}chain_sum, {PREFIX}chain_sum(max_terms=3) or "
+            f"{PREFIX}3*chain_sum(max_terms=3) + letter_counting"
+        ) from None
+
+
+@functools.lru_cache(maxsize=4096)  # the completions of a group ask for the same problem one after the other
+def _problem(source: str, split: str, index: int) -> tuple[Any, dict[str, Any]]:
+    """(generator, reasoning-gym's entry) of a problem."""
+    generators = _generators(source, split)
+    weights = [weight for weight, _ in generators]
+    # Not Random(index): a generator whose seed is 0 starts from that.
+    [(_, generator)] = random.Random(f"term {index}").choices(generators, weights)
+    return generator, generator[index]
+
+
+def _different(source: str, split: str, count: int, seen: set[str]) -> Iterator[dict[str, Any]]:
+    """Up to `count` problems whose questions are not among `seen`, which grows by them."""
+    for index in range(3 * count):
+        if count == 0:
+            return
+        _, entry = _problem(source, split, index)
+        key = " ".join(entry["question"].lower().split())
+        if key in seen:
+            continue
+        seen.add(key)
+        count -= 1
+        yield {
+            "row": index,
+            "question": entry["question"],
+            "answer": str(entry["answer"]),
+            "difficulty": json.dumps(entry["metadata"].get("difficulty"), default=str),
+            "entry": json.dumps([source, split, index]),
+        }
+
+
+@functools.lru_cache(maxsize=8)
+def _split(source: str, split: str) -> tuple[dict[str, Any], ...]:
+    sizes = [settings["size"] for _, _, settings in _terms(source) if "size" in settings]
+    _generators(source, split)
+    seen: set[str] = set()
+    test = tuple(_different(source, "test", TEST_PROBLEMS, seen))
+    return test if split == "test" else tuple(_different(source, "train", max(sizes, default=_TRAIN_PROBLEMS), seen))
+
+
+def read_problems(source: str, split: str) -> list[dict[str, Any]]:
+    """The different problems of a split, as from [`trl_fsdp_qlora.recipe.datasets.read_problems`].
+
+    Beside `row`, `question` and `answer` each has `difficulty`, what its generator says of it, and `entry`, for the verifier.
+
+    Raises:
+        DatasetError: no such generator, setting or split; a setting that the generator refuses; reasoning-gym is not installed.
+    """
+    return [dict(problem) for problem in _split(source, split)]
+
+
+def check_rewards(problems: Sequence[dict], rewards: Sequence[str]) -> None:
+    """Refuse rewards that cannot score `problems`.
+
+    Raises:
+        DatasetError: generated problems without numbers for answers and a reward of numbers, or problems of a file and the
+            generators' verifier.
+    """
+    made = [problem for problem in problems if "entry" in problem]
+    if REWARD in rewards and len(made) < len(problems):
+        raise DatasetError(f"rewards: {REWARD} verifies problems of `dataset: {PREFIX}NAME` alone; try exact_answer")
+    numeric = [name for name in rewards if name in _NUMERIC_REWARDS]
+    for problem in made if numeric else ():
+        try:
+            parse_gold(problem["answer"], problem["row"])
+        except UnparsableGoldAnswer:
+            source = json.loads(problem["entry"])[0]
+            raise DatasetError(
+                f"{source!r} has answers such as {problem['answer'][:60]!r}, and rewards: {numeric[0]} reads numbers; use its own "
+                f"verifier, rewards: [{REWARD}]"
+            ) from None
+
+
+def verifier(entry: str) -> Callable[[str | None], float]:
+    """What reasoning-gym's verifier gives an answer to the problem `entry`, between 0 and 1."""
+    generator, problem = _problem(*json.loads(entry))
+    return lambda answer: float(generator.score_answer(answer, problem)) if answer else 0.0
+
+
+def accepts(entry: str) -> Callable[[str | None], bool]:
+    """Whether an answer to the problem `entry` is right, for [`trl_fsdp_qlora.recipe.answers.answers_match`]."""
+    score = verifier(entry)
+    return lambda answer: score(answer) >= 1.0
+
+
+def verifier_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
+    """The reward of generated problems: their generator's own verifier on the completion's final answer.
+
+    Args:
+        answer_format: where the final answer stands, see [`trl_fsdp_qlora.recipe.answers.extract_answer`].
+    """
+    extract_answer("", answer_format)
+
+    def reasoning_gym(completions: Sequence[Completion], entry: Sequence[str], **_columns) -> list[float]:
+        return [
+            verifier(one)(extract_answer(completion_text(completion), answer_format))
+            for completion, one in zip(completions, entry, strict=True)
+        ]
+
+    return reasoning_gym
