@@ -126,8 +126,8 @@ def worker(name: str, model_folder: str, out: str) -> None:
     from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
     from trl_fsdp_qlora.planning.beside import comparable, plan_first, watch
     from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
-    from trl_fsdp_qlora.recipe.building import model_arguments
     from trl_fsdp_qlora.recipe.checks import check_recipe
+    from trl_fsdp_qlora.recipe.runner import model_arguments
 
     _, tokens, spreading, changes = CASES[name]
     if spreading.endswith("fsdp2"):

@@ -1,6 +1,6 @@
 """Write the dense weights that a 4-bit base computes with, for a vLLM server to hold while an adapter is trained on them.
 
-    python recipes/dequantize.py --model_name_or_path Qwen/Qwen2.5-32B-Instruct --use_bnb_nested_quant true \
+    trl-fsdp-qlora dequantize --model_name_or_path Qwen/Qwen2.5-32B-Instruct --use_bnb_nested_quant true \
         --output models/qwen2.5-32b-nf4-dense
 
 Give it the quantization of the recipe (`--bnb_4bit_quant_type`, `--use_bnb_nested_quant`, `--dtype`). It loads the 4-bit model
@@ -20,7 +20,6 @@ from trl import ModelConfig, get_quantization_config
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
 from trl_fsdp_qlora.run.shipped import cache_folder
 
@@ -52,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, RolloutError)
+    run_main(main)

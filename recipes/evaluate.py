@@ -1,7 +1,10 @@
 """Accuracy on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank.
 
-    accelerate launch --config_file accelerate_configs/ddp_cpu.yaml recipes/evaluate.py \
-        --model runs/small-base --adapter runs/quickstart --dataset addition --max_new_tokens 6 --samples 4
+    trl-fsdp-qlora evaluate --adapter runs/quickstart --accuracy_samples 4
+
+From the folder of a run it takes everything that the run measured with: base, data, prompt, length, dtype. Any option says
+otherwise, and without such a folder `--model_name_or_path` and `--dataset` say it all. Options are called as in recipes/grpo.py;
+`--model`, `--revision`, `--batch_size`, `--max_new_tokens` and `--samples`, their former names, are still taken.
 
 Prints n and the 95% Wilson interval, and writes a JSON file where `--output` names one.
 """
@@ -11,36 +14,49 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 # isort: split
 
 import os
+import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from transformers import BitsAndBytesConfig
 
-from trl_fsdp_qlora.checkpoints.disk import disk_errors, write_json
+from trl_fsdp_qlora.checkpoints.disk import disk_errors, read_json, write_json
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.publishing.loading import LoadError, load_base, with_adapter
+from trl_fsdp_qlora.publishing.loading import load_base, with_adapter
+from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.recipe.checks import check_adapter, check_counts, check_installed, check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.data import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.script import run_main, say
+
+FORMERLY = {
+    "--model": "--model_name_or_path",
+    "--revision": "--model_revision",
+    "--batch_size": "--accuracy_batch_size",
+    "--max_new_tokens": "--max_completion_length",
+    "--samples": "--accuracy_samples",
+}
 
 
 @dataclass
 class EvaluateArguments:
     """What to measure, beside the data of `ScriptArguments`."""
 
-    model: str = field(metadata={"help": "Base model, Hub id or folder."})
-    adapter: str | None = option(None, "PEFT adapter on top of it; none measures the base.")
-    revision: str = option("main", "Revision of the base model.")
+    model_name_or_path: str | None = option(
+        None, "Model, Hub id or folder; the adapter's own base where it is not set."
+    )
+    adapter: str | None = option(None, "PEFT adapter, folder or Hub id; none measures the model.")
+    model_revision: str = option("main", "Revision of the model.")
     dtype: str | None = field(
         default=None,
         metadata={
             "help": "Type of the weights; the checkpoint's own where it is not set.",
-            "choices": ["bfloat16", "float16", "float32"],
+            "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
     load_in_4bit: bool = option(
@@ -48,29 +64,38 @@ class EvaluateArguments:
     )
     bnb_4bit_quant_type: str = option("nf4", "Quantization type of the 4-bit base, as in the recipe.")
     use_bnb_nested_quant: bool = option(False, "Nested (double) quantization of the 4-bit base, as in the recipe.")
-    max_new_tokens: int = option(256, "Length limit of a completion.")
-    batch_size: int = option(64, "Completions per batch, per rank.")
-    samples: int = option(0, "k of pass@k and majority@k; 0 for greedy decoding only.")
+    max_completion_length: int = option(256, "Length limit of a completion.")
     temperature: float = option(1.0, "Temperature of the samples.")
     top_p: float = option(1.0, "Nucleus (top-p) share that the samples are drawn from.")
     seed: int = option(0, "Seed of the samples.")
+    use_cpu: bool = option(False, "Measure on the CPU where there is a GPU.")
+    bf16: bool = option(False, "Compute in bfloat16 mixed precision, as a run with `bf16` measures.")
     output: str | None = option(None, "JSON file to write.")
+
+
+def settings_of_run(argv: list[str]) -> dict[str, Any]:
+    """What the folder of the run that `argv` names says of how it measured; nothing where there is none."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    for name in ("--adapter", "--model_name_or_path"):
+        folder = Path(words[words.index(name) + 1]) if name in words[:-1] else None
+        if folder is not None and (folder / "metrics.json").is_file():
+            return read_json(folder / "metrics.json").get("settings", {})
+    return {}
 
 
 def checked_tokenizer(script: ScriptArguments, args: EvaluateArguments):
     """The model's tokenizer, when all that can be told to be wrong before the weights are loaded has been looked at."""
-    check_script(script)
-    check_counts(args, {"max_new_tokens": (1, "try 256"), "batch_size": (1, "try 64"), "samples": (0, "0 is greedy")})
-    if args.temperature <= 0 or not 0 < args.top_p <= 1:
-        raise ConfigError(f"temperature={args.temperature} must be positive and top_p={args.top_p} in (0, 1]")
+    checks.check_script(script)
+    checks.check_limits(args)
+    checks.check_sampling(args)
     if args.load_in_4bit:
-        check_installed("bitsandbytes", "load_in_4bit: true")
-    tokenizer = load_tokenizer(args.model, args.revision, script.chat, "model")
+        checks.check_installed("bitsandbytes", "load_in_4bit: true")
     if args.adapter:
-        check_adapter(args.adapter)
+        base = checks.check_adapter(args.adapter).base_model_name_or_path
+        args.model_name_or_path = args.model_name_or_path or base
     if args.output:
         check_output(Path(args.output))
-    return tokenizer
+    return checks.load_tokenizer(args.model_name_or_path, args.model_revision, script.chat)
 
 
 def check_output(path: Path) -> None:
@@ -84,11 +109,15 @@ def check_output(path: Path) -> None:
 
 
 def main() -> None:
-    script, args = parse_recipe((ScriptArguments, EvaluateArguments))
-    state = PartialState()
+    argv = []
+    for word in sys.argv[1:]:
+        name, equals, value = word.partition("=")
+        argv.append(f"{FORMERLY.get(name, name)}{equals}{value}")
+    script, args = parse_recipe((ScriptArguments, EvaluateArguments), argv, settings_of_run(argv))
+    state = PartialState(cpu=args.use_cpu)
     tokenizer = checked_tokenizer(script, args)
     test = load_held_out(script)
-    dtype = getattr(torch, args.dtype) if args.dtype else "auto"
+    dtype = "auto" if args.dtype in (None, "auto") else getattr(torch, args.dtype)
     quantization = {}
     if args.load_in_4bit:
         quantization["device_map"] = {"": state.device}
@@ -99,24 +128,30 @@ def main() -> None:
             bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
         )
     with experts_in_4bit():
-        model = load_base(args.model, revision=args.revision, dtype=dtype, **quantization)
+        model = load_base(args.model_name_or_path, revision=args.model_revision, dtype=dtype, **quantization)
     if args.adapter:
-        model = with_adapter(model, args.adapter, args.model)
-    result = evaluate(
-        model if args.load_in_4bit else model.to(state.device),
-        tokenizer,
-        test,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        samples=args.samples,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        answer_format=script.answer_format,
-        seed=args.seed,
-    )
+        model = with_adapter(model, args.adapter, args.model_name_or_path)
+    with torch.autocast(state.device.type, torch.bfloat16) if args.bf16 else nullcontext():
+        result = evaluate(
+            model if args.load_in_4bit else model.to(state.device),
+            tokenizer,
+            test,
+            max_new_tokens=args.max_completion_length,
+            batch_size=script.accuracy_batch_size,
+            samples=script.accuracy_samples,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            answer_format=script.answer_format,
+            seed=args.seed,
+        )
     say(str(result))
     if args.output and state.is_main_process:
-        about = {"model": args.model, "adapter": args.adapter, "dataset": script.dataset, "seed": args.seed}
+        about = {
+            "model": args.model_name_or_path,
+            "adapter": args.adapter,
+            "dataset": script.dataset,
+            "seed": args.seed,
+        }
         with disk_errors(Path(args.output).parent):
             write_json(
                 Path(args.output), {**about, **result.as_dict(), "hardware": hardware(), "software": software()}
@@ -124,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, LoadError)
+    run_main(main)

@@ -2,8 +2,7 @@
 
 One process, or any number of them:
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
-        --config recipes/small-base/grpo/config_quickstart.yaml
+    trl-fsdp-qlora grpo --config small-base/grpo/quickstart --accelerate_config cpu
 
 Every field of `ScriptArguments`, `EfficientGRPOConfig` and `trl.ModelConfig` can stand in the YAML file and be
 overridden on the command line. Leaves the adapter, its card, `metrics.json` and `training.png` in `output_dir`; a run

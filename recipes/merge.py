@@ -1,9 +1,9 @@
 """Merge an adapter into its unquantized base, for servers that take no adapters.
 
-    python recipes/merge.py --adapter runs/quickstart --output runs/quickstart-merged
+    trl-fsdp-qlora merge --adapter runs/quickstart --output runs/quickstart-merged
 
 The base is loaded in bfloat16 (`--dtype`) in host memory. An adapter that was trained on a 4-bit base was trained against
-that base's rounding: the merged model is close to the trained one, not equal to it. Measure it with recipes/evaluate.py.
+that base's rounding: the merged model is close to the trained one, not equal to it. Measure it with `trl-fsdp-qlora evaluate`.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trl_fsdp_qlora.publishing.merge import MergeError, merge_adapter
+from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_adapter, load_tokenizer
 from trl_fsdp_qlora.recipe.script import run_main, say
@@ -40,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, MergeError)
+    run_main(main)

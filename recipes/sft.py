@@ -1,50 +1,89 @@
 """Supervised fine-tuning on worked answers, to give reinforcement something to select from.
 
-One process, or any number of them with a copy of the model each:
+    trl-fsdp-qlora sft --config SmolLM2-135M-Instruct/sft/svamp
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py \
-        --config recipes/SmolLM2-135M-Instruct/sft/config_svamp.yaml
-
-TRL's `SFTTrainer` on SVAMP's equations or GSM8K's rationales, in the prompts of recipes/grpo.py. Every field of
-`SFTScriptArguments`, `trl.SFTConfig` and `trl.ModelConfig` can stand in the YAML file and be overridden on the command
-line. Leaves the model and `metrics.json` in `output_dir`; recipes/grpo.py takes that folder as `model_name_or_path`. A
-run that was killed goes on with `--resume_from_checkpoint auto`.
+TRL's `SFTTrainer` on SVAMP's equations or GSM8K's rationales, in the prompts of recipes/grpo.py, which takes the folder that this
+leaves as `model_name_or_path`. Every field of `SFTScriptArguments`, `trl.SFTConfig` and `trl.ModelConfig` can stand in the YAML
+file and be overridden on the command line; `trl-fsdp-qlora evaluate --model_name_or_path FOLDER` measures what came of it.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
 
 # isort: split
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
+from fractions import Fraction
 
-from trl import ModelConfig, SFTConfig
+from datasets import Dataset
+from trl import ModelConfig, SFTConfig, SFTTrainer
 
-from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
-from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
-from trl_fsdp_qlora.recipe.checks import check_counts, check_script, load_tokenizer
-from trl_fsdp_qlora.recipe.script import run_main
-from trl_fsdp_qlora.recipe.supervised import build_sft_trainer, run_sft, worked_data
+from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir, resolve_resume
+from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
+from trl_fsdp_qlora.recipe.data import load_problems, prompts_of
+from trl_fsdp_qlora.recipe.record import RunRecord
+from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
+from trl_fsdp_qlora.recipe.script import run_main, say
 
 
 @dataclass
 class SFTScriptArguments(ScriptArguments):
     """[`trl_fsdp_qlora.recipe.arguments.ScriptArguments`], how much is taught, and how long a measured answer may be."""
 
-    sft_problems: int | None = field(default=None, metadata={"help": "Teach this many problems; all by default."})
-    max_new_tokens: int = field(default=96, metadata={"help": "Length limit of a completion that is measured."})
+    sft_problems: int | None = option(None, "Teach this many problems; all by default.")
+    max_completion_length: int = option(256, "Length limit of a completion, for `evaluate`.")
+
+
+def worked(row: dict) -> str | None:
+    """The worked answer of a row of SVAMP or GSM8K, ending in `#### answer`; `None` where there is none that is right.
+
+    `( ( 4.0 + 8.0 ) / 3.0 )` is `4 + 8 = 12`, `12 / 3 = 4`, `#### 4`; GSM8K's notes for a calculator are left out.
+    """
+    if "####" in str(row.get("answer")):
+        return re.sub(r"<<.*?>>", "", row["answer"]).strip()
+    text, lines = str(row.get("Equation")), []
+    number = r"(-?\d+(?:\.\d+)?(?:/\d+)?)"
+
+    def shown(x: Fraction) -> str:
+        return str(int(x) if x.denominator == 1 else float(x) if float(x) == x else x)
+
+    while found := re.search(rf"\( {number} ([-+*/]) {number} \)", text):  # the innermost, from the left
+        a, sign, b = Fraction(found[1]), found[2], Fraction(found[3])
+        if sign == "/" and not b:
+            return None
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or 1)}[sign]
+        terms = [f"({shown(x)})" if x < 0 else shown(x) for x in (a, b)]
+        lines.append(f"{terms[0]} {sign} {terms[1]} = {shown(value)}")
+        text = text.replace(found[0], str(value), 1)
+    try:
+        value = Fraction(text.strip())  # every operation is done
+        right = value == Fraction(str(row["Answer"]))
+    except ValueError:
+        return None
+    return "\n".join([*lines, f"#### {shown(value)}"]) if right else None
 
 
 def main() -> None:
     script, config, model = parse_recipe((SFTScriptArguments, SFTConfig, ModelConfig))
     check_script(script)
-    check_counts(script, {"sft_problems": (1, "leave it out for all"), "max_new_tokens": (1, "try 96")})
-    if script.max_train_seconds is not None:
-        raise ConfigError("max_train_seconds is of the recipes that reinforce; set num_train_epochs or max_steps")
     check_output_dir(config.output_dir, config.resume_from_checkpoint)
     load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    train, test = worked_data(script, script.sft_problems)
-    trainer = build_sft_trainer(config, model, train)
-    run_sft(trainer, script, test, script.max_new_tokens, config.resume_from_checkpoint)
+    problems = load_problems(script, whole_rows=True).train
+    taught = [(problem, work) for problem in problems if (work := worked(problem["columns"]))][: script.sft_problems]
+    if not taught:
+        raise ConfigError(f"{script.dataset!r} holds no worked answers; SVAMP's `Equation` and GSM8K's `answer` do")
+    say(f"data: {len(taught)} of {len(problems)} training problems are taught")
+    prompts = prompts_of(script, [problem for problem, _ in taught])["prompt"]
+    answers = [[{"role": "assistant", "content": work}] if script.chat else work for _, work in taught]
+    data = Dataset.from_dict({"prompt": prompts, "completion": answers})
+    trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
+    trainer.train(resume_from_checkpoint=resolve_resume(config.output_dir, config.resume_from_checkpoint))
+    trainer.save_model()
+    RunRecord(config.output_dir).put(
+        settings=measured_settings(script, config, model), history=trainer.state.log_history
+    )
+    say(f"model and tokenizer are in {config.output_dir}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Build the small base model: recipes/small_base.py DIR [--task addition|multiplication] [--seed N]
+"""Build the small base model: trl-fsdp-qlora small-base DIR [--task addition|multiplication] [--seed N]
 
 A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition (the quickstart's) or
 two-digit multiplication by `trl.SFTTrainer` with most of the carries dropped. About a minute on two cores for addition.

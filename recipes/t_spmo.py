@@ -2,8 +2,7 @@
 
 One process, or any number of them:
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/t_spmo.py \
-        --config recipes/small-base/t_spmo/config_quick.yaml
+    trl-fsdp-qlora t-spmo --config small-base/t_spmo/quick --accelerate_config cpu
 
 Every field of `ScriptArguments`, `TSPMOConfig` and `trl.ModelConfig` can stand in the YAML file and be
 overridden on the command line. Leaves the adapter, its card, `metrics.json` and `training.png` in `output_dir`; a run

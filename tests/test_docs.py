@@ -129,7 +129,7 @@ def options_of(name: str) -> set[str]:
     from trl import TrlParser
 
     page = script(ROOT / "recipes" / name)
-    types = re.search(r"parse_recipe\(\((.*?),?\)\)", (ROOT / "recipes" / name).read_text(encoding="utf-8"))[1]
+    types = re.search(r"parse_recipe\(\((.*?),?\)", (ROOT / "recipes" / name).read_text(encoding="utf-8"))[1]
     parser = TrlParser(tuple(getattr(page, each.strip()) for each in types.split(",")))
     known = {option for action in parser._actions for option in action.option_strings}
     return known | {"--config", "--debug_errors"}

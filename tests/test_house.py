@@ -16,6 +16,7 @@ from trl_fsdp_qlora.compat import trl as seams
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 # From the ground up; rooms of one floor do not know each other. A file at the top level is a floor of its own.
 FLOORS = [
+    {"errors"},
     {"compat"},
     {"scoring"},
     {"prefix_sharing", "fsdp2_qlora"},

@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import NamedTuple
 
 from . import __version__
+from .errors import did_you_mean
 from .run import quiet_end
-from .run.nearest import did_you_mean, nearest
 
 
 class _Command(NamedTuple):
@@ -71,7 +71,7 @@ def _run(argv: list[str] | None) -> int:
         return 0
     command = COMMANDS.get(name)
     if command is None:
-        hint = did_you_mean(nearest(name.replace("_", "-"), COMMANDS, 0.5), f"; there are {', '.join(COMMANDS)}")
+        hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
         print(f"error: trl-fsdp-qlora has no command {name!r}{hint}", file=sys.stderr)
         return 2
     # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.

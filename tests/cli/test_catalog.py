@@ -47,7 +47,7 @@ def test_a_recipe_by_each_of_its_names(text):
 def test_an_unknown_recipe_is_answered_with_the_nearest(text, capsys):
     assert main(["recipes", text]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: there is no recipe '{text}'; did you mean 'small-base/grpo/quickstart'? ")
+    assert said.startswith(f"error: there is no recipe '{text}'; did you mean 'small-base/grpo/quickstart'?")
     assert len(said.splitlines()) == 1
 
 

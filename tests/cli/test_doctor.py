@@ -1,6 +1,6 @@
+import importlib.util
 import json
 import socket
-from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -8,56 +8,69 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.__main__ import main
-from trl_fsdp_qlora.cli import environment, run_findings
-from trl_fsdp_qlora.cli.run_findings import constant_rewards, launch_environment
+from trl_fsdp_qlora.cli import doctor
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
 from trl_fsdp_qlora.run.accelerate_configs import accelerate_config
 
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base --use_cpu true"
+REWARDS = """
+import sys
+def few(completions, **columns): return [1.0]
+def text(completions, **columns): return ["1.0" for _ in completions]
+def breaks(completions, **columns): return [completions["no"]]
+async def later(completions, **columns): return [float(len(str(text))) for text in completions]
+"""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("doctor")
     save_tiny_model(folder / "base")
+    (folder / "rewards.py").write_text(REWARDS)
     return folder
 
 
-def findings(capsys, place, monkeypatch, words: str) -> tuple[int, list[dict]]:
+@pytest.fixture
+def findings(capsys, place, monkeypatch):
+    """(exit status, findings) of the doctor with these words."""
     monkeypatch.chdir(place)
-    status = main(["doctor", "--json", *words.split()])
-    return status, json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(doctor, "port_taken", lambda port: False)  # whatever else runs on this machine
+
+    def call(words: str) -> tuple[int, list[dict]]:
+        status = main(["doctor", "--json", *words.split()])
+        return status, json.loads(capsys.readouterr().out)
+
+    return call
 
 
-def test_without_a_recipe(capsys, place, monkeypatch):
-    status, found = findings(capsys, place, monkeypatch, "")
-    assert {"versions", "open files"} <= {item["check"] for item in found}
+def test_without_a_recipe(findings):
+    status, found = findings("")
+    assert {"versions", "hardware"} <= {item["check"] for item in found}
     assert status == any(item["level"] == "error" for item in found)
 
 
-def test_a_recipe_that_is_right(capsys, place, monkeypatch):
-    status, found = findings(capsys, place, monkeypatch, QUICK)
+def test_a_recipe_that_is_right_and_no_folder_is_left(findings, place):
+    before = sorted(place.rglob("*"))
+    status, found = findings(f"{QUICK} --output_dir runs/new/one")
     assert status == 0
     said = {item["check"]: item["text"] for item in found if item["level"] == "ok"}
     assert said["recipe"] == "EfficientGRPOConfig, 1 process"
     assert said["data"] == "7100 training and 1000 held-out problems from addition"
+    assert [path for path in sorted(place.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
 @pytest.mark.parametrize(
     ("words", "level", "said"),
     [
         ("--load_in_4bit true --accelerate_config zero3", "error", "zero_stage: 3 with a quantized base"),
-        (
-            "--load_in_4bit true --lora_target_modules lm_head --accelerate_config fsdp2_qlora",
-            "error",
-            "lm_head in lora_target",
-        ),
         ("--load_in_4bit true --use_peft false", "error", "load_in_4bit: true trains no weight of the base"),
-        (
-            "--use_vllm true --rollout_sync merge --load_in_4bit true",
+        ("--use_vllm true --rollout_sync merge --load_in_4bit true", "error", "rollout_sync='merge' with a quantized"),
+        pytest.param(
+            "--use_vllm true",
             "error",
-            "rollout_sync='merge' with a quantized base",
+            "use_vllm: true needs vllm, which is not installed",
+            marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here"),
         ),
         ("--use_vllm true --use_dora true --rollout_sync adapter", "error", "use_dora=True adds a magnitude"),
         (
@@ -65,26 +78,24 @@ def test_a_recipe_that_is_right(capsys, place, monkeypatch):
             "warning",
             "under top_p=0.9 vLLM's log-probabilities are of the tokens that are left",
         ),
-        (
-            "--use_vllm true --vllm_importance_sampling_mode sequence_mask --max_completion_length 4096",
-            "warning",
-            "consider token_truncate",
-        ),
         ("--learning_rate 1e-6", "warning", "learning_rate=1e-06 is one for full fine-tuning"),
         ("--use_peft false", "warning", "learning_rate=0.0005 without an adapter"),
         ("--lora_target_modules nothing", "error", "lora_target_modules: "),
-        ("--answer_format tags", None, ""),
         ("--rewards exact_anser", "error", "unknown reward 'exact_anser'"),
+        ("--rewards rewards.py:few", "error", "reward function 'few' returned 1 values for"),
+        ("--rewards rewards.py:text", "error", "reward function 'text' returned '1.0' for row"),
+        ("--rewards rewards.py:breaks", "error", "a reward failed on the first prompts: TypeError"),
+        ("--rewards rewards.py:later", None, ""),
         ("--learning_rat 1", "error", "unknown key '--learning_rat'; did you mean '--learning_rate'?"),
         ("--per_device_train_batch_size 4 --num_processes 2", None, ""),
         ("--per_device_train_batch_size 4", "error", "must be whole groups of num_generations=8"),
         ("--dataset nothing.jsonl", "error", "nothing.jsonl"),
-        ("--model_name_or_path ./bas", "error", "did you mean 'base'?"),
+        ("--use_cpu false --accelerate_config ddp_cpu", "error", "2 processes on this machine's CPU would each take"),
     ],
 )
-def test_each_finding_by_itself(words, level, said, capsys, place, monkeypatch):
-    monkeypatch.setattr(run_findings, "port_taken", lambda port: False)  # whatever else runs on this machine
-    status, found = findings(capsys, place, monkeypatch, f"{QUICK} {words}")
+def test_each_finding_by_itself(words, level, said, findings):
+    recipe = QUICK.replace(" --use_cpu true", "") if "--use_cpu" in words else QUICK
+    status, found = findings(f"{recipe} {words}")
     wrong = [item for item in found if item["level"] != "ok"]
     if level is None:
         assert wrong == [] and status == 0
@@ -94,78 +105,88 @@ def test_each_finding_by_itself(words, level, said, capsys, place, monkeypatch):
     assert status == any(item["level"] == "error" for item in wrong)
 
 
-def test_one_finding_does_not_hide_the_next(capsys, place, monkeypatch):
+def test_one_finding_does_not_hide_the_next(findings):
     words = (
         "--load_in_4bit true --accelerate_config zero3 --rewards nothing --lora_target_modules none --dataset no.json"
     )
-    status, found = findings(capsys, place, monkeypatch, f"{QUICK} {words}")
+    status, found = findings(f"{QUICK} {words}")
     assert status == 1
     assert {"launch", "rewards", "model", "data"} <= {item["check"] for item in found if item["level"] == "error"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "loses"),
+    [
+        ("FULL_STATE_DICT", True, False),
+        ("FULL_STATE_DICT", False, False),
+        ("SHARDED_STATE_DICT", True, False),
+        ("SHARDED_STATE_DICT", False, True),
+        (None, False, True),  # FSDP2's default in accelerate is the sharded one
+    ],
+)
+def test_a_state_dict_that_loses_the_model(kind, adapter, loses, findings, place):
+    """Transformers' `save_model` writes nothing but a full state dict; an adapter is gathered whatever the type."""
+    text = accelerate_config("fsdp2").read_text()
+    line = "  fsdp_state_dict_type: FULL_STATE_DICT\n"
+    assert text.count(line) == 1
+    (place / "mine.yaml").write_text(text.replace(line, f"  fsdp_state_dict_type: {kind}\n" if kind else ""))
+    words = f"{QUICK} --accelerate_config mine.yaml --num_processes 2 --use_peft {adapter} --learning_rate 1e-5"
+    _, found = findings(words)
+    wrong = [item for item in found if "state_dict" in item["text"]]
+    assert bool(wrong) == loses
+    assert not loses or (wrong[0]["level"] == "error" and "is not written at the end" in wrong[0]["text"])
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload"])
 def test_the_environment_of_a_launch_is_accelerates(name):
     arguments = launch_command_parser().parse_args(["--config_file", str(accelerate_config(name)), "x.py"])
     theirs = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
-    ours = launch_environment(accelerate_config(name), None)
+    ours = doctor.launch_of(accelerate_config(name), None)
     shared = {key: value for key, value in ours.environment.items() if key.startswith(("FSDP", "ACCELERATE"))}
     assert len(shared) >= 6
     assert shared == {key: theirs[key] for key in shared}
     assert ours.processes == arguments.num_processes
 
 
-def test_a_full_state_dict_and_a_taken_port(capsys, place, monkeypatch):
-    text = accelerate_config("fsdp2").read_text().replace("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+def test_a_taken_port(capsys, place, monkeypatch):
+    monkeypatch.chdir(place)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (place / "mine.yaml").write_text(f"{text}main_process_port: {port}\n")
-        words = f"{QUICK} --accelerate_config mine.yaml --num_processes 2"
-        _, found = findings(capsys, place, monkeypatch, words)
-    said = [item["text"] for item in found if item["level"] != "ok"]
-    assert [text for text in said if text.startswith("fsdp_state_dict_type: FULL_STATE_DICT gathers")]
-    assert [text for text in said if text.startswith(f"port {port}, where the processes meet, is taken")]
-
-
-def test_versions():
-    lines = ["torch<2.14,>=2.11", "trl>=1.16", "peft>=0.21", 'vllm>=0.22; extra == "vllm"', 'ruff>=9; extra == "dev"']
-    found = list(
-        environment.versions(lines, {"torch": "2.10.1+cu126", "trl": "1.16.0", "vllm": "0.21", "ruff": "0.1"})
-    )
-    errors = [item.text for item in found if item.level == "error"]
-    assert [error.split(" is ")[0] for error in errors] == ["torch 2.10.1+cu126", "peft", "vllm 0.21"]
-    assert errors[0].endswith("pip install 'torch<2.14,>=2.11'") and "not installed" in errors[1]
-    assert found[-1] == ("ok", "versions", "trl 1.16.0")
-    assert [item.level for item in environment.versions(None)] == ["warning"]
+        words = f"{QUICK} --accelerate_config ddp_cpu --num_processes 2 --main_process_port {port}"
+        assert main(["doctor", *words.split()]) == 1
+    assert f"port {port}, where the processes meet, is taken" in capsys.readouterr().out
+    assert main(["doctor", *QUICK.split(), "--main_process_port", "abc"]) == 2
 
 
 def levels(found) -> list[str]:
     return [item.level for item in found]
 
 
-def test_the_machine(monkeypatch):
-    assert levels(environment.build_against_driver("2.13.0+cpu", None, driver=True)) == ["error"]
-    assert levels(environment.build_against_driver("2.13.0", "12.8", driver=True)) == []
-    assert levels(environment.build_against_driver("2.13.0+cpu", None, driver=False)) == []
-    assert levels(environment.capability_of("Tesla T4", (7, 5))) == ["warning"]
-    assert "here it is computed" in next(environment.capability_of("Tesla T4", (7, 5))).text
-    assert levels(environment.capability_of("A100", (8, 0))) == ["ok"]
-    assert levels(environment.open_files(1024, 4096)) == ["warning"]
-    assert "(at most 4096 here)" in next(environment.open_files(1024, 4096)).text
-    assert levels(environment.open_files(65536, 65536)) == ["ok"]
-    assert levels(environment.shared_memory(Path("/dev/shm"), free=64 * 2**20)) == ["warning"]
-    assert levels(environment.shared_memory(Path("/dev/shm"), free=2**33)) == ["ok"]
+def test_versions_and_devices():
+    lines = ["torch<2.14,>=2.11", "trl>=1.16", "peft>=0.21", 'vllm>=0.22; extra == "vllm"', 'ruff>=9; extra == "dev"']
+    installed = {"torch": "2.10.1+cu126", "trl": "1.16.0", "vllm": "0.21", "ruff": "0.1"}
+    found = list(doctor.versions(lines, installed))
+    errors = [item.text for item in found if item.level == "error"]
+    assert [error.split(" is ")[0] for error in errors] == ["torch 2.10.1+cu126", "peft", "vllm 0.21"]
+    assert errors[0].endswith("pip install 'torch<2.14,>=2.11'")
+    assert found[-1] == ("ok", "versions", "trl 1.16.0")
+    assert levels(doctor.devices("2.13.0+cpu", None, True, [])) == ["error", "ok"]
+    assert levels(doctor.devices("2.13.0", "12.8", True, [])) == ["error", "ok"]
+    assert levels(doctor.devices("2.13.0+cpu", None, False, [])) == ["ok"]
+    cards = [("Tesla T4", (7, 5)), ("A100", (8, 0))]
+    assert levels(doctor.devices("2.13.0", "12.8", True, cards)) == ["warning", "ok"]
 
 
 def test_a_reward_that_is_constant():
     rows = to_prompts(read_problems("addition")[:3])
-    assert levels(constant_rewards([exact_answer_reward()], rows)) == []
+    assert levels(doctor.constant_rewards([exact_answer_reward()], rows)) == []
 
     def never(completions, **columns):
         return [0.0] * len(completions)
 
-    (finding,) = constant_rewards([exact_answer_reward("boxed"), never], rows)
+    (finding,) = doctor.constant_rewards([exact_answer_reward("boxed"), never], rows)
     assert finding.level == "warning" and finding.text.startswith("never gives 0.0 to every text")
 
 

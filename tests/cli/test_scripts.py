@@ -107,7 +107,7 @@ def test_an_unknown_field_is_answered_with_the_nearest(monkeypatch, capsys):
         main(["merge", "--adaptor", "x", "--output", "y"])
     assert ended.value.code == 2
     err = capsys.readouterr().err
-    assert err == "error: command line: unknown key '--adaptor'; did you mean '--adapter'?\n"
+    assert err == "error: unknown key '--adaptor'; did you mean '--adapter'?\n"
 
 
 def test_help_has_the_launchers_options_and_the_fields(monkeypatch, capsys):

@@ -84,7 +84,7 @@ def test_what_is_in_it(wheel):
         carried = {Path(item).relative_to(f"trl_fsdp_qlora/_{name}") for item in inside if f"/_{name}/" in item}
         assert carried == {path for path in there if "__pycache__" not in path.parts}
     metadata = zipfile.ZipFile(wheel).read(next(name for name in inside if name.endswith("/METADATA"))).decode()
-    assert "Project-URL: Package, https://pypi.org/project/trl-fsdp-qlora/" in metadata
+    assert re.findall(r"Project-URL: .*", metadata) == ["Project-URL: TRL, https://github.com/huggingface/trl"]
     assert "# trl_fsdp_qlora" in metadata  # the README, as PyPI shows it
     assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", metadata)  # and no link in it that only works in a checkout
 
@@ -99,13 +99,45 @@ def test_configs_and_recipes(installed, place):
     assert (place / "config_quick.yaml").is_file()
 
 
+def lines_of_heads(folder: Path) -> dict[str, str]:
+    """Path -> the command in the head of each YAML in the wheel, its lines joined."""
+    found = {}
+    for path in sorted([*folder.rglob("_recipes/*/*/*.yaml"), *folder.rglob("_accelerate_configs/*.yaml")]):
+        head = re.sub(r" \\\n# *", " ", path.read_text().partition("\n\n")[0])
+        for line in re.findall(r"trl-fsdp-qlora ((?:grpo|t-spmo|a-star-po|sft) .*)", head):
+            found[str(path)] = line.replace("RECIPE", "small-base/grpo/quickstart")
+    return found
+
+
+def test_the_command_in_every_head_finds_its_files(installed, place):
+    lines = lines_of_heads(installed)
+    assert len(lines) >= 30 and {line.split()[0] for line in lines.values()} == {"grpo", "t-spmo", "a-star-po", "sft"}
+    code = (
+        "import json, shlex, sys\n"
+        "from pathlib import Path\n"
+        "from accelerate.commands.launch import launch_command_parser\n"
+        "from trl_fsdp_qlora.__main__ import main\n"
+        "from trl_fsdp_qlora.cli import scripts\n"
+        "started = []\n"
+        "scripts.launch = lambda words: started.append(launch_command_parser().parse_args(words)) or 0\n"
+        "for path, line in json.loads(sys.argv[1]).items():\n"
+        "    assert main(shlex.split(line)) == 0, (path, line)\n"
+        "    found = started[-1]\n"
+        "    words = found.training_script_args\n"
+        "    for file in (found.config_file, found.training_script, words[words.index('--config') + 1]):\n"
+        "        assert Path(file).is_file(), (path, file)\n"
+        "    assert path in (found.config_file, words[words.index('--config') + 1]), path\n"
+    )
+    python("-c", code, json.dumps(lines), installed=installed, cwd=place)
+
+
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base"
 # In one process, since each imports the same. The training of `grpo`, with its launcher, is a test of its own.
 IN_TURN = {
     "small-base base": "base is there already",
     "t-spmo --help": "--token_selection",
     "a-star-po --help": "--value_samples",
-    "evaluate --help": "--max_new_tokens",
+    "evaluate --help": "--max_completion_length",
     "merge --help": "--adapter",
     "dequantize --help": "--dense_dtype",
     "launch --help": "--config_file",

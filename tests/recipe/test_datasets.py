@@ -25,15 +25,34 @@ def test_the_three_families(tmp_path):
 
 
 def test_errors_name_what_is_wrong(tmp_path):
-    with pytest.raises(datasets.DatasetError, match="columns a, b; known families"):
+    with pytest.raises(datasets.DatasetError, match=r"columns a, b; looked for .* question_column and answer_column"):
         datasets.read_problems(write(tmp_path / "x.json", [{"a": 1, "b": 2}]))
-    with pytest.raises(datasets.DatasetError, match="no rows"):
+    with pytest.raises(datasets.DatasetError, match=r"no rows|cannot be loaded"):
         datasets.read_problems(write(tmp_path / "empty.json", []))
-    with pytest.raises(datasets.DatasetError, match="neither a file or folder here nor a Hub id"):
+    with pytest.raises(datasets.DatasetError, match="cannot be loaded"):
         datasets.read_problems("some/missing/file.json")
     rows = [{"problem": "1", "answer": "1"}, {"problem": "2", "answer": "two"}]
     with pytest.raises(UnparsableGoldAnswer, match="row 1"):
         datasets.read_problems(write(tmp_path / "gold.json", rows))
+
+
+def test_columns_of_ones_own(tmp_path):
+    path = write(tmp_path / "mine.jsonl", [{"task": "1+1=", "gold": 2, "question": "other", "answer": "none"}])
+    expected = [{"row": 0, "question": "1+1=", "answer": "2"}]
+    assert datasets.read_problems(path, question_column="task", answer_column="gold") == expected
+    script = ScriptArguments(path, question_column="task", answer_column="gold", skip_accuracy=True)
+    assert load_data(script)[0]["answer"][:] == ["2"]
+    with pytest.raises(datasets.DatasetError, match="looked for tsk, gold"):
+        datasets.read_problems(path, question_column="tsk", answer_column="gold")
+
+
+def test_a_place_holder_that_nothing_fills_in(tmp_path):
+    problems = [{"row": 0, "question": "1+1?", "answer": "2"}]
+    with pytest.raises(datasets.DatasetError, match=r"nothing fills in \{context\}, only \{question\} is known"):
+        datasets.to_prompts(problems, template="{context} {question}")
+    for literal in (r"{question} in \boxed{answer}", '{question} as {"answer": 1}', "{question} {{x}} {}"):
+        row = datasets.to_prompts(problems, template=literal, chat=False)[0]
+        assert row["prompt"] == literal.replace("{question}", "1+1?")
 
 
 def test_held_out_never_overlaps_also_with_repeated_questions():
@@ -88,6 +107,7 @@ CSV = 'problem,answer\n1+1=,2\n"2, 3 and 4: how many?",3\n'
 @pytest.mark.parametrize(
     ("name", "content"),
     [
+        ("mixed.jsonl", '{"problem": "1+1=", "answer": "2"}\n' + json.dumps(ROWS[1])),
         ("bom.jsonl", "\ufeff" + "\n".join(map(json.dumps, ROWS))),
         ("windows.jsonl", "\r\n".join(map(json.dumps, ROWS)) + "\r\n"),
         ("bom.json", "\ufeff" + json.dumps(ROWS)),

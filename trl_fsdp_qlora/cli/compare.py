@@ -1,22 +1,32 @@
-"""`trl-fsdp-qlora compare`: a recipe's own steps, stock TRL beside this package on the same completions."""
+"""`trl-fsdp-qlora compare`: a recipe's own steps, stock TRL's trainer beside this package's on the same completions."""
 
+import contextlib
+import copy
+import gc
+import itertools
 import os
+import statistics
 import tempfile
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from ..run.redaction import redact
 from .scripts import LAUNCHER, with_recipe
 from .words import refuse, take
 
-_HELP = """usage: trl-fsdp-qlora compare --config FILE.yaml [--steps 3] [--picture compare.png] [any field]
+_HELP = """usage: trl-fsdp-qlora compare --config FILE.yaml [--steps 3] [any field]
 
 Takes a few steps of a GRPO recipe with stock TRL's GRPOTrainer and with this package's, in one process, on the same prompts,
-completions, rewards and weights; prints losses and gradients beside each other, seconds and bytes of each phase, and draws a
-picture. Nothing is saved of the training, and the recipe's output_dir is left alone.
+completions, rewards and weights; prints losses and gradients beside each other, seconds and bytes of each phase. Nothing is
+saved of the training, and the recipe's output_dir is left alone.
 The exit status is 0 where both are equal within rounding, 1 where they are not, 2 for input that cannot be compared."""
-_OWN = ("--steps", "--picture")
+STOCK, OURS = "stock TRL", "this package"
+PHASES = ("scoring", "loss and backward")
 # What a run would start that a comparison does not need.
 _QUIET = {
     "skip_accuracy": "true",
@@ -28,120 +38,294 @@ _QUIET = {
     "log_completions": "false",
     "disable_tqdm": "true",
 }
+# What would make the two trainers differ by design: (field, value, why).
+_LEVELLED = (
+    ("token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have"),
+    ("dynamic_sampling", False, "it changes which prompts are trained on, which stock TRL cannot"),
+    ("use_vllm", False, "completions come from transformers, and what is compared is the loss"),
+    ("lora_dropout", 0.0, "each trainer would draw masks of its own"),
+)
+# In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on new
+# completions, so they are measured against the mean |advantage|; gradients against their norm, as the tests of the trainer do.
+# In half precision single tokens differ by hundredths of a nat from run to run.
+LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25)}
 
 
 def compare(words: list[str]) -> int:
-    """Compare, print, draw; returns the exit status."""
+    """Compare and print; returns the exit status."""
     if {"--help", "-h"} & set(words):
         print(_HELP)
         return 0
     warnings.simplefilter("ignore")  # libraries about each other
     try:
-        own, steps, rest = _words(words)
-    except ValueError as error:
-        return refuse(str(error))
-    from ..recipe.arguments import DEBUG_ERRORS
-    from ..recipe.refusals import is_refusal
-    from ..recipe.script import USER_ERRORS
-
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return _compared(rest, steps, Path(own.get("--picture", "compare.png")), Path(folder))
-        except Exception as error:
-            if DEBUG_ERRORS in words or not (isinstance(error, USER_ERRORS) or is_refusal(error)):
-                raise
-            return refuse(redact(str(error)))
-
-
-def _words(words: list[str]) -> tuple[dict[str, str], int, list[str]]:
-    """(this command's options, steps, the recipe's words).
-
-    Raises:
-        ValueError: what cannot be compared, or is not a number of steps.
-    """
-    launcher, rest = take(words, LAUNCHER)
-    if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock TRL trains "
-            "no 4-bit base: there is nothing to compare with.)"
-        )
-    own, rest = take(rest, _OWN)
-    steps = own.get("--steps", "3")
-    if not steps.isdigit() or not int(steps):
-        raise ValueError(f"--steps {steps} is not a number of steps; try 3")
-    if Path(own.get("--picture", "compare.png")).suffix != ".png":
-        raise ValueError(f"--picture {own['--picture']} must end in .png")
-    rest = with_recipe(rest)
-    if not rest:
-        raise ValueError("compare needs a recipe: --config FILE.yaml")
-    return own, int(steps), rest
-
-
-def _compared(rest: list[str], steps: int, picture: Path, folder: Path) -> int:
-    from transformers.utils import logging
-
-    from ..recipe.data import load_data
-    from ..telemetry import terminal
-    from .comparison import compared
-    from .comparison_report import draw, shown, verdict
-
-    terminal.no_bars_in_files()
-    logging.set_verbosity_error()
-    script, config, model = _parsed(rest, folder)
-    for line in _levelled(config, model):
-        print(line, flush=True)
-    train, _ = load_data(script)
-    result = compared(script, config, model, train, steps)
-    print(shown(result))
-    try:
-        print(f"picture: {draw(result, picture)}")
-    except ImportError:
-        print("no picture: matplotlib is not installed (pip install 'trl-fsdp-qlora[plots]')")
-    equal, line = verdict(result)
+        launcher, rest = take(words, LAUNCHER)
+        if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock TRL trains "
+                "no 4-bit base: there is nothing to compare with.)"
+            )
+        own, rest = take(rest, ("--steps",))
+        steps = own.get("--steps", "3")
+        if not steps.isdigit() or not int(steps):
+            raise UserError(f"--steps {steps} is not a number of steps; try 3")
+        rest = with_recipe(rest)
+        if not rest:
+            raise UserError("compare needs a recipe: --config FILE.yaml")
+        with tempfile.TemporaryDirectory() as folder:
+            compared = _compared(rest, int(steps), folder)
+    except UserError as error:
+        return refuse(redact(str(error)))
+    equal, line = verdict(*compared)
     print(line)
     return 0 if equal else 1
 
 
-def _parsed(rest: list[str], folder: Path) -> tuple[Any, Any, Any]:
-    """A GRPO recipe's script, config and model, with `folder` to write to.
-
-    Raises:
-        ConfigError: a field is wrong, or the recipe is another method's.
-    """
+def _compared(rest: list[str], steps: int, folder: str) -> tuple[list["Step"], str]:
+    """The steps of both trainers, printed as they come, and the precision that they were computed in."""
+    import torch
+    from transformers.utils import logging
     from trl import ModelConfig
 
     from .. import EfficientGRPOConfig
-    from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe
+    from ..recipe.arguments import ScriptArguments, parse_recipe
     from ..recipe.checks import check_recipe
+    from ..recipe.data import load_data
+    from ..telemetry import terminal
     from .catalog import all_recipes
-    from .run_findings import method_of
+    from .doctor import method_of
 
+    terminal.no_bars_in_files()
+    logging.set_verbosity_error()
     taken, fields = take(rest, ("--config",))
-    path = Path(taken["--config"]) if taken else None
-    command = next((recipe.command for recipe in all_recipes() if path and recipe.path == path), "grpo")
+    path = taken.get("--config")
+    command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), "grpo")
     method = method_of(fields, path)
     if method is not EfficientGRPOConfig or command != "grpo":
         name = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method.__name__, command)
-        raise ConfigError(f"stock TRL has no {name} to compare with: compare takes recipes of `trl-fsdp-qlora grpo`")
-    types = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
-    ours = {**_QUIET, "output_dir": str(folder / "run")}
-    script, config, model = parse_recipe(types, [*rest, *(f"--{name}={value}" for name, value in ours.items())])
+        raise UserError(f"stock TRL has no {name} to compare with: compare takes recipes of `trl-fsdp-qlora grpo`")
+    quiet = {**_QUIET, "output_dir": f"{folder}/run"}
+    _, kept = take(rest, [f"--{name}" for name in quiet])
+    words = [*kept, *(f"--{name}={value}" for name, value in quiet.items())]
+    script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words)
     check_recipe(script, config, model)
-    return script, config, model
-
-
-def _levelled(config: Any, model: Any) -> list[str]:
-    """Set what would make the two trainers differ by design, in place; a line for each."""
-    lines = []
-
-    def level(holder: Any, name: str, value: Any, why: str) -> None:
-        given = getattr(holder, name)
-        if given != value:
+    for name, value, why in _LEVELLED:
+        holder = model if name == "lora_dropout" else config
+        if (given := getattr(holder, name)) != value:
             setattr(holder, name, value)
-            lines.append(f"{name}: {given} is taken as {value} here: {why}")
+            print(f"{name}: {given} is taken as {value} here: {why}", flush=True)
+    train, _ = load_data(script)
+    trainers = _trainers(script, config, model, train)
+    done = []
+    for number, step in enumerate(_steps(trainers, steps)):
+        print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
+        done += [step] if number else []
+    ours = trainers[OURS]
+    half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
+    half = half or any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
+    for phase in PHASES:
+        seconds = [statistics.median(step.seconds[name, phase] for step in done) for name in (STOCK, OURS)]
+        peaks = [statistics.median(step.peaks[name, phase] for step in done) / 2**20 for name in (STOCK, OURS)]
+        print(
+            f"{phase}: {seconds[0]:.4f} s and {seconds[1]:.4f} s ({seconds[0] / seconds[1]:.2f}×), "
+            f"peak {peaks[0]:.1f} and {peaks[1]:.1f} MiB above what lay in memory"
+        )
+    print(f"medians of {len(done)}, stock TRL first; {ours.prefix_sharing.describe()}")
+    return done, "half precision" if half else "float32"
 
-    level(config, "token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have")
-    level(config, "dynamic_sampling", False, "it changes which prompts are trained on, which stock TRL cannot")
-    level(config, "use_vllm", False, "completions come from transformers, and what is compared is the loss")
-    level(model, "lora_dropout", 0.0, "each trainer would draw masks of its own")
-    return lines
+
+@dataclass
+class Step:
+    """A step of both trainers: by trainer, and by trainer and phase."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)  # of the gradients, and of their difference
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    peaks: dict[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # bytes above what lay in memory when the phase began
+    advantage: float = 0.0  # mean |advantage|
+    advantages_apart: float = 0.0  # largest difference, of one completion
+    drawn: bool = False  # advantages are from a fixed seed, since every group's rewards were all equal
+
+    @property
+    def apart(self) -> tuple[float, float]:
+        """(difference of the losses over the mean |advantage| or stock's loss, of the gradients over stock's norm)."""
+        loss = abs(self.losses[OURS] - self.losses[STOCK]) / max(abs(self.losses[STOCK]), self.advantage, 1e-30)
+        return loss, self.norms["difference"] / max(self.norms[STOCK], 1e-30)
+
+    def line(self, number: int) -> str:
+        loss, gradient = self.apart
+        drawn = "; all rewards of every group are equal: advantages from a fixed seed" if self.drawn else ""
+        return (
+            f"step {number}: losses {self.losses[STOCK]:.6e} and {self.losses[OURS]:.6e} ({loss:.1e} apart), gradient norms "
+            f"{self.norms[STOCK]:.6e} and {self.norms[OURS]:.6e} (difference {gradient:.1e}){drawn}"
+        )
+
+
+def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
+    """(whether both are equal within rounding, the line that says so and how much is allowed)."""
+    of_loss, of_gradient = LIMITS[precision]
+    equal = all(
+        step.apart[0] <= of_loss and step.apart[1] <= of_gradient and step.advantages_apart <= of_loss
+        for step in steps
+    )  # and not where one is NaN
+    return equal, (
+        f"{'equal' if equal else 'DIFFERENT'} ({precision}): losses may be {of_loss:.0e} of the mean |advantage| or of the loss "
+        f"apart, gradients {of_gradient:.0e} of their norm"
+    )
+
+
+def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
+    """Both trainers with weights of their own, as `train` makes them ready for a first step."""
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from .. import EfficientGRPOTrainer
+    from ..prefix_sharing.dropout import draws
+    from ..recipe.runner import build_trainer, model_arguments, reward_functions
+    from ..telemetry.startup import StartupCallback
+
+    class Ready(Exception):
+        pass
+
+    class StopBeforeFirstStep(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            raise Ready
+
+    stock_config = copy.deepcopy(config)
+    stock_config.__class__ = GRPOConfig  # what it holds beside TRL's fields is not read there
+    ours = build_trainer(EfficientGRPOTrainer, script, config, model, train)
+    given = model_arguments(stock_config, model)
+    stock = GRPOTrainer(model.model_name_or_path, reward_functions(script), stock_config, train, **given)
+    for trainer in (stock, ours):
+        trainer.remove_callback(StartupCallback)
+        trainer.add_callback(StopBeforeFirstStep)
+        with contextlib.suppress(Ready):
+            trainer.train()
+        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        trainer.model.train()
+        for draw in draws(trainer.model):
+            setattr(draw.module, draw.attribute, 0.0)  # each would draw masks of its own
+    return {STOCK: stock, OURS: ours}
+
+
+@contextlib.contextmanager
+def _instead(trainer: Any, **functions: Callable) -> Iterator[None]:
+    """`functions` in the place of `trainer`'s methods of these names."""
+    vars(trainer).update(functions)
+    try:
+        yield
+    finally:
+        for name in functions:
+            delattr(trainer, name)
+
+
+def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
+    """A step that warms up, then `steps` more: both trainers begin each with the same weights; ours makes the step."""
+    import torch
+
+    from ..grpo.groups import micro_batches
+
+    ours = trainers[OURS]
+    args, endless = ours.args, itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
+    # The sampler gives the prompts of a generation batch once for every time that it is used.
+    batches = itertools.islice(endless, 0, None, args.steps_per_generation * args.num_iterations)
+    for i in range(steps + 1):
+        step, rows = Step(), next(batches)
+        weights = _trainable(ours)
+        with torch.no_grad():
+            for name, weight in _trainable(trainers[STOCK]).items():
+                weight.copy_(weights[name])
+        turns, rewards = [], []
+
+        def kept(function: Callable, where: list) -> Callable:
+            return lambda *a, **k: copy.deepcopy(where.append(function(*a, **k)) or where[-1])
+
+        draw = {"_generate_single_turn": kept(ours._generate_single_turn, turns)}
+        with _instead(ours, **draw, _calculate_rewards=kept(ours._calculate_rewards, rewards)):
+            ours._generate_and_score_completions(copy.deepcopy(rows))
+        order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
+        scored = {}
+        for who in order:
+            again = [iter(copy.deepcopy(drawn)) for drawn in (turns, rewards)]
+            replay = {"_generate_single_turn": lambda *a, it=again[0], **k: next(it)}
+            replay["_calculate_rewards"] = lambda *a, it=again[1], **k: next(it)
+            with _instead(trainers[who], **replay), _measured(trainers[who], step, who, "scoring"):
+                scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
+        advantages = {who: batch["advantages"] for who, batch in scored.items()}
+        step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
+        if not any(values.any() for values in advantages.values()):  # both policy gradients would be zero
+            step.drawn, generator = True, torch.Generator().manual_seed(0)
+            fixed = torch.randn(advantages[STOCK].shape, generator=generator)
+            for who, values in advantages.items():
+                scored[who]["advantages"] = fixed.to(values)
+        step.advantage = scored[STOCK]["advantages"].abs().mean().item()
+        for who in order:
+            trainer = trainers[who]
+            torch.manual_seed(args.seed)
+            parts = micro_batches(scored[who], trainer.num_generations, 0, args.steps_per_generation)
+            waiting = iter([copy.copy(part) for part in parts[: args.gradient_accumulation_steps]])
+            trainer.optimizer.zero_grad()
+            with (
+                _instead(trainer, _prepare_inputs=lambda batch, it=waiting: next(it)),
+                _measured(trainer, step, who, "loss and backward"),
+            ):
+                micro_steps = range(args.gradient_accumulation_steps)
+                losses = [trainer.training_step(trainer.model_wrapped, {}, None) for _ in micro_steps]
+            step.losses[who] = sum(losses).item()
+        step.norms = _gradient_norms(trainers)
+        for trainer in trainers.values():
+            trainer._metrics["train"].clear()
+        if i:
+            ours.optimizer.step()
+            ours.lr_scheduler.step()
+        yield step
+
+
+@contextlib.contextmanager
+def _measured(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
+    """Seconds, and bytes above what lay in memory, of what `trainer` does inside, into `step`."""
+    import torch
+
+    from ..telemetry.phases import PeakMemory
+
+    memory, clock = PeakMemory(trainer.accelerator.device), getattr(trainer, "clock", None)
+    gc.collect()
+    if memory.cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize(memory.device)
+    if clock is not None:
+        clock.drain()
+    memory.reset()
+    before, start = memory.read(), time.perf_counter()
+    yield
+    if memory.cuda:
+        torch.cuda.synchronize(memory.device)
+    step.seconds[who, phase] = time.perf_counter() - start
+    # This package's clock resets the same peak between its phases, and keeps each.
+    step.peaks[who, phase] = max(memory.read(), *(clock.peak.values() if clock is not None else ()), before) - before
+
+
+def _trainable(trainer: Any) -> dict[str, Any]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _gradient_norms(trainers: dict[str, Any]) -> dict[str, float]:
+    """The norm of each trainer's gradient and of their difference."""
+    import torch
+
+    squares = dict.fromkeys((STOCK, OURS, "difference"), 0.0)
+    parameters = {who: _trainable(trainer) for who, trainer in trainers.items()}
+    scales = {
+        who: 1.0 if t.accelerator.scaler is None else t.accelerator.scaler.get_scale() for who, t in trainers.items()
+    }
+    for name in parameters[STOCK]:
+        gradients = {}
+        for who, of in parameters.items():
+            gradient = torch.zeros_like(of[name]) if of[name].grad is None else of[name].grad
+            gradients[who] = gradient.cpu().double() / scales[who]
+        gradients["difference"] = gradients[OURS] - gradients[STOCK]
+        for who, gradient in gradients.items():
+            squares[who] += gradient.square().sum().item()
+    return {who: square**0.5 for who, square in squares.items()}

@@ -1,5 +1,6 @@
 """`trl-fsdp-qlora config`: the accelerate configs of this package, for `accelerate launch --config_file`."""
 
+from ..errors import UserError
 from ..run.accelerate_configs import accelerate_config, names
 from ..run.one_line import OneLineParser
 from .words import refuse
@@ -14,6 +15,6 @@ def config(words: list[str]) -> int:
     name = parser.parse_args(words).name
     try:
         print(accelerate_config(name) if name else "\n".join(names()))
-    except ValueError as error:
+    except UserError as error:
         return refuse(str(error))
     return 0

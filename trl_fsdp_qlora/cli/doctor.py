@@ -1,15 +1,32 @@
-"""`trl-fsdp-qlora doctor`: what would fail, or silently do the wrong thing, before it does."""
+"""`trl-fsdp-qlora doctor`: what would fail, or silently do the wrong thing, before it does.
 
+Beside what it sees of the machine, it makes the checks that a run makes itself (`recipe/checks.py`,
+`fsdp2_qlora/launch_checks.py`, `rollout/sync_choice.py`), each by itself, so that one finding does not hide the next.
+"""
+
+import asyncio
 import contextlib
+import inspect
+import io
 import json
+import os
+import resource
+import shutil
+import socket
 import sys
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from ..errors import UserError
 from ..run.accelerate_configs import accelerate_config
-from ..run.one_line import refuse_misspelled
 from ..run.redaction import redact
-from .environment import Finding, environment_findings
 from .scripts import LAUNCHER, default_config, with_recipe
 from .words import refuse, take
 
@@ -18,6 +35,17 @@ _HELP = """usage: trl-fsdp-qlora doctor [--config FILE.yaml] [--accelerate_confi
 Looks at this machine and at what is installed; with --config (or fields) also at the run that they describe: the accelerate
 config against the model, vLLM, the adapter, the tokenizer, the data and the rewards. No GPU is needed and no weight is loaded.
 The exit status is 1 where there is an error."""
+_OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
+_OPEN_FILES = 4096  # data loaders, checkpoints of many shards and sockets of the ranks; shells commonly give 1,024
+_SHARED_MEMORY = 2**30  # bytes; a container's default of 64 MiB is too small for NCCL and data loaders
+
+
+class Finding(NamedTuple):
+    """`level` is `"error"`, `"warning"` or `"ok"`; `text` has the value, the reason and what to change."""
+
+    level: str
+    check: str
+    text: str
 
 
 def doctor(words: list[str]) -> int:
@@ -25,56 +53,355 @@ def doctor(words: list[str]) -> int:
     if {"--help", "-h"} & set(words):
         print(_HELP)
         return 0
-    as_json = "--json" in words
     warnings.simplefilter("ignore")  # libraries about each other: the findings are what is asked for
+    found: list[Finding] = []
     try:
         launcher, rest = take([word for word in words if word != "--json"], LAUNCHER)
-        refuse_misspelled(rest, ("--json",))
         rest = with_recipe(rest)
         with contextlib.redirect_stdout(sys.stderr):  # what libraries log when they are imported is no finding
-            found = list(environment_findings())
-            if rest:
-                found += _of_run(launcher, rest)
-    except ValueError as error:
+            found += machine()
+            found += run(launcher, rest) if rest else ()
+    except UserError as error:
         return refuse(str(error))
     except ImportError as error:  # a stack that the package refuses: what was found of it says why
         found.append(Finding("error", "imports", str(error)))
+    levels = ("error", "warning", "ok")
     found = [Finding(level, check, " ".join(redact(text).split())) for level, check, text in found]
-    print(json.dumps([item._asdict() for item in found], indent=2) if as_json else shown(found))
-    return 1 if any(item.level == "error" for item in found) else 0
+    found.sort(key=lambda finding: levels.index(finding.level))
+    errors, warned = (sum(finding.level == level for finding in found) for level in levels[:2])
+    if "--json" in words:
+        print(json.dumps([finding._asdict() for finding in found], indent=2))
+    else:
+        print("\n".join(f"{finding.level:<8} {finding.check}: {finding.text}" for finding in found))
+        print(f"{errors} error{'s' * (errors != 1)}, {warned} warning{'s' * (warned != 1)}")
+    return 1 if errors else 0
 
 
-def _of_run(launcher: dict[str, str], rest: list[str]) -> list[Finding]:
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+
+def machine() -> Iterator[Finding]:
+    """What can be said without a recipe."""
+    import torch
+
+    try:
+        yield from versions(requires("trl-fsdp-qlora"))
+    except PackageNotFoundError:
+        yield Finding("warning", "versions", "trl-fsdp-qlora is only found on the path: pip install it")
+    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    gpus = [
+        (torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
+    ]
+    yield from devices(torch.__version__, torch.version.cuda or torch.version.hip, driver, gpus)
+    with contextlib.suppress(PackageNotFoundError):
+        version("bitsandbytes")
+        try:
+            import bitsandbytes  # noqa: F401
+        except Exception as error:  # whatever its native library raises, a run with a 4-bit base would end in it
+            yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
+        reason = f"a process may have {soft} files open; ranks and sharded checkpoints need more: ulimit -n 65536"
+        yield Finding("warning", "open files", reason)
+    if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < _SHARED_MEMORY:
+        reason = "less than 1 GiB is free, and NCCL and data loaders use it: docker run --shm-size=8g"
+        yield Finding("warning", "/dev/shm", reason)
+
+
+def versions(lines: Iterable[str], installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Installed versions against the declared ranges, of optional packages where they are there.
+
+    Args:
+        lines: as `importlib.metadata.requires` gives them.
+        installed: version by distribution; read from the environment by default.
+    """
+    fine = []
+    for requirement in map(Requirement, lines):
+        optional = requirement.marker is not None and "extra" in str(requirement.marker)
+        if optional and requirement.name not in _OPTIONAL:
+            continue
+        wanted = f"{requirement.name}{requirement.specifier}"
+        try:
+            found = version(requirement.name) if installed is None else installed[requirement.name]
+        except (PackageNotFoundError, KeyError):
+            if not optional:
+                yield Finding("error", "versions", f"{requirement.name} is not installed: pip install '{wanted}'")
+            continue
+        if requirement.specifier.contains(Version(found.split("+")[0]), prereleases=True):
+            fine.append(f"{requirement.name} {found}")
+        else:
+            reason = f"{requirement.name} {found} is outside {requirement.specifier}: pip install '{wanted}'"
+            yield Finding("error", "versions", reason)
+    yield Finding("ok", "versions", ", ".join(dict.fromkeys(fine)))
+
+
+def devices(
+    build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str, tuple[int, int]]]
+) -> Iterator[Finding]:
+    """The build of torch against what hardware is there, and GPUs against bfloat16, TRL's default.
+
+    Args:
+        build: torch's version.
+        cuda: that it was built for; `None` for a CPU's build.
+        driver: an NVIDIA driver is installed.
+        gpus: `(name, compute capability)` of each that torch sees.
+    """
+    if driver and cuda is None:
+        reason = f"torch {build} is a build for CPUs beside an NVIDIA driver: pip install torch for your CUDA version"
+        yield Finding("error", "torch", f"{reason} (pytorch.org/get-started), or every run is on the CPU")
+    elif driver and not gpus:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        reason = f"torch {build} sees no GPU: the driver is older than CUDA {cuda}, or CUDA_VISIBLE_DEVICES={hidden!r} hides them"
+        yield Finding("error", "torch", reason)
+    for name, capability in gpus:
+        shown = f"{name} (compute capability {capability[0]}.{capability[1]})"
+        if capability >= (8, 0):
+            yield Finding("ok", "hardware", shown)
+        else:
+            reason = "has no bfloat16, TRL's default, and emulates it slowly: set bf16: false and fp16: true in the recipe, and"
+            yield Finding("warning", "hardware", f"{shown} {reason} mixed_precision: fp16 in the accelerate config")
+    if not gpus:
+        reason = f"no GPU: runs are on the CPU ({os.cpu_count()} threads); use_cpu: true, bf16: false"
+        yield Finding("ok", "hardware", reason)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+class LaunchEnvironment(NamedTuple):
+    """What an accelerate config makes of a launch: the environment of its processes, as far as checks read it."""
+
+    environment: dict[str, str]
+    processes: int
+    zero_stage: int | None
+    port: int
+
+
+def launch_of(path: Path, processes: int | None, port: str | None = None) -> LaunchEnvironment:
+    """The launch that the accelerate config at `path` describes, with the command line's `processes` and `port`."""
+    from ..recipe.arguments import ConfigError, read_yaml
+
+    config = read_yaml(path, "--accelerate_config")
+    processes = processes or int(config.get("num_processes") or 1)
+    environment = {"WORLD_SIZE": str(processes)}
+    if config.get("distributed_type") == "FSDP":
+        environment["ACCELERATE_USE_FSDP"] = "true"
+        for key, value in (config.get("fsdp_config") or {}).items():
+            environment[key.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
+        environment.setdefault("FSDP_VERSION", "1")
+    deepspeed = config.get("deepspeed_config") if config.get("distributed_type") == "DEEPSPEED" else None
+    stage = None if deepspeed is None or deepspeed.get("zero_stage") is None else int(deepspeed["zero_stage"])
+    port = str(port or config.get("main_process_port") or 29500)
+    if not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"--main_process_port {port} is no port; 29500, say")
+    return LaunchEnvironment(environment, processes, stage, int(port))
+
+
+def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
+    """Every finding on the recipe and the fields in `rest`, launched as `launcher` says."""
+    from accelerate.utils import patch_environment
     from transformers.utils import logging
 
-    from .run_findings import launch_environment, run_findings
+    from ..recipe.arguments import ConfigError
 
     logging.set_verbosity_error()
-    taken, fields = take(rest, ("--config",))
     asked = launcher.get("--num_processes")
-    name = launcher.get("--accelerate_config") or launcher.get("--config_file")
-    default, processes = default_config(asked)
-    if name is None:
-        name = default
-    else:
-        processes = int(asked) if asked else None
+    name, processes = default_config(asked)
+    given = launcher.get("--accelerate_config") or launcher.get("--config_file")
+    if given is not None:
+        name, processes = given, int(asked) if asked else None
     path = Path(name) if Path(name).is_file() else accelerate_config(name)
-    launch = launch_environment(path, processes)
-    if "--main_process_port" in launcher:
-        launch = launch._replace(port=_port(launcher["--main_process_port"]))
-    return list(run_findings(fields, Path(taken["--config"]) if taken else None, launch))
+    launch = launch_of(path, processes, launcher.get("--main_process_port"))
+    try:
+        script, config, model, found = _parsed(rest, launch.processes)
+    except ConfigError as error:
+        yield Finding("error", "recipe", str(error))
+        return
+    yield from found
+    shown = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
+    yield Finding("ok", "recipe", shown)
+    with patch_environment(**launch.environment):
+        yield from _of_launch(config, model, launch)
+    yield from _of_recipe(script, config, model)
+    yield from _of_data(script, config)
 
 
-def _port(given: str) -> int:
-    if not given.isdigit() or not 0 < int(given) < 2**16:
-        raise ValueError(f"--main_process_port {given} is no port; 29500, say")
-    return int(given)
+def method_of(words: Sequence[str], path: str | None) -> type:
+    """The config class that has every field which is used, GRPO's where none has."""
+    from trl import ModelConfig
+
+    from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
+    from ..recipe.arguments import ScriptArguments, read_yaml
+
+    used = {word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")}
+    used |= set(read_yaml(path)) if path else set()
+    known = {item.name for kind in (ScriptArguments, ModelConfig) for item in fields(kind)} | {"env", "stage"}
+    for method in (EfficientGRPOConfig, TSPMOConfig, AStarPOConfig):
+        if used <= known | {item.name for item in fields(method)}:
+            return method
+    return EfficientGRPOConfig
 
 
-def shown(found: list[Finding]) -> str:
-    """The findings as lines, worst first, and their count."""
-    order = ("error", "warning", "ok")
-    lines = [f"{item.level:<8} {item.check}: {item.text}" for level in order for item in found if item.level == level]
-    count = {level: sum(item.level == level for item in found) for level in order}
-    errors = f"{count['error']} error{'s' * (count['error'] != 1)}"
-    return "\n".join([*lines, f"{errors}, {count['warning']} warning{'s' * (count['warning'] != 1)}"])
+def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Finding]]:
+    """(script, config, model, findings) as a launch in `processes` processes would parse them."""
+    from trl import ModelConfig
+
+    from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe, read_yaml
+
+    taken, words = take(rest, ("--config",))
+    path = taken.get("--config")
+    method = method_of(words, path)
+    # This process is the only one: whole groups are counted over all of them by as many times the accumulation.
+    given = read_yaml(path) if path else {}
+    for name in ("steps_per_generation", "gradient_accumulation_steps"):
+        of_line, words = take(words, (f"--{name}",))
+        steps = str(of_line.get(f"--{name}") or given.get(name) or "")
+        if steps.isdigit() or name == "gradient_accumulation_steps":
+            words = [*words, f"--{name}", str(int(steps or 1) * processes) if (steps or "1").isdigit() else steps]
+            break
+    types, words = (ScriptArguments, method, ModelConfig), [*(["--config", path] if path else []), *words]
+    try:
+        return (*parse_recipe(types, words), [])
+    except ConfigError as error:
+        if "bf16/gpu" not in str(error):
+            raise
+    reason = "bf16 is on (TRL's default), and this machine has no GPU that computes in it: set use_cpu: true and bf16: false"
+    found = Finding("error", "recipe", f"{reason} to train here; what follows is checked as if they were set")
+    _, words = take(words, ("--use_cpu", "--bf16"))
+    return (*parse_recipe(types, [*words, "--use_cpu", "true", "--bf16", "false"]), [found])
+
+
+def _refused(check: str, ask: Callable[[], Any]) -> Iterator[Finding]:
+    """What `ask` refuses, as a finding."""
+    try:
+        ask()
+    except UserError as error:
+        yield Finding("error", check, str(error))
+
+
+def _of_launch(config: Any, model: Any, launch: LaunchEnvironment) -> Iterator[Finding]:
+    from trl import get_quantization_config
+
+    from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_launch
+    from ..recipe.checks import lora_config
+    from ..rollout.sync_choice import choose_sync, warnings_for
+
+    quantization, adapter = get_quantization_config(model), lora_config(model)
+    yield from _refused("launch", lambda: check_launch(quantization, adapter, launch.zero_stage))
+    yield from _refused("launch", lambda: check_reference(config.beta != 0.0 and adapter is None))
+    if launch.processes > 1 and config.device.type == "cpu" and not config.use_cpu:
+        reason = f"{launch.processes} processes on this machine's CPU would each take themselves for the only one"
+        yield Finding("error", "launch", f"{reason}: set use_cpu: true")
+    # An adapter is gathered whatever the type; of other weights transformers' `save_model` writes a full state dict alone.
+    default = "SHARDED_STATE_DICT" if launch.environment.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
+    kind = launch.environment.get("FSDP_STATE_DICT_TYPE", default)
+    if is_fsdp_launch() and adapter is None and "FULL" not in kind:
+        reason = (
+            f"fsdp_state_dict_type: {kind} without an adapter: the trained model is not written at the end of the run"
+        )
+        yield Finding(
+            "error", "launch", f"{reason}. In the accelerate config set `fsdp_state_dict_type: FULL_STATE_DICT`"
+        )
+    if launch.processes > 1 and port_taken(launch.port):
+        reason = f"port {launch.port}, where the processes meet, is taken on this machine: --main_process_port with another one"
+        yield Finding("error", "launch", reason)
+    if config.use_vllm:
+        try:
+            sync = choose_sync(config, adapter, quantization is not None)
+        except UserError as error:
+            yield Finding("error", "vllm", str(error))
+            return
+        yield Finding("ok", "vllm", sync.describe())
+        for line in warnings_for(config, sync):
+            yield Finding("warning", "vllm", line)
+
+
+def port_taken(port: int) -> bool:
+    """Whether something listens on a port of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
+    from ..checkpoints.checkpoints import check_output_dir
+    from ..recipe import checks
+    from ..rollout.sync_choice import low_adapter_rate
+
+    yield from _refused("training", lambda: checks.check_training(config, model))
+    yield from _refused("rewards", lambda: checks.check_script(script))
+    if config.output_dir and Path(config.output_dir).exists():  # the check makes a folder where there is none
+        yield from _refused("output_dir", lambda: check_output_dir(config.output_dir, config.resume_from_checkpoint))
+    low = low_adapter_rate(config.learning_rate) if config.learning_rate > 0 else None
+    if model.use_peft and not config.use_vllm and low is not None:  # with vLLM it is among its warnings
+        yield Finding("warning", "learning rate", low)
+    if not model.use_peft and config.learning_rate > 1e-4:
+        reason = f"learning_rate={config.learning_rate:g} without an adapter: every weight is trained, which 1e-6 to 1e-5 suit"
+        yield Finding("warning", "learning rate", f"{reason}; set use_peft: true for LoRA")
+    try:
+        tokenizer = checks.load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+        checks.skeleton(model)
+    except UserError as error:
+        yield Finding("error", "model", str(error))
+        return
+    if tokenizer.pad_token_id is None:
+        reason = f"{model.model_name_or_path!r} has no pad token, and TRL takes the end-of-sequence token for it"
+        yield Finding("warning", "tokenizer", f"{reason}: give the tokenizer one of its own")
+
+
+def _of_data(script: Any, config: Any) -> Iterator[Finding]:
+    from ..recipe.data import load_data
+    from ..recipe.runner import reward_functions
+    from ..run.input_checks import RewardError, check_dataset
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            train, _ = load_data(script)
+        check_dataset(train, config.generation_batch_size // config.num_generations)
+        yield Finding("ok", "data", said.getvalue().strip().splitlines()[-1].removeprefix("data: "))
+        rewards: list[Callable] = []
+        with contextlib.suppress(UserError):  # an unknown reward is a finding already
+            rewards = reward_functions(script)
+        yield from constant_rewards(rewards, train.select(range(min(8, len(train)))))
+    except RewardError as error:
+        yield Finding("error", "rewards", str(error))
+    except UserError as error:
+        yield Finding("error", "data", str(error))
+    except Exception as error:  # of a function of the user's own, which training would end in
+        yield Finding("error", "rewards", f"a reward failed on the first prompts: {type(error).__name__}: {error}")
+
+
+def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding]:
+    """Rewards that give every text the same on the first prompts, the right answer in each known place among them.
+
+    Args:
+        rewards: of the recipe.
+        rows: prompts with the columns that rewards get.
+    """
+    from ..run.input_checks import guard_reward
+
+    chat = not isinstance(rows[0]["prompt"], str)
+    for reward in rewards:
+        guarded = guard_reward(reward)  # as the trainer calls it
+        seen: set[float | None] = set()
+        for row in rows:
+            answer = str(row.get("answer", ""))
+            right = [
+                f"so #### {answer}",
+                f"<reasoning>so</reasoning><answer>{answer}</answer>",
+                f"\\boxed{{{answer}}}",
+                answer,
+            ]
+            texts = [*right, "", "I do not know.", "#### 123456789"]
+            completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+            columns = {key: [value] * len(texts) for key, value in row.items() if key != "prompt"}
+            values = guarded(prompts=[row["prompt"]] * len(texts), completions=completions, **columns)
+            seen |= set(asyncio.run(values) if inspect.iscoroutine(values) else values)
+        if len(seen) == 1:
+            name = getattr(reward, "__name__", type(reward).__name__)
+            yield Finding(
+                "warning",
+                "rewards",
+                f"{name} gives {seen.pop()} to every text tried on the first {len(rows)} prompts, the right answer among "
+                "them: with equal rewards nothing is learned; look at answer_format, and at the column `answer`",
+            )

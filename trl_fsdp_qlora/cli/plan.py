@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..errors import UserError
 from .scripts import with_recipe
 from .words import refuse
 
@@ -17,6 +18,6 @@ def plan(words: Sequence[str]) -> int:
         return 0
     try:
         words = with_recipe(list(words))
-    except ValueError as error:
+    except UserError as error:
         return refuse(str(error))
     return run_plan(words, (TSPMOConfig, AStarPOConfig))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ..checkpoints.disk import written_whole
+from ..errors import UserError
 from ..run.one_line import OneLineParser
 from .catalog import Recipe, all_recipes, find
 from .words import refuse
@@ -27,7 +28,7 @@ def recipes(words: list[str]) -> int:
             print(copied(recipe, options.to, options.overwrite))
         else:
             print(recipe.path.read_text(encoding="utf-8"), end="")
-    except ValueError as error:
+    except UserError as error:
         return refuse(str(error))
     except OSError as error:
         return refuse(f"{options.to}: {error.strerror}")
@@ -56,11 +57,11 @@ def copied(recipe: Recipe, to: Path, overwrite: bool) -> str:
     """Write `recipe` to the folder or file `to`; returns what to say about it.
 
     Raises:
-        ValueError: there is such a file.
+        UserError: there is such a file.
     """
     target = to / recipe.path.name if to.is_dir() or to.suffix != ".yaml" else to
     if target.exists() and not overwrite:
-        raise ValueError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
+        raise UserError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
     target.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(target) as scratch:
         scratch.write_bytes(recipe.path.read_bytes())

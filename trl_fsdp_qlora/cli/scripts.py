@@ -5,9 +5,9 @@ import runpy
 import sys
 from pathlib import Path
 
+from ..errors import UserError, mistyped_path
 from ..run.accelerate_configs import accelerate_config
 from ..run.launch import launch
-from ..run.nearest import did_you_mean, nearest_path
 from . import catalog
 from .words import refuse, take
 
@@ -23,6 +23,8 @@ LAUNCHER = (
     "--num_cpu_threads_per_process",
     "--num_machines",
     "--num_processes",
+    "--parallelism_config_dp_replicate_size",
+    "--parallelism_config_dp_shard_size",
     "--rdzv_backend",
     "--rdzv_conf",
 )
@@ -32,7 +34,7 @@ def _called(name: str, words: list[str]) -> int:
     """Run the script `name` in this process."""
     try:
         path = catalog.script(name)
-    except ValueError as error:
+    except UserError as error:
         return refuse(str(error))
     sys.argv = [str(path), *words]
     runpy.run_path(str(path), run_name="__main__")
@@ -50,7 +52,7 @@ def _launched(name: str, words: list[str]) -> int:
         path = catalog.script(name)
         given = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
         flags = _config_flags(given, launcher)
-    except ValueError as error:
+    except UserError as error:
         return refuse(str(error))
     others = [word for option, value in launcher.items() for word in (option, value)]
     return launch([*flags, *others, str(path), *rest])
@@ -60,7 +62,7 @@ def with_recipe(words: list[str]) -> list[str]:
     """`words` with the path of a recipe of this package where `--config` names one.
 
     Raises:
-        ValueError: it names neither a file nor a recipe.
+        UserError: it names neither a file nor a recipe.
     """
     taken, rest = take(words, ("--config",))
     given = taken.get("--config")
@@ -68,9 +70,8 @@ def with_recipe(words: list[str]) -> list[str]:
         return rest
     if Path(given).exists():
         return ["--config", given, *rest]
-    near = nearest_path(given, 0.8)
-    if near is not None:
-        raise ValueError(f"--config {given}: no such file{did_you_mean(near)}")
+    if Path(given).suffix in (".yaml", ".yml") and (hint := mistyped_path(given)):
+        raise UserError(f"--config {given}: no such file{hint}")
     return ["--config", str(catalog.find(given).path), *rest]
 
 
@@ -98,12 +99,12 @@ def default_config(asked: str | None) -> tuple[str, int]:
         asked: `--num_processes`.
 
     Raises:
-        ValueError: it is no number of processes.
+        UserError: it is no number of processes.
     """
     import torch
 
     if asked is not None and not (asked.isdigit() and int(asked)):
-        raise ValueError(f"--num_processes {asked} is not a number of processes; try 2")
+        raise UserError(f"--num_processes {asked} is not a number of processes; try 2")
     gpus = torch.cuda.device_count()
     processes = int(asked) if asked else max(gpus, 1)
     if gpus:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Collection, Sequence
 
+from ..errors import UserError
 from ..run.launch import USER_ERROR
 from ..run.one_line import refuse_misspelled
 
@@ -17,23 +18,20 @@ def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str]
     """(`{option: its value}` of those in `options`, the other words), from `--option VALUE` and `--option=VALUE`.
 
     Raises:
-        ValueError: the last word is an option that waits for its value, or one is given twice or nearly spelled.
+        UserError: the last word is an option that waits for its value, or one is given twice or nearly spelled.
     """
     taken: dict[str, str] = {}
-    rest, waiting = [], None
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in taken and waiting is None:
-            raise ValueError(f"{name} is given twice")
-        if waiting is not None:
-            taken[waiting], waiting = word, None
-        elif name in options and equals:
-            taken[name] = value
-        elif name in options:
-            waiting = name
-        else:
+    words, rest = list(words), []
+    while words:
+        name, equals, value = words[0].partition("=")
+        word = words.pop(0)
+        if name not in options:
             rest.append(word)
-    if waiting is not None:
-        raise ValueError(f"{waiting} needs a value")
+            continue
+        if name in taken:
+            raise UserError(f"{name} is given twice; leave one out")
+        if not equals and not words:
+            raise UserError(f"{name} needs a value")
+        taken[name] = value if equals else words.pop(0)
     refuse_misspelled(rest, options)
     return taken, rest

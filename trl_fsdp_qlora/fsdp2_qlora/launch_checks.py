@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
+from ..errors import UserError
 from .mesh import launch_mesh
 
 # The oldest versions that this was run with. torch 2.12 is the first that shards integer parameters by itself; for 2.11
@@ -15,7 +16,7 @@ from .mesh import launch_mesh
 FLOORS = {"torch": "2.11", "accelerate": "1.15", "bitsandbytes": "0.50", "peft": "0.21"}
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError):
     """The accelerate config, the quantization and the adapter do not go together."""
 
 

@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SAMPLING_METRICS
+from ..fsdp2_qlora.coverage import experts_in_16_bit
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing, position_limit
@@ -399,6 +400,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             *self.rollout.features(self.model, self._generate_settings()),
             *([(sync, self.sync.describe())] if self.use_vllm else []),
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
+            *([] if (left := experts_in_16_bit(self.model)) is None else [("as stock TRL", left)]),
         ]
 
     @nonfatal("the model card")

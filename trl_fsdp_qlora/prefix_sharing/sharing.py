@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..compat.fsdp import forget_forward
+from ..errors import UserError
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
 from .agreement import is_main_rank, is_out_of_memory, largest_over_ranks, reason_of
@@ -28,7 +29,7 @@ CHOICES = ("auto", "off", *BACKENDS)
 ONE_LEVEL = "recurrent layers share prompts (one level: no nested prefixes)"
 
 
-class PrefixSharingError(ValueError):
+class PrefixSharingError(UserError):
     """A backend was asked for by name and cannot be exact for this model or batch."""
 
 

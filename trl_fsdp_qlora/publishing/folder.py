@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
+from ..errors import UserError
 from ..run.redaction import portable_text, redact
 from .logits import LOGITS
 
@@ -18,7 +19,7 @@ CONFIG, WEIGHTS, CARD, PICTURE = "adapter_config.json", "adapter_model.safetenso
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
-class PublishError(ValueError):
+class PublishError(UserError):
     """Something is wrong with the folder, the card, the token or the repository; nothing, or nothing whole, was published."""
 
 

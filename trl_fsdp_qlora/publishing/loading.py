@@ -7,8 +7,10 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..errors import UserError
 
-class LoadError(ValueError):
+
+class LoadError(UserError):
     """Weights that cannot be loaded; names the base, or the adapter and the base."""
 
 

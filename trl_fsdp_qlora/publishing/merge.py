@@ -10,6 +10,7 @@ from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from ..checkpoints.disk import disk_errors
+from ..errors import UserError
 from .card import portable
 from .loading import LoadError, load_base, with_adapter
 
@@ -26,7 +27,7 @@ close to the one that was trained and measured, not equal to it: measure it befo
 """
 
 
-class MergeError(ValueError):
+class MergeError(UserError):
     """The adapter, the base or the output folder cannot be used."""
 
 

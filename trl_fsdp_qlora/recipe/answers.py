@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..errors import UserError
 from . import math_worker
 
 logger = logging.get_logger(__name__)
@@ -39,15 +40,24 @@ _VERLS, _WHOLE = re.compile(r"#### (-?[0-9.,]+)"), re.compile(r"0|-?[1-9][0-9]*"
 _LATEX = re.compile(r"[\\^]")
 
 
-class UnparsableGoldAnswer(ValueError):
+class DatasetError(UserError):
+    """A dataset that cannot be used as it is; the message says which row, and what to change."""
+
+
+class UnparsableGoldAnswer(DatasetError):
     """A gold answer of the dataset from which no value can be read."""
 
 
 def completion_text(completion: Completion) -> str:
-    """The assistant's text of a plain or conversational completion."""
+    """The assistant's text of a plain or conversational completion; of content in parts, their texts."""
     if isinstance(completion, str):
         return completion
-    return "".join(message["content"] or "" for message in completion if message.get("role") == "assistant")
+    texts = []
+    for message in completion:
+        if message.get("role") == "assistant":
+            content = message.get("content") or ""
+            texts += [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+    return "".join(texts)
 
 
 def _value(match: re.Match) -> Fraction | None:
@@ -104,10 +114,10 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
             there; `"first_line"`: the first line that is not empty; `"verl"`: what verl's scorer of GSM8K takes for right where it is right, see [`_verls_answer`].
 
     Raises:
-        ValueError: unknown `answer_format`.
+        UserError: unknown `answer_format`.
     """
     if answer_format not in ANSWER_FORMATS:
-        raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
+        raise UserError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
     text = text[-MAX_TEXT:]
     if answer_format == "verl":
         return _verls_answer(text)
@@ -223,21 +233,16 @@ def _is_latex(text: str) -> bool:
     return len(text) <= MAX_LATEX and _LATEX.search(text) is not None
 
 
-@functools.cache
-def _math_verify() -> math_worker.MathVerify:
-    return math_worker.MathVerify()
-
-
 # The completions of a group often give the same answer, and every one has the same gold; what took too long once is not
 # asked again.
 @functools.lru_cache(maxsize=16_384)
 def _parses(text: str) -> bool:
-    return bool(_math_verify().parses(f"${text}$"))
+    return bool(math_worker.ask(f"${text}$"))
 
 
 @functools.lru_cache(maxsize=16_384)
 def _equal(gold: str, given: str) -> bool:
-    return bool(_math_verify().equal(gold, given))
+    return bool(math_worker.ask(gold, given))
 
 
 @functools.cache  # once

@@ -1,26 +1,24 @@
 """A recipe's arguments, from a YAML file and the command line."""
 
-import argparse
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
-from ..run.config_fields import option, spelled
-from ..run.nearest import did_you_mean, nearest, nearest_path
+from ..errors import UserError, did_you_mean, mistyped_path
+from ..run.config_fields import option
 
 DEBUG_ERRORS = "--debug_errors"
-_NUMBERS = {"int": "whole number", "float": "number"}
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A recipe file or command line that cannot be used; names the key, the reason and what to write."""
 
 
@@ -38,6 +36,10 @@ class ScriptArguments:
     dataset_split: str = option(
         "train", "Split to train on, or several as one: `train+test`, of which `held_out` takes its part."
     )
+    question_column: str | None = option(
+        None, "Column of the questions, where it is not one of those that are known; `answer_column` goes with it."
+    )
+    answer_column: str | None = option(None, "Column of the right answers, beside `question_column`.")
     eval_dataset: str | None = option(None, "Where the held-out problems come from; `dataset` where it is not set.")
     eval_split: str = option("test", "Split of the held-out problems.")
     held_out: int = option(0, "Take this many problems out of `dataset_split` instead of reading `eval_split`.")
@@ -84,83 +86,96 @@ class _Parser(TrlParser):
 
     def error(self, message: str):
         # argparse names both spellings of an option: argument --max_steps/--max-steps: ...
-        raise ConfigError(f"command line: {re.sub(r'^argument |(?<=[a-z])/--[a-z-]+', '', message)}")
+        raise ConfigError(re.sub(r"^argument |(?<=[a-z])/--[a-z-]+", "", message))
 
 
-def parse_recipe(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) -> tuple:
+def parse_recipe(
+    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> tuple:
     """Instances of `dataclass_types` from `--config FILE.yaml` and the command line, which wins.
 
+    A value of the file is read as the same text on the command line would be, so `1e-5`, `no` and `3.0` mean the same there.
+
+    Args:
+        dataclass_types: that the fields belong to.
+        argv: the command line; the process's own by default.
+        defaults: by field, under what file and command line say; fields that none of the types has are let pass.
+
     Raises:
-        ConfigError: the file cannot be read or is no mapping; a key that none of the types has; a value of the wrong
-            type; values that one of the types refuses.
+        ConfigError: the file cannot be read or is no mapping; an unknown or repeated option; a value that its field or one of
+            the types refuses.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(tuple(dataclass_types))
+    parser = _Parser(tuple(dataclass_types), allow_abbrev=False)
     parser.add_argument(DEBUG_ERRORS, action="store_true", help="Show the traceback of an error.")
-    path, argv = _take_config(argv)
-    options = {option for action in parser._actions for option in action.option_strings}
-    for arg in argv:
-        if arg.startswith("--"):
-            check_key(arg.split("=")[0], options, "command line")
-    if path is not None:
-        _set_defaults(parser, path)
+    options = {spelling for action in parser._actions for spelling in action.option_strings} | {"--config"}
+    words, given, path = [], set(), None
+    argv = list(sys.argv[1:] if argv is None else argv)
+    while argv:
+        word = argv.pop(0)
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            check_key(name, options)
+            if name.replace("-", "_") in given:
+                raise ConfigError(f"{name} is given twice; leave one out")
+            given.add(name.replace("-", "_"))
+        if name != "--config":
+            words.append(word)
+            continue
+        path = value if equals else (argv.pop(0) if argv else "")
+        if not path:
+            raise ConfigError("--config needs a file, e.g. --config my_recipe.yaml")
+    parser.set_defaults_with_config(**defaults or {})
+    of_file = [] if path is None else _words_of_file(parser, path)
     try:
-        *parsed, rest = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+        *parsed, rest = parser.parse_args_into_dataclasses([*of_file, *words], return_remaining_strings=True)
     except ConfigError:
         raise
-    except (ValueError, TypeError, ImportError, RuntimeError) as error:  # of a type's own checks
+    except (ValueError, ImportError) as error:  # of the types' own checks
         hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
     if rest:
-        raise ConfigError(f"command line: {' '.join(rest)!r} belongs to no option")
+        raise ConfigError(f"{' '.join(rest)!r} belongs to no option")
     return tuple(parsed[: len(dataclass_types)])
 
 
-def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    path, rest, waiting = None, [], False
-    for arg in argv:
-        if waiting or arg.startswith("--config="):
-            if path is not None:
-                raise ConfigError("command line: --config is given twice; put the values of both into one file")
-            path, waiting = arg if waiting else arg.removeprefix("--config="), False
-        elif arg == "--config":
-            waiting = True
+def _words_of_file(parser: TrlParser, path: str) -> list[str]:
+    """The words of a command line that say what the YAML file at `path` says; its `env` goes into the environment.
+
+    What no word can say (null, a mapping, a list for a field that takes one word) becomes a default, as in TRL.
+    """
+    values = read_yaml(path)
+    # Every scalar as it is written: YAML itself takes `no` for False and `1e-5` for a text.
+    texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
+    environment = values.pop("env", None) or {}
+    if not isinstance(environment, dict):
+        raise ConfigError(f"{path}: env={environment!r} must hold `NAME: value` lines")
+    os.environ.update({str(name): str(value) for name, value in environment.items()})
+    actions = {action.dest: action for action in reversed(parser._actions)}  # the one with a value, not its --no_ twin
+    words, defaults = [], {}
+    for key, value in values.items():
+        check_key(key, actions, path)
+        several = isinstance(value, list)
+        if value is None or isinstance(value, dict) or (several and actions[key].nargs != "+"):
+            defaults[key] = value
+        elif several:
+            words += [f"--{key}", *texts[key]]
         else:
-            rest.append(arg)
-    if waiting or path == "":
-        raise ConfigError("command line: --config needs a file, e.g. --config my_recipe.yaml")
-    return path, rest
+            truth = (
+                isinstance(value, bool) and actions[key].type is string_to_bool
+            )  # which knows neither `on` nor `off`
+            words.append(f"--{key}={str(value).lower() if truth else texts[key]}")
+    parser.set_defaults_with_config(**defaults)
+    return words
 
 
-def check_key(key: Any, known: Collection[str], where: str) -> None:
+def check_key(key: Any, known: Collection[str], where: str = "") -> None:
     """
     Raises:
         ConfigError: `key` is none of `known`; says where it stands, and names the nearest.
     """
     if key not in known:
-        near = nearest(str(key), {*known} - {"--help"}, 0.5)
-        raise ConfigError(f"{where}: unknown key {key!r}{did_you_mean(near)}")
-
-
-def _set_defaults(parser: TrlParser, path: str) -> None:
-    config = read_yaml(path)
-    environment = config.pop("env", None) or {}
-    if not isinstance(environment, dict):
-        raise ConfigError(f"{path}: env={environment!r} must hold `NAME: value` lines")
-    try:
-        os.environ.update({str(key): str(value) for key, value in environment.items()})
-    except ValueError as error:
-        raise ConfigError(f"{path}: env={environment!r}: {error}") from None
-    # Where an option and its `--no_` twin share a name, the first is the one that takes a value.
-    actions = {action.dest: action for action in reversed(parser._actions)}
-    known = set(actions) - {"help", DEBUG_ERRORS.removeprefix("--")}
-    for key in config:
-        check_key(key, known, path)
-    parser.set_defaults_with_config(**{key: _typed(actions[key], value, path) for key, value in config.items()})
-
-
-class _Twice(yaml.MarkedYAMLError):
-    """A key that a mapping has twice."""
+        lead = f"{where}: " if where else ""
+        raise ConfigError(f"{lead}unknown key {key!r}{did_you_mean(str(key), {*known} - {'help', '--help'}, 0.5)}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -170,7 +185,9 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise _Twice(problem=f"{key.value!r} is there twice; leave one out", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value!r} is there twice; leave one out", problem_mark=key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -187,50 +204,13 @@ def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     try:
         config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)  # a safe one
     except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}{did_you_mean(nearest_path(path))}") from None
+        raise ConfigError(f"{option} {path}: {error.strerror}{mistyped_path(path)}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{option} {path}: it is not UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        kind = "" if isinstance(error, _Twice) else "no YAML: "
-        raise ConfigError(f"{option} {path}{where}: {kind}{getattr(error, 'problem', None) or error}") from None
+        raise ConfigError(f"{option} {path}{where}: no YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{option} {path} must hold `key: value` lines")
     return config
-
-
-def _typed(action: argparse.Action, value: Any, path: str) -> Any:
-    """A YAML value as the command line would have given it: argparse looks at the type of strings only."""
-    if value is None:
-        return value
-    if action.nargs == "+":
-        return [_scalar(action, item, path) for item in (value if isinstance(value, list) else [value])]
-    return _scalar(action, value, path)
-
-
-def _scalar(action: argparse.Action, value: Any, path: str) -> Any:
-    kind = getattr(action.type, "__name__", "")  # TRL's own converters carry the name of what they convert to
-    if kind in _NUMBERS and not isinstance(value, str):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or (kind == "int" and value != int(value)):
-            raise ConfigError(f"{path}: {action.dest}={value!r} is not a {_NUMBERS[kind]}")
-        value = int(value) if kind == "int" else float(value)
-    elif isinstance(value, str) and callable(action.type):
-        try:
-            value = action.type(value)
-        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            named = f" is not a {_NUMBERS[kind]}" if kind in _NUMBERS else f": {error}"
-            raise ConfigError(f"{path}: {action.dest}={value!r}{named}") from None
-    elif kind == "string_to_bool" and not isinstance(value, bool):
-        raise ConfigError(f"{path}: {action.dest}={value!r} is neither true nor false")
-    elif kind == "str" and isinstance(value, (list, dict)):
-        what = "words or texts, one per line or in [brackets]" if action.nargs == "+" else "one word or text"
-        raise ConfigError(f"{path}: {action.dest}={value!r} must be {what}")
-    elif kind == "str" and type(value) in (int, float, date):  # a folder or a layer that is called so
-        value = str(value)
-    if action.choices is not None:
-        value = spelled(value, action.choices)
-    if action.choices is not None and value not in action.choices:
-        raise ConfigError(f"{path}: {action.dest}={value!r} is none of {', '.join(map(str, action.choices))}")
-    return value

@@ -1,15 +1,12 @@
 """The training and held-out prompts that a recipe's arguments name."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 from datasets import Dataset
 
-from ..run.own_code import is_import_path
 from . import reasoning_gym
 from .arguments import ScriptArguments
-from .datasets import DatasetError, hold_out, read_problems, takes_split, to_prompts, without_overlap
-from .files import has_splits
+from .datasets import DatasetError, has_splits, hold_out, read_problems, to_prompts, without_overlap
 from .script import say
 
 
@@ -54,24 +51,30 @@ def measured_prompts(args: ScriptArguments, problems: Problems) -> Dataset | Non
     return None if measured is None else prompts_of(args, measured[: args.eval_problems])
 
 
-def load_problems(args: ScriptArguments, worked: bool = False) -> Problems:
+def _read(args: ScriptArguments, source: str, split: str, whole_rows: bool = False) -> list[dict]:
+    return read_problems(
+        source, split, args.dataset_config, args.question_column, args.answer_column, whole_rows=whole_rows
+    )
+
+
+def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
     """The same problems as [`load_data`]'s before they are prompts.
 
     Args:
         args: of a recipe.
-        worked: with the worked answers of the training problems, see [`read_problems`].
+        whole_rows: with the rows of the training problems, see [`read_problems`].
 
     Raises:
         trl_fsdp_qlora.recipe.datasets.DatasetError: nothing is held out, or nothing is left.
     """
-    train = read_problems(args.dataset, args.dataset_split, args.dataset_config, worked)
+    train = _read(args, args.dataset, args.dataset_split, whole_rows)
     reasoning_gym.check_rewards(train, args.rewards)
     same_problems = _same_problems(args)
     test = None
     if args.held_out:
         train, test = hold_out(train, args.held_out)
     elif not same_problems:
-        test = read_problems(args.eval_dataset or args.dataset, args.eval_split, args.dataset_config)
+        test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
         train, dropped = without_overlap(train, test)
         if dropped:
             say(f"left {dropped} training problems out that are among the held-out ones")
@@ -101,10 +104,10 @@ def load_held_out(args: ScriptArguments) -> Dataset:
     if args.accuracy_on == "validation":
         return load_data(args)[1]
     if args.held_out:
-        _, test = hold_out(read_problems(args.dataset, args.dataset_split, args.dataset_config), args.held_out)
+        _, test = hold_out(_read(args, args.dataset, args.dataset_split), args.held_out)
     else:
-        test = read_problems(args.eval_dataset or args.dataset, args.eval_split, args.dataset_config)
-        if args.eval_dataset is None and _without_splits(args.dataset):
+        test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
+        if args.eval_dataset is None and not has_splits(args.dataset):
             say(
                 f"measuring on all of {args.dataset}; if the adapter was trained on it, --held_out as in its recipe "
                 "measures on what training left out"
@@ -118,14 +121,6 @@ def _same_problems(args: ScriptArguments) -> str | None:
     """What training and measuring both read, or `None` where they read different things."""
     if args.eval_dataset not in (None, args.dataset):
         return None
-    if _without_splits(args.dataset):
+    if not has_splits(args.dataset):
         return f"{args.dataset!r}, which has no splits"
     return f"{args.dataset!r}, split {args.eval_split!r}" if args.eval_split == args.dataset_split else None
-
-
-def _without_splits(source: str) -> bool:
-    if reasoning_gym.is_generated(source):
-        return False
-    if is_import_path(source):
-        return not takes_split(source)
-    return Path(source).exists() and not has_splits(source)

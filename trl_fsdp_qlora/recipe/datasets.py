@@ -1,167 +1,150 @@
-"""Problems with one exact answer, from a local file or the Hub, as TRL wants them."""
+"""Problems with one exact answer, from a file, the Hub or a function of one's own, as TRL wants them."""
 
 import inspect
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
-from ..run.nearest import did_you_mean, nearest_path
-from ..run.own_code import OwnCodeError, is_import_path, load_function
+from ..errors import mistyped_path
+from ..run.own_code import is_import_path, load_function
 from . import reasoning_gym
-from .answers import UnparsableGoldAnswer, parse_gold
-from .files import SUFFIXES, DatasetError, Row, read_rows
+from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
 from .small_tasks import TASKS, two_digit_pairs
-from .worked import gsm8k_work, svamp_work
 
-
-def _svamp(row: dict) -> tuple[str, Any]:
-    body = row["Body"].strip()
-    return f"{body}{'' if body.endswith(('.', '?', ',')) else '.'} {row['Question'].strip()}", row["Answer"]
-
-
-def _gsm8k(row: dict) -> tuple[str, Any]:
-    answer = row["answer"]
-    return row["question"].strip(), answer.rsplit("####", 1)[-1].strip() if isinstance(answer, str) else answer
-
-
-def _plain(row: dict) -> tuple[str, Any]:
-    return row["problem"].strip(), row["answer"]
-
-
-class _Family(NamedTuple):
-    text: tuple[str, ...]  # columns of text
-    answer: str  # column of the gold answer
-    read: Callable[[dict], tuple[str, Any]]  # row -> (question, gold answer)
-    work: Callable[[dict], str | None] | None = None  # row -> worked answer
-
-
-_FAMILIES = (
-    _Family(("Body", "Question"), "Answer", _svamp, svamp_work),
-    _Family(("question",), "answer", _gsm8k, gsm8k_work),
-    _Family(("problem",), "answer", _plain),
-)
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-
-def _family(source: str, rows: Sequence[Row]) -> _Family:
-    columns = {str(name) for row in rows for name in row.values}
-    for family in _FAMILIES:
-        if {*family.text, family.answer} <= columns:
-            return family
-    known = " | ".join(", ".join((*family.text, family.answer)) for family in _FAMILIES)
-    raise DatasetError(f"{source!r} has columns {', '.join(sorted(columns)) or 'none'}; known families have: {known}")
-
-
-def _check_row(row: Row, family: _Family) -> None:
-    for name in (*family.text, family.answer):
-        if name not in row.values:
-            raise DatasetError(f"{row.where}: the field {name!r} is missing; complete the row or leave it out")
-        value = row.values[name]
-        if value is None or value == "":
-            raise DatasetError(f"{row.where}: the field {name!r} is empty; complete the row or leave it out")
-        if name != family.answer and not isinstance(value, str):
-            raise DatasetError(f"{row.where}: the field {name!r} must be text, not {value!r}")
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise DatasetError(f"{row.where}: the field {name!r} must be a number or text, not {value!r}")
+# (columns of the question, column of the right answer): SVAMP, GSM8K, and the plain one of one's own files.
+COLUMNS = ((("Body", "Question"), "Answer"), (("question",), "answer"), (("problem",), "answer"))
+# Suffix of a file -> what `datasets` reads it with.
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 
 def takes_split(source: str) -> bool:
-    """Whether a function of the user's own, by import path, has a parameter `split`.
-
-    Raises:
-        DatasetError: there is no such function.
-    """
-    try:
-        return "split" in inspect.signature(load_function(source)).parameters
-    except OwnCodeError as error:
-        raise DatasetError(f"dataset {error}") from error.__cause__
+    """Whether a function of the user's own, by import path, has a parameter `split`."""
+    return "split" in inspect.signature(load_function(source)).parameters
 
 
-def _own_rows(source: str, split: str) -> list[Row]:
-    """What the user's function `source` returns: rows with the columns that a file would have."""
-    given = {"split": split} if takes_split(source) else {}
-    try:
-        rows = [dict(row) for row in load_function(source)(**given)]
-    except Exception as error:  # of the user's own lines, which a traceback would bury
-        raise DatasetError(f"dataset {source!r} raised {type(error).__name__}: {error}") from error
-    return [Row(values, f"{source}, row {index}") for index, values in enumerate(rows)]
-
-
-def _source_rows(source: str, split: str, config: str | None) -> list[Row]:
+def has_splits(source: str) -> bool:
+    """Whether `source` has parts to choose among: a file, one saved `Dataset` and a function without `split` have not."""
+    if reasoning_gym.is_generated(source):
+        return True
     if is_import_path(source):
-        return _own_rows(source, split)
+        return takes_split(source)
     path = Path(source)
-    if path.exists():
-        return read_rows(path, split)
-    if path.suffix in SUFFIXES or not _HUB_ID.fullmatch(source):
-        raise DatasetError(
-            f"dataset {source!r} is neither a file or folder here nor a Hub id (owner/name){did_you_mean(nearest_path(path))}"
-        )
+    return path.is_dir() and not (path / "state.json").is_file() if path.exists() else True
+
+
+def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
+    """The rows of [`read_problems`]'s `source` as they are."""
+    if source in TASKS:
+        task, (train, held_out) = TASKS[source], two_digit_pairs()
+        pairs = held_out if split == "test" else train
+        return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
+    if is_import_path(source):
+        return load_function(source)(**({"split": split} if takes_split(source) else {}))
+    path = Path(source)
     try:
-        rows = load_dataset(source, config, split=split).to_list()
-    except (OSError, ValueError, DatasetsError) as error:  # not there, not reached, no such split or configuration
-        reason = str(error).strip().split("\n")[0]
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            saved = load_from_disk(source)
+            if isinstance(saved, DatasetDict):
+                saved = concatenate_datasets([saved[part] for part in split.split("+")])
+            return saved
+        if not path.is_file():
+            return load_dataset(source, config, split=split)
+        if path.suffix not in _READERS:
+            raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
+        how = {}
+        if _READERS[path.suffix] == "csv":
+            with open(path, encoding="utf-8-sig") as file:
+                how["sep"] = max(",;\t", key=file.readline().count)
+        return load_dataset(_READERS[path.suffix], data_files=source, split="train", **how)
+    except DatasetError:
+        raise
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
         raise DatasetError(
-            f"dataset {source!r} (split {split!r}) is not a file or folder here and cannot be loaded from the Hub: {reason}"
-            f"{did_you_mean(nearest_path(path))}"
+            f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
         ) from error
-    return [Row(values, f"{source}, row {index}") for index, values in enumerate(rows)]
 
 
-def _task_rows(name: str, split: str) -> list[Row]:
-    task, (train, held_out) = TASKS[name], two_digit_pairs()
-    pairs = held_out if split == "test" else train
-    return [Row({"problem": task.question(a, b), "answer": task.value(a, b)}, name) for a, b in pairs]
-
-
-def _question_key(question: str) -> str:
-    return " ".join(question.lower().split())
+def _columns(source: str, rows: Sequence[dict], question: str | None, answer: str | None) -> tuple[tuple, str]:
+    there = {str(name) for row in rows for name in row}
+    asked = [] if question is None and answer is None else [((question or "question",), answer or "answer")]
+    for names, gold in asked or COLUMNS:
+        if {*names, gold} <= there:
+            return names, gold
+    known = " | ".join(", ".join((*names, gold)) for names, gold in asked or COLUMNS)
+    raise DatasetError(
+        f"{source!r} has columns {', '.join(sorted(there)) or 'none'}; looked for {known}: name yours with question_column "
+        "and answer_column"
+    )
 
 
 def read_problems(
-    source: str, split: str = "train", config: str | None = None, worked: bool = False
+    source: str,
+    split: str = "train",
+    config: str | None = None,
+    question_column: str | None = None,
+    answer_column: str | None = None,
+    whole_rows: bool = False,
 ) -> list[dict[str, Any]]:
     """Questions and gold answers of a dataset, each checked to be parsable.
 
     Args:
-        source: a local file or folder (see [`~trl_fsdp_qlora.recipe.files.read_rows`]), a Hub id, a function of one's own
-            that returns rows (`my_data.py:load`; a parameter `split` gets the split), generators of reasoning-gym
-            (`reasoning_gym:chain_sum(max_terms=3)`), or `"addition"` or
-            `"multiplication"` for the two-digit problems of the small base model. Its columns decide the family: SVAMP
-            (`Body`, `Question`, `Answer`), GSM8K (`question`, `answer`), or plain `problem`, `answer`.
-        split: split to read; a single file holds only one.
+        source: a file (.jsonl, .json, .csv, .tsv, .parquet), a folder that `load_dataset` or `load_from_disk` reads, a Hub
+            id, a function of one's own that returns rows (`my_data.py:load`; a parameter `split` gets the split), generators of
+            reasoning-gym (`reasoning_gym:chain_sum(max_terms=3)`), or `"addition"` or `"multiplication"` for the two-digit problems of the small base model.
+        split: split to read, or several (`train+test`); a single file holds only one.
         config: configuration name, for a Hub id.
-        worked: also `work`, a worked answer that ends in `#### answer`, or `None` where the row has none that is right.
+        question_column, answer_column: where they are not SVAMP's (`Body`, `Question`, `Answer`), GSM8K's (`question`,
+            `answer`) or `problem`, `answer`.
+        whole_rows: also `columns`, the row as it is.
 
     Returns:
         One dict per problem: `row` (index in the source), `question`, `answer` (as text).
 
     Raises:
-        DatasetError: no such file, unknown columns, no rows, or a row without one of its fields, which it names.
+        DatasetError: it cannot be read, has other columns or no rows, or a row lacks a question or an answer.
         trl_fsdp_qlora.recipe.answers.UnparsableGoldAnswer: names the row.
     """
     if reasoning_gym.is_generated(source):
         return reasoning_gym.read_problems(source, split)
-    rows = _task_rows(source, split) if source in TASKS else _source_rows(source, split, config)
+    rows = [dict(row) for row in _rows(source, split, config)]
+    if len(rows) == 1:  # of a JSON file with an object that holds the list, {"data": [...]}
+        lists = [
+            value for value in rows[0].values() if isinstance(value, list) and value and isinstance(value[0], dict)
+        ]
+        rows = lists[0] if len(lists) == 1 else rows
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
-    family = _family(source, rows)
+    names, gold_name = _columns(source, rows, question_column, answer_column)
     problems = []
     for index, row in enumerate(rows):
-        _check_row(row, family)
-        question, answer = family.read(row.values)
+        where = f"{source}, row {index}"
+        for name in (*names, gold_name):
+            value = row.get(name)
+            if value in (None, ""):
+                raise DatasetError(f"{where}: the field {name!r} is empty; complete the row or leave it out")
+            kinds = (str, int, float) if name == gold_name else str
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                kind = "a number or text" if name == gold_name else "text"
+                raise DatasetError(f"{where}: the field {name!r} must be {kind}, not {value!r}")
+        *body, question = (row[name].strip() for name in names)
+        for part in body:
+            question = f"{part}{'' if part.endswith(('.', '?', ',')) else '.'} {question}"
+        answer = row[gold_name]
+        if isinstance(answer, str):
+            answer = answer.rsplit("####", 1)[-1].strip()
         try:
             parse_gold(answer, index)
         except UnparsableGoldAnswer as error:
-            raise UnparsableGoldAnswer(f"{row.where}: {error}") from None
+            raise UnparsableGoldAnswer(f"{where}: {error}") from None
         problems.append({"row": index, "question": question, "answer": str(answer)})
-        if worked:
-            problems[-1]["work"] = None if family.work is None else family.work(row.values)
+        if whole_rows:
+            problems[-1]["columns"] = row
     return problems
 
 
@@ -180,10 +163,13 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     if not 0 < count < len(keys):
         raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
     random.Random(0).shuffle(keys)
-    held_out_keys = set(keys[:count])
-    train = [problem for problem in problems if _question_key(problem["question"]) not in held_out_keys]
-    held_out = [problem for problem in problems if _question_key(problem["question"]) in held_out_keys]
-    return train, held_out
+    chosen = set(keys[:count])
+    train = [problem for problem in problems if _question_key(problem["question"]) not in chosen]
+    return train, [problem for problem in problems if _question_key(problem["question"]) in chosen]
+
+
+def _question_key(question: str) -> str:
+    return " ".join(question.lower().split())
 
 
 def without_overlap(train: Iterable[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
@@ -192,6 +178,19 @@ def without_overlap(train: Iterable[dict], held_out: Iterable[dict]) -> tuple[li
     train = list(train)
     kept = [problem for problem in train if _question_key(problem["question"]) not in keys]
     return kept, len(train) - len(kept)
+
+
+def check_template(template: str) -> None:
+    """
+    Raises:
+        DatasetError: `template` has no `{question}`, or another `{name}`, which nothing fills in.
+    """
+    if "{question}" not in template:
+        raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
+    # Not \boxed{answer}: what a word stands before is LaTeX, and stays as it is.
+    other = re.search(r"(?<![\w{])\{(?!question\})[A-Za-z_]\w*\}", template)
+    if other:
+        raise DatasetError(f"prompt_template={template!r}: nothing fills in {other[0]}, only {{question}} is known")
 
 
 def to_prompts(
@@ -208,10 +207,9 @@ def to_prompts(
         chat: conversational prompts, to which TRL applies the tokenizer's chat template.
 
     Raises:
-        DatasetError: `template` has no `{question}`; `problems` is empty.
+        DatasetError: `template` has no `{question}`, or an unknown `{name}`; `problems` is empty.
     """
-    if "{question}" not in template:
-        raise DatasetError(f"prompt_template {template!r} has no {{question}} in it")
+    check_template(template)
     if not problems:
         raise DatasetError("no problems to make prompts of")
     rows = []

@@ -18,9 +18,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..run.nearest import did_you_mean, nearest
-from .answers import Completion, UnparsableGoldAnswer, completion_text, extract_answer, parse_gold
-from .files import DatasetError
+from ..errors import did_you_mean
+from .answers import Completion, DatasetError, UnparsableGoldAnswer, completion_text, extract_answer, parse_gold
 
 PREFIX = "reasoning_gym:"
 REWARD = "reasoning_gym"
@@ -49,12 +48,12 @@ def _generators(source: str, split: str) -> list[tuple[float, Any]]:
     generators = []
     for weight, name, settings in _terms(source):
         if name not in DATASETS:
-            near = did_you_mean(nearest(name, DATASETS), f"; there are {', '.join(sorted(DATASETS))}")
+            near = did_you_mean(name, DATASETS) or f"; there are {', '.join(sorted(DATASETS))}"
             raise DatasetError(f"{source!r}: reasoning-gym has no generator {name!r}{near}")
         known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
         for setting in settings:
             if setting not in known:
-                near = did_you_mean(nearest(setting, known))
+                near = did_you_mean(setting, known)
                 raise DatasetError(f"{source!r}: {name} has no setting {setting!r}{near}; it has {', '.join(known)}")
         try:
             generator = create_dataset(name, **{**settings, "seed": settings.get("seed", 0) + _FIRST_SEED[split]})

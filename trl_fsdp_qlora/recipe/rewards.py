@@ -1,14 +1,15 @@
 """Rewards that the recipes need and TRL does not have.
 
 Every reward takes what TRL passes (`completions`, plus the dataset's columns as keyword lists) and returns one float per
-completion. A gold answer that cannot be parsed is an error that names its row, never a reward.
+completion, or `None` where the row has no answer: of several tasks in one dataset, those of another. A gold answer that cannot
+be parsed is an error that names its row, never a reward.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from ..run.nearest import did_you_mean, nearest
+from ..errors import UserError, did_you_mean
 from ..run.own_code import is_import_path, load_function
 from . import reasoning_gym
 from .answers import NUMBER, Completion, answers_match, completion_text, extract_answer, parse_gold
@@ -17,12 +18,12 @@ _TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 _BETWEEN = re.compile(r"</reasoning>\s*<answer>")
 
 
-def _gold_rows(answer: Sequence, columns: dict) -> list[Fraction | str]:
+def _gold_rows(answer: Sequence, columns: dict) -> list[Fraction | str | None]:
     rows = columns.get("row", range(len(answer)))
-    return [parse_gold(gold, row) for gold, row in zip(answer, rows, strict=True)]
+    return [None if gold is None else parse_gold(gold, row) for gold, row in zip(answer, rows, strict=True)]
 
 
-def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
+def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float | None]]:
     """A reward of 1.0 for the right final answer, else 0.0. Needs an `answer` column.
 
     Args:
@@ -33,10 +34,12 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
     """
     extract_answer("", answer_format)  # an unknown format is an error now, not in the first step
 
-    def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float]:
+    def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
         golds = _gold_rows(answer, columns)
         return [
-            float(answers_match(extract_answer(completion_text(completion), answer_format), gold))
+            None
+            if gold is None
+            else float(answers_match(extract_answer(completion_text(completion), answer_format), gold))
             for completion, gold in zip(completions, golds, strict=True)
         ]
 
@@ -56,7 +59,7 @@ def _is_tagged(text: str) -> bool:
     return _BETWEEN.search(text, len(first), len(text) - len(last)) is not None
 
 
-def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float]:
+def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
     """The graded reward of the blog recipe: answer graded in steps, plus 0.2 per tag.
 
     2.0 where the text inside `<answer>` is the gold answer; 1.5 where it holds a single number and that is the gold
@@ -65,6 +68,9 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
     """
     rewards = []
     for completion, gold in zip(completions, _gold_rows(answer, columns), strict=True):
+        if gold is None:
+            rewards.append(None)
+            continue
         text = completion_text(completion)
         reward = sum(0.2 for tag in _TAGS if text.count(tag) == 1)
         given = extract_answer(text, "tags")
@@ -84,18 +90,16 @@ REWARDS = {
 _WITH_FORMAT = ("exact_answer", reasoning_gym.REWARD)
 
 
-def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[float]]:
+def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[float | None]]:
     """A reward of [`REWARDS`] by name, or a function of the user's own by import path (`my_rewards.py:has_unit`).
 
     Raises:
-        ValueError: unknown name; lists the known ones.
-        trl_fsdp_qlora.run.own_code.OwnCodeError: an import path that leads to no function.
+        UserError: unknown name, or an import path that leads to no function.
     """
     if is_import_path(name):
         return load_function(name)
     if name not in REWARDS:
-        hint = did_you_mean(nearest(name, REWARDS))
-        raise ValueError(
-            f"unknown reward {name!r}; known: {', '.join(REWARDS)}{hint}; one of your own is my_rewards.py:function"
+        raise UserError(
+            f"unknown reward {name!r}; known: {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}; one of your own is my_rewards.py:function"
         )
     return REWARDS[name](answer_format) if name in _WITH_FORMAT else REWARDS[name]

@@ -1,14 +1,19 @@
 """A recipe's run: build the trainer, measure, train, measure again, save."""
 
+import os
+import shlex
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import is_peft_model
 from datasets import Dataset
-from trl import ModelConfig
+from transformers import AutoTokenizer, TrainingArguments
+from trl import ModelConfig, get_quantization_config
 
 from ..checkpoints.checkpoints import last_step, step_of
 from ..checkpoints.disk import disk_errors
@@ -18,7 +23,7 @@ from ..run import launch_line, redaction
 from ..run.nonfatal import nonfatal
 from ..telemetry.terminal import use_terminal
 from .arguments import ScriptArguments
-from .building import model_arguments, refusals_in_a_line
+from .checks import lora_config
 from .evaluation import Evaluation, evaluate
 from .record import AccuracyCallback, RunRecord, format_result
 from .rewards import get_reward
@@ -30,19 +35,53 @@ def reward_functions(args: ScriptArguments) -> list:
     return [get_reward(name, args.answer_format) for name in args.rewards]
 
 
+def model_arguments(config: TrainingArguments, model: ModelConfig) -> dict[str, Any]:
+    """A trainer's arguments by name for a recipe's model; how it is loaded goes into `config.model_init_kwargs`."""
+    config.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(config.model_init_kwargs or {}),
+    }
+    return {
+        "processing_class": AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
+        "quantization_config": get_quantization_config(model),
+        "peft_config": lora_config(model),
+    }
+
+
 def build_trainer(
     trainer_class: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more
 ):
-    """A trainer of `trainer_class` for a recipe's parsed arguments; `more` goes to it as it is.
-
-    Raises:
-        ConfigError: TRL, PEFT or the trainer refuses an argument, see [`trl_fsdp_qlora.recipe.refusals.is_refusal`].
-    """
-    with refusals_in_a_line():
-        given = model_arguments(config, model)
-        trainer = trainer_class(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
+    """A trainer of `trainer_class` for a recipe's parsed arguments; `more` goes to it as it is."""
+    given = model_arguments(config, model)
+    trainer = trainer_class(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
     trainer.card_info.settings = (script, model)
     return trainer
+
+
+# What `evaluate` takes from the folder of a run, so that it measures what the run measured.
+_MEASURED = ("model_revision", "dtype", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
+_MEASURED += ("max_completion_length", "bf16", "seed")
+
+
+def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
+    """The fields of `recipes/evaluate.py` that measure what a run with these arguments does; no path of one machine."""
+    values = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED}
+    values |= {
+        name: value for name, value in asdict(script).items() if name not in ("rewards", "skip_accuracy", "stage")
+    }
+    values |= {name: redaction.portable(values[name]) for name in ("dataset", "eval_dataset") if values[name]}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
+    """The command that measures a finished run again, as a line for a shell."""
+    words = ["trl-fsdp-qlora", "evaluate", "--adapter" if adapter else "--model_name_or_path", str(output_dir)]
+    for name in ("dataset", "eval_dataset"):  # which the folder does not hold
+        if os.path.isabs(getattr(script, name) or ""):
+            words += [f"--{name}", getattr(script, name)]
+    return shlex.join(words)
 
 
 def run_recipe(
@@ -128,6 +167,7 @@ def _begin(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str
             f"{record.path} does not hold the accuracy from before training, and a run that resumes cannot measure it: the "
             "record, the card and the last line go without"
         )
+    _, model = trainer.card_info.settings or (script, ModelConfig())
     record.put(
         hardware=hardware(),
         software=software(),
@@ -135,6 +175,7 @@ def _begin(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str
         seed=trainer.args.seed,
         dataset=redaction.portable(script.dataset),
         model=redaction.portable(model_name(trainer.model)),
+        settings=measured_settings(script, trainer.args, model),
     )
 
 
@@ -191,16 +232,9 @@ def _finished(trainer: Any, script: ScriptArguments) -> str:
     args = trainer.args
     goal = f"max_steps={args.max_steps}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
     longer = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
-    problems = f"--eval_split {script.eval_split}"
-    if script.held_out:
-        problems = f"--dataset_split {script.dataset_split} --held_out {script.held_out}"
-    evaluate_it = (
-        f"trl-fsdp-qlora evaluate --model {redaction.portable(model_name(trainer.model))} "
-        f"--adapter {args.output_dir} --dataset {script.eval_dataset or script.dataset} {problems}"
-    )
     return (
         f"the run in {args.output_dir} is finished ({goal}): nothing is trained, and what it left stays as it is\n"
         f"  train further:  the same command with a larger {longer}\n"
         f"  train another:  the same command with another --output_dir\n"
-        f"  measure it:     {evaluate_it}"
+        f"  measure it:     {evaluate_line(args.output_dir, script, is_peft_model(trainer.accelerator.unwrap_model(trainer.model)))}"
     )

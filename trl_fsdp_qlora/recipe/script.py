@@ -13,33 +13,19 @@ import torch
 from accelerate import PartialState
 
 from ..checkpoints import checkpoints
-from ..fsdp2_qlora.launch_checks import LaunchError
-from ..prefix_sharing.sharing import PrefixSharingError
+from ..errors import UserError
 from ..run import launch_line, quiet_end, redaction
-from ..run.input_checks import RewardError
 from ..run.launch import USER_ERROR
 from ..telemetry import terminal
-from .answers import UnparsableGoldAnswer
-from .arguments import DEBUG_ERRORS, ConfigError
-from .datasets import DatasetError
-
-USER_ERRORS = (
-    checkpoints.CheckpointError,
-    ConfigError,
-    DatasetError,
-    LaunchError,
-    PrefixSharingError,
-    RewardError,
-    UnparsableGoldAnswer,
-)
+from .arguments import DEBUG_ERRORS
 
 # A launcher ends the other ranks as soon as one has ended. The others therefore leave the word to the first rank for so
 # many seconds, and speak themselves where it had nothing to say.
 PATIENCE = 20.0
 
 
-def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
-    """Run a script; what its user did wrong (bad data, config or folder, or one of `errors`) is one line, no traceback.
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script; a [`~trl_fsdp_qlora.errors.UserError`] is one line, anything else keeps its traceback.
 
     The exit status then is 2. With several ranks the first one prints. `--debug_errors` shows the traceback. Ctrl-C is one
     line, too, while training with the command that resumes; the exit status then is 130. Where nobody reads on what is
@@ -60,7 +46,7 @@ def run_main(main: Callable[[], None], *errors: type[Exception]) -> None:
         sys.exit(quiet_end.INTERRUPTED)
     except BrokenPipeError:
         sys.exit(quiet_end.reader_gone())
-    except (*USER_ERRORS, *errors) as error:
+    except UserError as error:
         if DEBUG_ERRORS in sys.argv:
             raise
         rank = int(os.environ.get("RANK", "0"))

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..checkpoints.disk import written_whole
+from ..errors import UserError
 from ..fsdp2_qlora.adapters import gather_adapter
 
 # Initialisations that move part of the base's weights into the adapter: an engine that serves the untouched base with such
@@ -28,7 +29,7 @@ _MEMORY = Path("/dev/shm")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-class RolloutError(RuntimeError):
+class RolloutError(UserError):
     """Completions could not be drawn from the policy; says what to do."""
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .nearest import did_you_mean, nearest
+from ..errors import UserError, did_you_mean
 from .shipped import shipped
 
 
@@ -14,13 +14,12 @@ def accelerate_config(name: str) -> Path:
     """Path of the config `name`, for `accelerate launch --config_file`.
 
     Raises:
-        ValueError: there is none of that name; says which is called nearly so, and lists those there are.
+        UserError: there is none of that name; says which is called nearly so, and lists those there are.
     """
     known = _all()
     if name not in known:
-        hint = did_you_mean(nearest(name, known))
-        raise ValueError(
-            f"no accelerate config named {name!r}{hint}; there are {', '.join(known) or 'none installed'}"
+        raise UserError(
+            f"no accelerate config named {name!r}{did_you_mean(name, known)}; there are {', '.join(known) or 'none installed'}"
         )
     return known[name]
 

@@ -9,17 +9,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from datasets import DatasetDict, IterableDatasetDict
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from ..compat.peft import targets_not_found
 from ..compat.trl import get_callable_name, is_async_callable
+from ..errors import UserError
 
 logger = logging.get_logger(__name__)
 
 
-class RewardError(ValueError):
+class RewardError(UserError):
     """A reward function that returned something that is no reward."""
 
 
@@ -34,11 +36,11 @@ def check_processes(world_size: int) -> None:
         world_size: as the training arguments see it.
 
     Raises:
-        ValueError: every process would train the whole run, into the same folder.
+        UserError: every process would train the whole run, into the same folder.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world_size == 1:
-        raise ValueError(
+        raise UserError(
             f"{launched} processes were launched, but each takes itself for the only one and would train the whole run. "
             "On CPUs set use_cpu: true (and bf16: false); otherwise check num_processes in the accelerate config"
         )
@@ -53,20 +55,25 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         needs_prompt: `False` where an environment supplies the prompts.
 
     Raises:
-        ValueError: no `prompt` column; no rows; fewer rows than one generation batch needs.
+        UserError: a dictionary of splits; no `prompt` column; no rows; fewer rows than one generation batch needs.
     """
+    if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
+        part = "train" if "train" in dataset else next(iter(dataset), "train")
+        raise UserError(
+            f"train_dataset is a {type(dataset).__name__} with the splits {', '.join(dataset)}; take dataset[{part!r}]"
+        )
     columns = getattr(dataset, "column_names", None)
     if needs_prompt and columns is not None and "prompt" not in columns:
-        raise ValueError(
+        raise UserError(
             f"the training dataset has no `prompt` column; its columns are {', '.join(columns) or 'none'}. "
             "Rename the one that holds the prompts: dataset.rename_column('question', 'prompt')"
         )
     if not hasattr(dataset, "__len__"):
         return
     if len(dataset) == 0:
-        raise ValueError("the training dataset is empty")
+        raise UserError("the training dataset is empty")
     if len(dataset) < generation_prompts:
-        raise ValueError(
+        raise UserError(
             f"the training dataset has {len(dataset)} rows, but one generation batch takes {generation_prompts} "
             "different prompts, so not one step could be taken. Lower generation_batch_size (or "
             "per_device_train_batch_size, gradient_accumulation_steps), raise num_generations, or add rows."
@@ -265,7 +272,7 @@ def explained_lora_targets(model: Any) -> Iterator[None]:
         if isinstance(model, str):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        raise ValueError(
+        raise UserError(
             f"{error} Linear layers of this model: {', '.join(linear_names(model))}. "
             "Set lora_target_modules to some of these, or to all-linear."
         ) from None

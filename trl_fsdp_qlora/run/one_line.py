@@ -6,11 +6,10 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import NoReturn
 
+from ..errors import UserError, did_you_mean
 from .launch import USER_ERROR
-from .nearest import did_you_mean, nearest
 
-# No field of a recipe is as near to an option of a command, but for one of transformers': tests/cli/test_bad_input.py.
-_CLOSE = 0.85
+# A field of transformers' that is near to `--accelerate_config`; no other field of a recipe is as near to an option.
 _FIELDS = ("--accelerator_config", "--accelerator-config")
 
 
@@ -24,8 +23,7 @@ class OneLineParser(argparse.ArgumentParser):
         unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
-            near = nearest(unknown[1].split("=")[0], options, 0.5)
-            message = f"unknown option {unknown[1]!r}{did_you_mean(near)}"
+            message = f"unknown option {unknown[1]!r}{did_you_mean(unknown[1].split('=')[0], options, 0.5)}"
         print(f"error: {self.prog}: {' '.join(message.split())}; --help has the options", file=sys.stderr)
         self.exit(USER_ERROR)
 
@@ -34,12 +32,8 @@ def refuse_misspelled(words: Iterable[str], options: Collection[str]) -> None:
     """Refuse a word that is nearly one of a command's own `options`, which are not known where the other words are read.
 
     Raises:
-        ValueError: names both.
+        UserError: names both.
     """
-    for word in words:
-        name = word.split("=")[0]
-        if not name.startswith("--") or name in (*options, *_FIELDS):
-            continue
-        near = nearest(name, options, _CLOSE)
-        if near is not None:
-            raise ValueError(f"command line: unknown key {name!r}{did_you_mean(near)}")
+    for name in (word.split("=")[0] for word in words):
+        if name.startswith("--") and name not in (*options, *_FIELDS) and (hint := did_you_mean(name, options, 0.85)):
+            raise UserError(f"unknown key {name!r}{hint}")

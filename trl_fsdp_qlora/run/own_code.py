@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from ..errors import UserError
 from .nearest import did_you_mean, nearest
 
 _SPELLING = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
 
-class OwnCodeError(ValueError):
+class OwnCodeError(UserError):
     """An import path that leads to no function; names the nearest one."""
 
 

@@ -1,0 +1,35 @@
+"""A model object with a mixture of experts that a user loads in 4 bit with plain transformers."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
+
+from trl_fsdp_qlora.fsdp2_qlora.coverage import experts_in_16_bit
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
+
+pytest.importorskip("bitsandbytes")
+
+
+def test_what_four_bits_leave_of_experts_is_what_bitsandbytes_leaves(tmp_path):
+    """Counted over the weights that bitsandbytes' own state says it has packed."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_experts=4,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        dense = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert experts_in_16_bit(dense) is None  # nothing is asked to be in 4 bit
+    four_bit = BitsAndBytesConfig(load_in_4bit=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit)
+    states = [getattr(module.weight, "quant_state", None) for module in loaded.modules() if hasattr(module, "weight")]
+    packed = sum(state.shape.numel() for state in states if state is not None)
+    total = sum(p.numel() for p in dense.parameters())
+    experts = sum(p.numel() for name, p in dense.named_parameters() if ".experts." in name)
+    assert 0 < packed < total and experts > 0
+    said = f"{2 * experts / 2**30:.2f} GiB of experts stay in 16 bit: 4-bit covers {100 * packed / total:.1f}% of the weights"
+    assert experts_in_16_bit(loaded).startswith(said)
+    with experts_in_4bit():
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit)
+    assert experts_in_16_bit(whole) is None

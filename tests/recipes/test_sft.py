@@ -1,0 +1,116 @@
+"""The supervised start: worked answers that are right, in the prompts of reinforcement, taught by TRL's trainer."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import save_tiny_model
+from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.data import load_data, load_held_out, load_problems
+from trl_fsdp_qlora.recipe.datasets import DatasetError, read_problems
+
+SFT = Path(__file__).parents[2] / "recipes" / "sft.py"
+
+
+@pytest.fixture(scope="module")
+def worked():
+    return runpy.run_path(str(SFT))["worked"]
+
+
+@pytest.mark.parametrize(
+    ("equation", "answer", "work"),
+    [
+        ("( 76.0 - 25.0 )", 51.0, "76 - 25 = 51\n#### 51"),
+        ("( ( 4.0 + 8.0 ) / 3.0 )", 4.0, "4 + 8 = 12\n12 / 3 = 4\n#### 4"),
+        ("( 4.0 - ( 3.0 - 19.0 ) )", 20.0, "3 - 19 = -16\n4 - (-16) = 20\n#### 20"),
+        ("( 28.0 * ( 24.0 / 16.0 ) )", 42.0, "24 / 16 = 1.5\n28 * 1.5 = 42\n#### 42"),
+        ("( ( 1.0 / 3.0 ) * 6.0 )", 2.0, "1 / 3 = 1/3\n1/3 * 6 = 2\n#### 2"),
+        ("( ( 4.0 - 2.0 ) + 3.0 )", 1.0, None),  # SVAMP's row 679: the equation comes to 5
+        ("( 4.0 / 0.0 )", 1.0, None),
+        ("( 2.0 ** 3.0 )", 8.0, None),
+        ("__import__('os')", 1.0, None),
+        ("4 +", 4.0, None),
+        (None, 4.0, None),
+    ],
+)
+def test_an_equation_is_written_out(equation, answer, work, worked):
+    assert worked({"Equation": equation, "Answer": answer}) == work
+
+
+def test_a_rationale_loses_its_notes(worked):
+    assert worked({"answer": "48/2 = <<48/2=24>>24 clips.\n#### 24"}) == "48/2 = 24 clips.\n#### 24"
+    assert worked({"answer": "24"}) is None
+
+
+def test_what_is_taught_scores_in_the_form_that_reinforcement_wants(svamp, worked):
+    taught = [(p, w) for p in read_problems(str(svamp), whole_rows=True) if (w := worked(p["columns"]))]
+    assert len(taught) == 999
+    for problem, work in taught:
+        assert answers_match(extract_answer(work, "hash"), parse_gold(problem["answer"], problem["row"]))
+
+
+@pytest.fixture
+def script(tmp_path) -> ScriptArguments:
+    """SVAMP's columns in the characters of the tiny tokenizer; the first row's equation is wrong."""
+    rows = [
+        {"Body": f"{a}+{b}", "Question": "=", "Equation": f"( {a}.0 + {b}.0 )", "Answer": a + b}
+        for a in range(10)
+        for b in range(10)
+    ]
+    rows[0]["Equation"] = "( 1.0 + 1.0 )"
+    (tmp_path / "sums.json").write_text(json.dumps(rows))
+    return ScriptArguments(
+        str(tmp_path / "sums.json"),
+        held_out=30,
+        validation=10,
+        accuracy_on="validation",
+        answer_format="hash",
+        prompt_template="{question}+",
+    )
+
+
+def test_validation_comes_out_of_training_and_nothing_is_in_two_places(script):
+    parts = [{problem["question"] for problem in part} for part in load_problems(script)]
+    assert [len(part) for part in parts] == [60, 10, 30]
+    assert len(set.union(*parts)) == 100
+    _, measured = load_data(script)
+    assert load_held_out(script).to_list() == measured.to_list()
+    script.validation = 0
+    with pytest.raises(DatasetError, match="accuracy_on='validation' has no problems to measure on"):
+        load_data(script)
+    script.accuracy_on = "test"
+    _, test = load_data(script)
+    assert {row["row"] for row in test}.isdisjoint(row["row"] for row in measured)
+    script.validation = 70
+    with pytest.raises(DatasetError, match="validation=70 of 70 different questions leaves nothing"):
+        load_data(script)
+
+
+def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, capsys):
+    save_tiny_model(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "--model_name_or_path base --dtype float32 --dataset sums.json --held_out 30 --prompt_template {question}+ "
+        "--output_dir out --per_device_train_batch_size 16 --learning_rate 1e-2 --save_strategy epoch --sft_problems 32 "
+        "--gradient_checkpointing false --bf16 false --use_cpu true --report_to none --disable_tqdm true --logging_steps 1 "
+        "--resume_from_checkpoint auto --max_completion_length 4 --answer_format hash"
+    )
+    for epochs in (1, 2):
+        monkeypatch.setattr(sys, "argv", ["sft.py", *words.split(), "--num_train_epochs", str(epochs)])
+        runpy.run_path(str(SFT), run_name="__main__")
+    assert "data: 32 of 70 training problems are taught" in capsys.readouterr().out
+    record = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert {"model.safetensors", "tokenizer.json", "checkpoint-2"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    # The folder says how it is measured.
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", "out", "--output", "found.json"])
+    runpy.run_path(str(SFT.with_name("evaluate.py")), run_name="__main__")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["n"] == 30 and 0 < found["tokens_per_completion"] <= 4

@@ -1,0 +1,23 @@
+"""The one class of error that commands and recipes show as a line; everything else keeps its traceback."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """Something that whoever started a run can mend: the text has the value, the reason and what to change."""
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`"; did you mean 'x'?"` with the one of `known` that is most like `name`; nothing where none is."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def mistyped_path(path: str | Path) -> str:
+    """[`did_you_mean`] for a path that does not exist, with what lies beside it."""
+    path = Path(path)
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    return did_you_mean(str(path), [str(path.parent / other.name) for other in path.parent.iterdir()])
