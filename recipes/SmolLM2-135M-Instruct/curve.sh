@@ -20,6 +20,5 @@ if [ -z "${MODEL:-}" ] && [ ! -e "$model" ]; then "$python" "$shared/tools/get_s
 common=(--accelerate_config cpu --dataset "$data" --resume_from_checkpoint auto)
 "$python" -m trl_fsdp_qlora sft --config $here/sft/config_svamp.yaml "${common[@]}" --model_name_or_path "$model" \
     --output_dir "$runs/smollm2-svamp-sft"
-"$python" -m trl_fsdp_qlora "$command" --config "$config" "${common[@]}" \
-    --model_name_or_path "$runs/smollm2-svamp-sft" --output_dir "$runs/smollm2-svamp-$method" "$@"
-echo "the curve: $runs/smollm2-svamp-$method/training.png"
+case " $* " in *" --output_dir"*) ;; *) set -- --output_dir "$runs/smollm2-svamp-$method" "$@" ;; esac
+"$python" -m trl_fsdp_qlora "$command" --config "$config" "${common[@]}" --model_name_or_path "$runs/smollm2-svamp-sft" "$@"

@@ -10,6 +10,7 @@ from trl import ModelConfig
 from tests.distributed.launch import run_script
 from tests.tiny import save_recipe_files
 from trl_fsdp_qlora import AStarPOConfig
+from trl_fsdp_qlora.cli.catalog import recipe_name
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,8 @@ def test_every_recipe_parses_and_says_what_it_is(path):
     _, config, _ = parse_recipe(types, argv)
     assert config.num_generations == 1
     header = path.read_text().split("\n\n")[0]
-    for word in ("hardware", "launch", "expect", str(path.relative_to(ROOT))):
+    name = f"--config {recipe_name(path.relative_to(ROOT).as_posix())}"
+    for word in ("hardware", "launch", "expect", name):
         assert word in header, word
 
 
@@ -53,12 +55,11 @@ def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
         "--model_name_or_path base --dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 "
         "--lora_target_modules all-linear --max_completion_length 3 --bf16 false --use_cpu true --max_steps 2 "
         "--eval_strategy steps --eval_steps 1 --logging_steps 1 --report_to none --disable_tqdm true "
-        "--per_device_train_batch_size 5 --output_dir out --value_cache values"
+        "--per_device_train_batch_size 5 --output_dir out"
     )
-    arguments = text.split()
 
-    def run(*more):
-        return run_script("recipes/a_star_po.py", *arguments, *more, cwd=tmp_path)
+    def run(*more, cache="values"):
+        return run_script("recipes/a_star_po.py", *text.split(), "--value_cache", cache, *more, cwd=tmp_path)
 
     first = run("--stage", "estimate")
     assert first.returncode == 0, first.stderr
@@ -71,7 +72,7 @@ def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
     assert "trained with A*-PO" in card and "a-star-po" in card
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
     (tmp_path / "file").write_text("a cache of an earlier version")
-    third = run("--stage", "estimate", "--value_cache", "file")
+    third = run("--stage", "estimate", cache="file")
     assert third.returncode == 2
     assert third.stderr.strip().splitlines()[-1].endswith("name a folder")
 

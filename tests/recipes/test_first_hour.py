@@ -95,6 +95,7 @@ def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, checkpoint, tm
     if checkpoint:
         script, *words = shlex.split(line.split(": python ")[1])
         reached = int(re.search("checkpoint-([0-9]+)", line)[1])
-        again = run_script(script, *words, "--max_steps", str(reached + 1), cwd=folder)
+        words[words.index("--max_steps") + 1] = str(reached + 1)
+        again = run_script(script, *words, cwd=folder)
         assert again.returncode == 0, again.stderr
         assert f"step {reached + 1}/{reached + 1}" in again.stdout

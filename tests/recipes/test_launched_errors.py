@@ -1,5 +1,6 @@
 """A user's error in real processes: told once, without a traceback of the script, and without the launcher's."""
 
+import re
 import runpy
 import sys
 
@@ -24,10 +25,18 @@ def folder(tmp_path_factory):
     return folder
 
 
+def changed(*arguments: str) -> list[str]:
+    """The command that works, with the values of `arguments` in the place of its own."""
+    words = " ".join(GOOD["grpo"].split())
+    for name in arguments:
+        words = re.sub(rf"{name} \S+", "", words) if name.startswith("--") else words
+    return [*words.split(), *arguments]
+
+
 def launched(folder, launcher, config, *arguments):
     port = ["--main_process_port", "0"] if config == "ddp_cpu" else []
-    words = [*launcher, *port, ROOT / "recipes" / "grpo.py", *GOOD["grpo"].split()]
-    return run_launcher(*words, *arguments, cwd=folder)
+    words = [*launcher, *port, ROOT / "recipes" / "grpo.py", *changed(*arguments)]
+    return run_launcher(*words, cwd=folder)
 
 
 @pytest.mark.slow
@@ -53,7 +62,7 @@ def test_accelerate_launch_with_two_ranks_says_it_once(folder):
 
 def in_process(monkeypatch, folder, *arguments):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *GOOD["grpo"].split(), *arguments])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *changed(*arguments)])
     runpy.run_path(str(ROOT / "recipes" / "grpo.py"), run_name="__main__")
 
 

@@ -45,14 +45,15 @@ def test_nothing_that_a_run_leaves_or_prints_holds_a_secret(tmp_path, monkeypatc
     save_recipe_files(tmp_path)
     (tmp_path / "again.yaml").write_text(f"hub_token: {TOKEN_AGAIN}\n")
     out = tmp_path / "home" / "alice" / "out"
-    # The last of an option wins; a sentence as run name, so that the line has to be quoted.
-    arguments = [*" ".join(SETTINGS).split(), "--max_steps", "2", "--save_steps", "1", "--accuracy_steps", "0"]
+    settings = re.sub(r"--(max_steps|save_steps|accuracy_steps) \S+", "", " ".join(SETTINGS))
+    arguments = [*settings.split(), "--save_steps", "1", "--accuracy_steps", "0"]
+    # A sentence as run name, so that the line has to be quoted.
     arguments += ["--model_name_or_path", str(tmp_path / "base"), "--output_dir", str(out)]
     arguments += ["--vllm_server_base_url", f"http://bob:{URL}@judge:8000/v1", "--per_device_train_batch_size", "8"]
     arguments += ["--run_name", f"it's a run with {ENVIRONMENT['WANDB_API_KEY']}"]
 
     start = partial(accelerate_launch, "cpu", "recipes/grpo.py", *arguments, cwd=tmp_path)
-    first = start("--hub_token", TOKEN, from_shell=True)  # whose line is on the card
+    first = start("--max_steps", "2", "--hub_token", TOKEN, from_shell=True)  # whose line is on the card
     assert first.returncode == 0, first.stdout + first.stderr
     card = (out / "README.md").read_text()
     again = ["--config", "again.yaml", "--max_steps", "3", "--resume_from_checkpoint", "auto"]
