@@ -71,7 +71,7 @@ GRPO = [
     ("--resume_from_checkpoint true", "resume_from_checkpoint=true: out holds no complete checkpoint"),
     ("--output_dir taken", "output_dir=taken holds another run (checkpoint-5)"),
     ("--rewards exact", "unknown reward 'exact'; known: exact_answer, tag_format, graded"),
-    ("--rewards rewards.py:nothing", "'rewards.py:nothing': rewards.py has no function 'nothing'"),
+    ("--rewards own_rewards.py:nothing", "'own_rewards.py:nothing': own_rewards.py has no function 'nothing'"),
     ("--answer_format latex", "answer_format='latex' is not one of auto, hash"),
     ("--prompt_template Solve", "prompt_template='Solve' has no {question} in it"),
     ("--prompt_template {question}{context}", "prompt_template='{question}{context}': nothing fills in {context}"),
@@ -129,7 +129,7 @@ TEXT = {
     "number.jsonl": '{"problem": 5, "answer": 1}\n',
     "words.jsonl": '{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2=", "answer": "three"}\n',
     "columns.jsonl": '{"a": 1, "b": 2}\n',
-    "rewards.py": "def some(completions, **columns): return [1.0] * len(completions)\n",
+    "own_rewards.py": "def some(completions, **columns): return [1.0] * len(completions)\n",
 }
 
 
