@@ -4,8 +4,14 @@
 imported when first used, so `import trl_fsdp_qlora` costs neither torch nor any optional package.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+if "TRL_FSDP_QLORA_LAUNCHER" in os.environ:  # its process id
+    from .run.quiet_end import end_with
+
+    end_with(os.environ["TRL_FSDP_QLORA_LAUNCHER"])
 
 __version__ = "0.1.0"
 

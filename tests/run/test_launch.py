@@ -1,5 +1,9 @@
+import os
 import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 
 from trl_fsdp_qlora.run import launch
@@ -47,3 +51,33 @@ def test_a_config_that_is_not_there_is_one_line(tmp_path, capsys):
     assert launch.launch(["--config_file", str(tmp_path / "none.yaml"), "a.py"]) == 2
     assert capsys.readouterr().err.startswith("error: accelerate launch: ")
     assert "Traceback" not in capsys.readouterr().err
+
+
+SLEEPS = """
+import os, time
+import trl_fsdp_qlora
+print(f"pid {os.getpid()}", flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("config", ["cpu", "ddp_cpu"])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_the_run_ends_with_its_launcher(tmp_path, config, sent):
+    if sent == signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("only Linux tells a process that its parent was killed")
+    (tmp_path / "script.py").write_text(SLEEPS)
+    words = ["--config_file", config, "--num_processes", "1" if config == "cpu" else "2", str(tmp_path / "script.py")]
+    code = f"from trl_fsdp_qlora.run.launch import launch; raise SystemExit(launch({words}, 'the same again'))"
+    ranks = 1 if config == "cpu" else 2
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=os.getcwd()
+    ) as launcher:
+        lines = iter(launcher.stdout.readline, "")
+        found = [psutil.Process(int(line.split()[1])) for _, line in zip(range(ranks), lines, strict=False)]
+        launcher.send_signal(sent)
+        _, said = launcher.communicate(timeout=60)
+    assert len(found) == ranks and psutil.wait_procs(found, timeout=30)[1] == []
+    assert launcher.returncode == (143 if sent == signal.SIGTERM else -signal.SIGKILL)
+    assert ("stopped by SIGTERM; go on with: the same again" in said) == (sent == signal.SIGTERM)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import UserError
+from ..run.quiet_end import stop_at_once, stop_by_exception
 from .scripts import with_recipe
 from .words import refuse
 
@@ -20,4 +21,9 @@ def plan(words: Sequence[str]) -> int:
         words = with_recipe(list(words))
     except UserError as error:
         return refuse(str(error))
-    return run_plan(words, (TSPMOConfig, AStarPOConfig))
+    # On fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there. Nothing is written that could be half.
+    stop_at_once()
+    try:
+        return run_plan(words, (TSPMOConfig, AStarPOConfig))
+    finally:
+        stop_by_exception()

@@ -1,6 +1,7 @@
 """`accelerate launch` whose own traceback does not follow what a script has said, and whose exit status is the script's."""
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,11 +17,14 @@ USER_ERROR = 2  # exit status of a script that has said in one line what its use
 _ENDING = 60.0  # seconds that processes have to end after Ctrl-C
 
 
-def launch(words: Sequence[str]) -> int:
+def launch(words: Sequence[str], goes_on: str | None = None) -> int:
     """Run what `accelerate launch` with these words runs.
+
+    SIGTERM is passed on to the processes of the run, and on Linux they end with this one, however it ends.
 
     Args:
         words: as for `accelerate launch`; `--config_file` also takes the name of one of this package's configs.
+        goes_on: the command that goes on with the run, said where SIGTERM ends it.
 
     Returns:
         The exit status: the script's; with several ranks, of the one that failed first. 128 + the signal where a signal
@@ -37,21 +41,43 @@ def launch(words: Sequence[str]) -> int:
     parser.error = _refuse  # its own has two hundred lines of usage
     if not words:
         parser.error("no script; trl-fsdp-qlora launch --config_file ddp my_script.py")
+    terminated = False
+
+    def terminate(*_signal) -> None:
+        nonlocal terminated
+        terminated = True
+        children = psutil.Process().children()
+        for child in children:
+            child.terminate()
+        if not children:
+            raise SystemExit(_terminated(goes_on))
+
+    before = signal.signal(signal.SIGTERM, terminate)  # torchrun sets its own
+    os.environ["TRL_FSDP_QLORA_LAUNCHER"] = str(os.getpid())
     try:
         launch_command(parser.parse_args(_with_paths(words)))
     except CalledProcessError as ended:
-        return _status({0: ended.returncode})
+        stopped = terminated and ended.returncode == -signal.SIGTERM
+        return _terminated(goes_on) if stopped else _status({0: ended.returncode})
     except ChildFailedError as ended:
         return _status({rank: failure.exitcode for rank, failure in ended.failures.items()})
     except SignalException as stopped:
-        return 128 + stopped.sigval
+        return _terminated(goes_on) if stopped.sigval == signal.SIGTERM else 128 + stopped.sigval
     except KeyboardInterrupt:
         psutil.wait_procs(psutil.Process().children(), timeout=_ENDING)  # they say themselves where they stopped
         return 128 + signal.SIGINT
     except (ValueError, OSError, ImportError) as error:
         print(f"error: accelerate launch: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        del os.environ["TRL_FSDP_QLORA_LAUNCHER"]
     return 0
+
+
+def _terminated(goes_on: str | None) -> int:
+    print("stopped by SIGTERM" + (f"; go on with: {goes_on}" if goes_on else ""), file=sys.stderr, flush=True)
+    return 128 + signal.SIGTERM
 
 
 def _tells_more_than_threads(record: logging.LogRecord) -> bool:

@@ -1,5 +1,6 @@
 """Ctrl-C, and a reader that is gone (`| head -1`), end a command with a word or none; an encoding that lacks a letter does not."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -53,6 +54,12 @@ def stop_by_exception() -> None:
 def _stop(_signal: int, _frame: FrameType | None) -> None:
     say_stopped("stopped")
     os._exit(INTERRUPTED)
+
+
+def end_with(launcher: str) -> None:
+    """On Linux, let this process end when the process `launcher` that started it is killed: a GPU would stay taken."""
+    if sys.platform == "linux" and str(os.getppid()) == launcher:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, cleared in what this process starts
 
 
 def say_stopped(text: str) -> None:
