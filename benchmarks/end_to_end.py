@@ -42,11 +42,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints.disk import write_json
-from trl_fsdp_qlora.compat import onednn
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import completion_text
-from trl_fsdp_qlora.scoring import cpu_products
+from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.telemetry.phases import MIB, PeakMemory
 
 # Completions per step, per prompt, tokens of a completion, problems shown before the question.
@@ -289,7 +288,7 @@ def result_of(options, turns: dict[str, list[dict]]) -> dict:
         "setting": f"{options.setting}: {setting | changes}, early {options.early}",
         "gradient_checkpointing": options.gradient_checkpointing,
         "generation_only": options.generation_only,
-        "products": "torch's" if options.torch_products or not onednn.beats_mkl() else "oneDNN's",
+        "products": "torch's" if options.torch_products or not cpu_linear.beats_mkl() else "oneDNN's",
         "threads": options.threads,
         "seconds": "CPU" if options.cpu_seconds else "wall",
         "hardware": hardware(),
@@ -342,7 +341,7 @@ def main() -> None:
         global CLOCK
         CLOCK = time.process_time
     if options.torch_products:
-        cpu_products.beats_mkl = lambda: False
+        cpu_linear.beats_mkl = lambda: False
     compare(options)
 
 

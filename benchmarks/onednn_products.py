@@ -5,8 +5,7 @@
 
 The shapes are SmolLM2-135M's by default: 16 rows are a decoding step, 1,600 a packed micro-batch. Each of 30 layers has a weight
 of its own, as in a model, so that caches do not flatter; the head is one. Rounds alternate; the figure is the ratio of the
-medians, in wall seconds: run it with nothing beside it. It is what `compat/onednn.py` and `MANY_WEIGHTS` of
-trl_fsdp_qlora/scoring/cpu_products.py stand on; on an Intel processor it says whether they should be used there too.
+medians, in wall seconds: run it with nothing beside it. It is what trl_fsdp_qlora/scoring/cpu_linear.py stands on; on an Intel processor it says whether it should be used there too.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import torch
 from torch.nn.functional import linear
 
 from trl_fsdp_qlora.checkpoints.disk import write_json
-from trl_fsdp_qlora.compat.onednn import product
+from trl_fsdp_qlora.scoring.cpu_linear import product
 
 LAYERS = 30
 

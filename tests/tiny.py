@@ -11,7 +11,7 @@ from trl import GRPOConfig
 from trl_fsdp_qlora.recipe.answers import completion_text
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
-from trl_fsdp_qlora.scoring import cpu_products
+from trl_fsdp_qlora.scoring import cpu_linear
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
@@ -39,8 +39,8 @@ def serve_by_onednn(monkeypatch, many_weights: int = 1) -> None:
     """Let layers of `many_weights` and more be multiplied by oneDNN, whatever the processor; skips where torch has none."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without oneDNN")
-    monkeypatch.setattr(cpu_products, "MANY_WEIGHTS", many_weights)
-    monkeypatch.setattr(cpu_products, "beats_mkl", lambda: True)
+    monkeypatch.setattr(cpu_linear, "MANY_WEIGHTS", many_weights)
+    monkeypatch.setattr(cpu_linear, "beats_mkl", lambda: True)
 
 
 @functools.cache

@@ -25,8 +25,8 @@ from tests.tiny import (
     trainer,
 )
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.compat.onednn import product
-from trl_fsdp_qlora.scoring import cpu_products
+from trl_fsdp_qlora.scoring import cpu_linear
+from trl_fsdp_qlora.scoring.cpu_linear import product
 
 # fp32, SGD: what differs is the order of additions. Three steps of lr 1e-2.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
@@ -102,7 +102,7 @@ def test_products_by_another_library(tmp_path, changes, peft, monkeypatch):
     assert_equal_runs(tmp_path / "torch", peft=peft, sharing="auto", **changes)
     calls = []
     serve_by_onednn(monkeypatch)
-    monkeypatch.setattr(cpu_products, "product", lambda *args: calls.append(1) or product(*args))
+    monkeypatch.setattr(cpu_linear, "product", lambda *args: calls.append(1) or product(*args))
     assert_equal_runs(tmp_path / "onednn", peft=peft, sharing="auto", **changes)
     assert calls
 

@@ -46,7 +46,7 @@ def in_float64(adapters, layer, scale):
 def test_as_vllm_and_as_float64(layer, adapters, slot, scale):
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from trl_fsdp_qlora.rollout.one_adapter import OneAdapterOnCPU
+    from trl_fsdp_qlora.compat.vllm_cpu import OneAdapterOnCPU
 
     wrapper, mine = computed(OneAdapterOnCPU, adapters, layer, scale)
     assert wrapper.slot == slot
@@ -62,7 +62,7 @@ def test_logits_as_vllm(adapters, padded):
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from trl_fsdp_qlora.rollout.one_adapter import OneAdapterOnCPU
+    from trl_fsdp_qlora.compat.vllm_cpu import OneAdapterOnCPU
 
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, 40 + padded)
@@ -81,7 +81,7 @@ def test_logits_as_vllm(adapters, padded):
 def test_a_batch_after_another_has_its_own_adapters(layer):
     from vllm.lora.layers import LoRAMapping
 
-    from trl_fsdp_qlora.rollout.one_adapter import OneAdapterOnCPU
+    from trl_fsdp_qlora.compat.vllm_cpu import OneAdapterOnCPU
 
     wrapper, _ = computed(OneAdapterOnCPU, [7] * 6, layer)
     wrapper.update_metadata(LoRAMapping((0,) * 6, (0,) * 6, is_prefill=True), [7, 9], 2, 100)
@@ -92,7 +92,7 @@ def test_vllm_makes_one_and_only_inside():
     from vllm.lora.punica_wrapper import get_punica_wrapper
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from trl_fsdp_qlora.rollout.one_adapter import OneAdapterOnCPU, one_adapter
+    from trl_fsdp_qlora.compat.vllm_cpu import OneAdapterOnCPU, one_adapter
 
     with one_adapter():
         assert type(get_punica_wrapper(64, 8, device="cpu")) is OneAdapterOnCPU

@@ -34,7 +34,7 @@ from ..rollout.weight_sync_check import WeightSyncCheck, draws_from_policy
 from ..run import input_checks as checks
 from ..run.nonfatal import nonfatal
 from ..scoring.contexts import with_tied_entropies
-from ..scoring.cpu_products import faster_products
+from ..scoring.cpu_linear import fast_linears
 from ..scoring.request import Kind, PassRequest
 from ..telemetry.phases import PhaseClock, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
@@ -202,12 +202,12 @@ class EfficientGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
     def training_step(self, model, inputs, num_items_in_batch):
-        with self.clock.phase("forward_backward"), faster_products(self.model):
+        with self.clock.phase("forward_backward"), fast_linears(self.model):
             self.sharding.before_micro_batch(self.model)
             return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluate(self, *args, **kwargs):
-        with self.clock.phase("evaluate"), faster_products(self.model):
+        with self.clock.phase("evaluate"), fast_linears(self.model):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args, **kwargs):

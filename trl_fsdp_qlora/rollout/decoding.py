@@ -2,8 +2,7 @@
 
 Transformers runs a prompt as often as it is repeated, and every row until the longest one ends. Here the distinct rows of
 the batch are prefilled, and decoding attends to each prompt once for all its rows ([`shared_prompts`]); where that is not
-exact their cache is repeated. A row that has ended is dropped, with its part of the cache. On CPUs linear layers are
-computed in fewer or smaller products ([`decoding_weights`]). The library still prepares everything around the loop:
+exact their cache is repeated. A row that has ended is dropped, with its part of the cache. The library still prepares everything around the loop:
 processors, stopping criteria, masks, positions, the cache.
 """
 
@@ -24,10 +23,10 @@ from ..compat.generation import (
     unfinished,
 )
 from ..prefix_sharing.support import position_limit
+from ..scoring.cpu_linear import fast_linears
 from .cache import repeat_rows
-from .decoding_weights import FasterLayers, faster_layers
 from .draws import RowUniforms, draw
-from .shared_prompts import PrefillWatch, SharedPrompts, real_tokens, unknown_arguments, watched_attention
+from .shared_prompts import PrefillWatch, SharedPrompts, watched_attention
 
 # What treats each row by itself, so that it does not matter which others are still there. Repetition penalties may hold
 # one number per row, which is dropped with it.
@@ -85,7 +84,6 @@ class Decoding:
 
     Attributes:
         work: what was run.
-        faster: the layers that the last call computed faster.
         per_row: why the last call attended to prompts in each row; `None` where it did so once per prompt.
         found: whether that reason was seen in the prefill only, and nobody could have said it before.
     """
@@ -93,7 +91,6 @@ class Decoding:
     def __init__(self, synced: bool | None = None):
         self.synced = synced
         self.work = DecodingWork()
-        self.faster = FasterLayers()
         self.per_row: str | None = None
         self.found = False
 
@@ -112,7 +109,7 @@ class Decoding:
         batch = _Batch(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
         # Rotary tables that follow the longest row are those of rows that have ended, too.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
-        with faster_layers(model) as self.faster, watched_attention(model) as self.per_row:
+        with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
             outputs = self._prefill(model, batch, generation_config)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced, input_ids.device):
@@ -137,11 +134,10 @@ class Decoding:
         )
         once = {name: _rows(value, first_U) for name, value in kwargs.items()}
         known = self.per_row
-        self.per_row = known or unknown_arguments(once)
-        watch = PrefillWatch(once.get("past_key_values"), real_tokens(once)) if self.per_row is None else None
+        watch = PrefillWatch(once.get("past_key_values"), once) if known is None else None
         seen = {} if watch is None else {"shared_prompts": watch}
         outputs = prefill(model, ids_RP[first_U], config, {**once, **seen})
-        self.per_row = self.per_row or watch.why_not()
+        self.per_row = known if watch is None else watch.why_not()
         self.found = self.per_row != known
         if self.per_row is None:
             batch.shared = SharedPrompts(outputs.past_key_values, place_R, once, batch.longest)

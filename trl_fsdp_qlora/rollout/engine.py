@@ -117,7 +117,7 @@ class AdapterEngine(VLLMGeneration):
         os.environ["WORLD_SIZE"] = str(ranks.num_processes)
         ensure_master_addr_port()
         if ranks.device.type == "cpu":
-            from .one_adapter import one_adapter
+            from ..compat.vllm_cpu import one_adapter
 
             with one_adapter():
                 llm = self._make_engine(on_cpu=True)

@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 
 from ..compat.trl import unwrap_model_for_generation
 from ..fsdp2_qlora.generation import choose, gathered, is_gathered
+from ..scoring.cpu_linear import beats_mkl
 from .completions import complete
 from .continuous_batching import weights_kept
 from .decoding import Decoding, DecodingWork
-from .decoding_weights import can_be_faster
 from .shared_prompts import why_per_row
 from .support import why_stock
 
@@ -141,9 +141,11 @@ class Rollout:
         adapted = is_peft_model(model)
         # accelerate wraps the outermost forward alone, and `generate` calls the model inside an adapter.
         with nullcontext() if adapted else self.accelerator.autocast():
-            reason, faster = why_per_row(model.get_base_model() if adapted else model), can_be_faster(model)
-        heading = "as stock TRL" if reason is not None and faster.reason is not None else "on"
-        return [(heading, f"decoding: {_prompts(reason)}; {faster.describe()}")]
+            reason = why_per_row(model.get_base_model() if adapted else model)
+        line = f"decoding: {_prompts(reason)}"
+        if beats_mkl():
+            line += "; float32 products by oneDNN"
+        return [("as stock TRL" if reason is not None and not beats_mkl() else "on", line)]
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""

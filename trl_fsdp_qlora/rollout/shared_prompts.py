@@ -1,18 +1,16 @@
 """Decoding attention over a prompt once for all its completions.
 
-While completions are decoded the cache holds each prompt's keys and values once, and those of the completions row by
+While completions are decoded on a CPU, each prompt's keys and values are held once, and those of the completions row by
 row. A layer attends from all queries of a group to their prompt in one product, and from each query to its own
-completion; the two are merged by their log-sum-exps ([`merge`]), which is attention over both. Keys and values are read
-once per group instead of once per completion and query head, and no mask over the row is built.
+completion; the two are merged by their log-sum-exps, which is attention over both.
 
-It serves layers of plain causal attention (grouped queries included) that go through transformers' attention interface.
-Which those are is seen in the prefill: each layer's call is looked at before the model's own function computes it.
+It serves layers of plain causal attention that go through transformers' attention interface. Which those are is seen in
+the prefill: each layer's call is looked at before the model's own function computes it.
 """
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,9 +24,8 @@ from ..prefix_sharing.support import position_limit, unsupported_reason
 from .cache import RoomyLayer
 
 _NAME = "shared_prompts_"
-_BASES = ("sdpa", "eager")
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# What a model's structure says: looking through its modules takes as long as generating a few tokens with a small one.
+# Looking through a model's modules takes as long as generating a few tokens with a small one.
 _LOOKED_AT: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 # Of the model's call: what a decoding forward is given here, or needs no more.
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
@@ -36,26 +33,23 @@ _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", 
 
 def why_per_row(model: PreTrainedModel) -> str | None:
     """Why `model` attends to the prompt in each row, as far as can be said before a forward; `None` where it need not."""
-    config = model.config
     if next(model.parameters()).device.type != "cpu":
         return "not on a CPU"
     if torch.is_autocast_enabled("cpu"):
         return "autocast"
-    if config._attn_implementation.removeprefix(PREFIX) not in _BASES:
-        return f"attn_implementation={config._attn_implementation.removeprefix(PREFIX)!r}"
+    implementation = model.config._attn_implementation.removeprefix(PREFIX)
+    if implementation not in ("sdpa", "eager"):
+        return f"attn_implementation={implementation!r}"
     if model not in _LOOKED_AT:
         _LOOKED_AT[model] = _reason_of_its_structure(model)
     return _LOOKED_AT[model]
 
 
 def _reason_of_its_structure(model: PreTrainedModel) -> str | None:
-    config = model.config
-    others = {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
+    layers = DynamicCache(config=model.config).layers
+    others = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
     if others:
         return f"layers with a {', '.join(sorted(others))}"
-    for name in ("attn_logit_softcapping", "attention_sink"):
-        if getattr(config, name, None):
-            return f"{name}={getattr(config, name)}"
     if prepares_inputs_itself(model):
         return f"{type(model).__name__} prepares the inputs of generate itself"
     if position_limit(model) != float("inf"):
@@ -87,23 +81,23 @@ def _attention(module, query, key, value, attention_mask, *, base: str, shared_p
     return shared_prompts.attend(base, module, query, key, value, attention_mask, **kwargs)
 
 
+def _padding_mask(kwargs: dict) -> torch.Tensor | None:
+    """1 where a prompt has a token, `(U, P)`; `None` where there is no padding."""
+    mask_UP = kwargs.get("attention_mask")
+    return None if mask_UP is None or mask_UP.all() else mask_UP
+
+
 class PrefillWatch:
-    """Looks at every attention layer of the prefill; computes what the model would.
+    """Looks at every attention layer of a prefill that fills `cache`; computes what the model would."""
 
-    Args:
-        cache: that the prefill fills.
-        mask_UP: 1 where a prompt has a token; `None` where there is no padding.
-
-    Attributes:
-        seen: layers that can be taken over.
-        reason: why one cannot.
-    """
-
-    def __init__(self, cache: DynamicCache, mask_UP: torch.Tensor | None):
-        self.cache, self.mask_UP = cache, mask_UP
+    def __init__(self, cache: DynamicCache, kwargs: dict):
+        self.cache, self.mask_UP = cache, _padding_mask(kwargs)
         self.seen: set[int] = set()
-        self.reason: str | None = None
         self._last_mask = None
+        more = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
+        self.reason = f"generate hands {', '.join(more)} to the model" if more else None
+        if getattr(kwargs.get("position_ids"), "ndim", None) != 2:
+            self.reason = self.reason or "generate hands no positions to the model"
 
     def attend(self, base, module, query, key, value, mask, **kwargs):
         """The layer's own function, after a look at what it is given. Shapes as in transformers' interface."""
@@ -131,13 +125,10 @@ class PrefillWatch:
 
     def _sees_the_prompt(self, mask: torch.Tensor | None) -> bool:
         """Whether the last query sees every token of its prompt so far and nothing else, under one mask for all heads."""
-        if mask is None:
-            return self.mask_UP is None
-        last = mask[:, :, -1]
-        last = last if last.dtype == torch.bool else last == 0
-        if last.shape[1] != 1:
-            return False
-        last_UK = last[:, 0]
+        if mask is None or mask.shape[1] != 1:
+            return mask is None and self.mask_UP is None
+        last_UK = mask[:, 0, -1]
+        last_UK = last_UK if last_UK.dtype == torch.bool else last_UK == 0
         # Of a prompt that is prefilled in chunks the keys so far; padding that ends one is a query that nobody reads.
         real_UK = torch.ones_like(last_UK) if self.mask_UP is None else self.mask_UP[:, : last_UK.shape[1]].bool()
         last_UK = last_UK[:, -real_UK.shape[1] :]
@@ -162,21 +153,19 @@ class SharedPrompts:
 
     def __init__(self, cache: DynamicCache, place_A: torch.Tensor, kwargs: dict, max_length: int):
         self.cache = cache
-        length = cache.get_seq_length()
-        self.prompts = [SimpleNamespace(keys=layer.keys, values=layer.values) for layer in cache.layers]
+        self.prompts = [(layer.keys, layer.values) for layer in cache.layers]
         cache.layers = [_CompletionLayer(layer, place_A, max_length) for layer in cache.layers]
-        mask_UP = real_tokens(kwargs)
+        mask_UP = _padding_mask(kwargs)
         self.bias_U11P = None
         if mask_UP is not None:
-            dtype = self.prompts[0].keys.dtype
-            self.bias_U11P = torch.zeros(mask_UP.shape, dtype=dtype).masked_fill_(mask_UP == 0, float("-inf"))
-            self.bias_U11P = self.bias_U11P.view(-1, 1, 1, length)
+            zeros_UP = torch.zeros(mask_UP.shape, dtype=self.prompts[0][0].dtype)
+            self.bias_U11P = zeros_UP.masked_fill_(mask_UP == 0, float("-inf"))[:, None, None]
         self._place(place_A)
         self.positions_A1 = kwargs["position_ids"][:, -1:][place_A]
 
     def _place(self, place_A: torch.Tensor) -> None:
         """Where the query of each row stands among those of its prompt: rows `(U, G)`, filled up with any row."""
-        counts_U = place_A.bincount(minlength=len(self.prompts[0].keys))
+        counts_U = place_A.bincount(minlength=len(self.prompts[0][0]))
         self.prompt_count, self.group = len(counts_U), int(counts_U.max())
         order_A = place_A.argsort(stable=True)
         within_A = torch.arange(len(place_A)) - (counts_U.cumsum(0) - counts_U)[place_A[order_A]]
@@ -193,8 +182,7 @@ class SharedPrompts:
         self.positions_A1 = self.positions_A1[kept]
         alive, place_A = self.place_A[kept].unique(return_inverse=True)
         if len(alive) < self.prompt_count:
-            for prompt in self.prompts:
-                prompt.keys, prompt.values = prompt.keys[alive], prompt.values[alive]
+            self.prompts = [(keys[alive], values[alive]) for keys, values in self.prompts]
             if self.bias_U11P is not None:
                 self.bias_U11P = self.bias_U11P[alive]
         self._place(place_A)
@@ -212,21 +200,16 @@ class SharedPrompts:
         }
 
     def attend(self, base, module, query, key, value, mask, scaling=None, **_neutral):
-        """Attention of one token per row: `query` `(A, H, 1, D)`, `key` and `value` `(A, H_kv, C, D)` of the completions.
-
-        Returns:
-            `(A, 1, H, D)` and `None`, as transformers' interface wants it.
-        """
+        """Attention of one token per row: `query` `(A, H, 1, D)`, `key` and `value` `(A, H_kv, C, D)` of the completions."""
         rows, heads, tokens, size = query.shape
         if tokens != 1 or key.shape[-2] != self.cache.layers[module.layer_idx].keys.shape[-2]:
             raise UnsupportedAttention(f"{type(module).__name__} decodes otherwise than one token per row and forward")
-        kv_heads = key.shape[1]
-        prompt = self.prompts[module.layer_idx]
-        query_AKRD = query.reshape(rows, kv_heads, heads // kv_heads, size)
+        prompt_key, prompt_value = self.prompts[module.layer_idx]
+        query_AKRD = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
         own, own_lse = _flash(query_AKRD, key, value, scale=scaling)
         group = query_AKRD if self.rows_S is None else query_AKRD[self.rows_S]
         group = group.unflatten(0, (self.prompt_count, self.group)).transpose(1, 2).flatten(2, 3)
-        whole, whole_lse = _flash(group, prompt.keys, prompt.values, attn_mask=self.bias_U11P, scale=scaling)
+        whole, whole_lse = _flash(group, prompt_key, prompt_value, attn_mask=self.bias_U11P, scale=scaling)
         out = merge(own, own_lse, self._to_rows(whole), self._to_rows(whole_lse))
         return out.to(query.dtype).reshape(rows, 1, heads, size), None
 
@@ -248,18 +231,3 @@ class _CompletionLayer(RoomyLayer):
 
     def get_seq_length(self) -> int:
         return self.prompt_length + self.keys.shape[-2]
-
-
-def real_tokens(kwargs: dict) -> torch.Tensor | None:
-    """1 where a prompt has a token, `(U, P)`; `None` where there is no padding."""
-    mask_UP = kwargs.get("attention_mask")
-    return None if mask_UP is None or mask_UP.all() else mask_UP
-
-
-def unknown_arguments(kwargs: dict) -> str | None:
-    """Why a model that is called with `kwargs` attends to the prompt in each row; `None` where it need not."""
-    more = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
-    if more:
-        return f"generate hands {', '.join(more)} to the model"
-    positions = kwargs.get("position_ids")
-    return None if positions is not None and positions.ndim == 2 else "generate hands no positions to the model"

@@ -16,8 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..compat.older_gpus import refuses_wide_sum
-from ..compat.onednn import product
-from .cpu_products import gains
+from .cpu_linear import gains, product
 
 # Together 8 MB in float32: large enough for the GEMMs to run at full rate, small enough for the last-level cache.
 TOKEN_TILE = 1024

@@ -1,0 +1,334 @@
+"""Linear layers on a CPU: outputs and gradients against float64 and the layers' own, nothing left behind, no more memory."""
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+from tests.rollout.test_decoding import PROMPTS, SIZES, build, greedy
+from tests.tiny import serve_by_onednn
+from trl_fsdp_qlora.rollout.completions import complete
+from trl_fsdp_qlora.scoring import cpu_linear
+from trl_fsdp_qlora.scoring.cpu_linear import fast_linears
+from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
+
+# Sums of up to 300 products of about one, in float32 and in any order: 20 units in the last place of a sum of about 20.
+# A wrong adapter or layer moves logits by tenths.
+ROUNDING = {"rtol": 0, "atol": 4e-5}
+LAYERS = 4 * 7
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch):
+    """Every layer counts as large, and the processor as one that oneDNN serves better."""
+    serve_by_onednn(monkeypatch)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Shapes that went to oneDNN, in order."""
+    shapes, product = [], cpu_linear.product
+
+    def counting(x, weight, bias=None):
+        shapes.append((tuple(x.shape), tuple(weight.shape)))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(cpu_linear, "product", counting)
+    return shapes
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Adapters that took two products: each ends in one `addmm_`."""
+    calls, addmm = [], torch.Tensor.addmm_
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda *args, **kwargs: calls.append(1) or addmm(*args, **kwargs))
+    return calls
+
+
+# Forward and backward
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, 300), (2, 3, 300), (0, 300), (1, 1, 300)])
+def test_outputs_and_gradients_are_those_of_float64(shape, bias, counted):
+    torch.manual_seed(0)
+    layer = nn.Linear(300, 70, bias=bias)
+    x = torch.randn(shape, requires_grad=True)
+    grad = torch.randn(*shape[:-1], 70)
+    with fast_linears(layer):
+        found = layer(x)
+        found.backward(grad)
+    assert len(counted) == 3
+    exact, x64 = nn.Linear(300, 70, bias=bias).double(), x.detach().double().requires_grad_()
+    exact.load_state_dict(layer.state_dict())
+    expected = exact(x64)
+    expected.backward(grad.double())
+    torch.testing.assert_close(found.double(), expected, **ROUNDING)
+    torch.testing.assert_close(x.grad.double(), x64.grad, **ROUNDING)
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), exact.get_parameter(name).grad, **ROUNDING)
+
+
+def test_any_strides():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(300, 70), torch.randn(300, 8, 3).permute(2, 1, 0)[:, ::2].requires_grad_()
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+    with fast_linears(layer):
+        found = layer(x)
+        found.transpose(0, 1).sum(0).sum().backward()
+    torch.testing.assert_close(found, nn.functional.linear(x, layer.weight, layer.bias), **ROUNDING)
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand_as(x), **ROUNDING)
+
+
+@pytest.mark.parametrize(("trained", "with_grad", "products"), [(False, True, 2), (True, False, 2), (False, False, 1)])
+def test_only_the_gradients_that_are_wanted(trained, with_grad, products, counted):
+    layer, x = nn.Linear(20, 30).requires_grad_(trained), torch.randn(4, 20, requires_grad=with_grad)
+    with fast_linears(layer):
+        found = layer(x)
+        if found.requires_grad:
+            found.sum().backward()
+    assert len(counted) == products
+    assert (x.grad is not None) == with_grad and (layer.weight.grad is not None) == trained
+
+
+def loss_and_gradient(model):
+    model.zero_grad()
+    ids = torch.arange(40).view(2, 20)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpointed", "reentrant"])
+def test_a_models_loss_and_gradient(reentrant, counted):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    expected = loss_and_gradient(model)
+    assert not counted
+    with fast_linears(model):
+        found = loss_and_gradient(model)
+    layers = 2 * 7 * 3 + 1  # each layer's base, and its adapter's two; the head
+    assert len(counted) > 2 * layers  # forward and backward, twice forward where checkpointed
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
+
+
+def test_the_frozen_heads_tiles(monkeypatch, counted):
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(37, 24), torch.randn(150, 24), torch.randint(0, 150, (37,))
+    monkeypatch.setattr("trl_fsdp_qlora.scoring.frozen_head.product", cpu_linear.product)
+    found = {}
+    for name, serves in (("onednn", True), ("torch", False)):
+        monkeypatch.setattr(cpu_linear, "beats_mkl", lambda serves=serves: serves)
+        x = hidden.clone().requires_grad_()
+        log_probs, entropy = FrozenHeadLogProbFunction.apply(x, weight, None, targets, 0.7)
+        log_probs.sum().backward()
+        found[name] = log_probs.detach(), entropy.detach(), x.grad
+    assert len(counted) == 2
+    for mine, theirs in zip(found["onednn"], found["torch"], strict=True):
+        torch.testing.assert_close(mine, theirs, **ROUNDING)
+
+
+# What it leaves alone
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(20, 30).bfloat16(), lambda: nn.Linear(20, 30).double()])
+def test_other_dtypes_compute_as_before(make, counted):
+    layer = make()
+    x = torch.randn(4, 20, dtype=layer.weight.dtype)
+    with fast_linears(layer):
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert not counted
+
+
+def test_a_layers_own_forward_stays():
+    layer = nn.Linear(20, 30)
+    layer.forward = lambda x: x
+    with fast_linears(layer):
+        assert layer(layer.weight) is layer.weight
+
+
+def test_a_model_on_another_device_changes_nothing():
+    """Every micro-batch asks, also on a GPU beside a processor that oneDNN serves."""
+    with fast_linears(nn.Linear(20, 30, device="meta")):
+        assert nn.Linear.forward is cpu_linear._LINEAR
+
+
+def test_autocast_and_other_inputs_go_the_usual_way(counted):
+    layer = nn.Linear(20, 30)
+    with fast_linears(layer):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(torch.randn(4, 20)).dtype == torch.bfloat16
+        assert layer(torch.randn(20)).shape == (30,)
+    assert not counted
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails):
+    model = adapted()
+    before, stock = {name: dict(vars(module)) for name, module in model.named_modules()}, nn.Linear.forward
+    try:
+        with fast_linears(model):
+            with fast_linears(model, decoding=True):
+                assert any("forward" in vars(module) for module in model.modules())
+            assert nn.Linear.forward is not stock
+            if fails:
+                raise OSError
+    except OSError:
+        assert fails
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    assert nn.Linear.forward is stock
+
+
+@pytest.mark.parametrize(("vendor", "expected"), [("AuthenticAMD", True), ("GenuineIntel", False), (None, True)])
+def test_which_processors_it_serves(vendor, expected, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(Path, "exists", lambda path: vendor is not None)
+    monkeypatch.setattr(Path, "read_text", lambda path: f"vendor_id : {vendor}")
+    monkeypatch.setattr(platform, "processor", lambda: "AMD64 Family 25 Model 33 Stepping 0, AuthenticAMD")
+    assert cpu_linear.beats_mkl.__wrapped__() is expected
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not cpu_linear.beats_mkl.__wrapped__()
+
+
+# Adapters without gradients
+
+
+def adapted(**changes):
+    settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **changes}
+    return get_peft_model(build(), LoraConfig(**settings)).eval()
+
+
+def with_adapter_off():
+    model = adapted()
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+def merged():
+    model = adapted()
+    model.merge_adapter()
+    return model
+
+
+def two_adapters():
+    model = adapted()
+    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def hooked():
+    model = adapted()
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+    return model
+
+
+def four_bit():
+    bnb = pytest.importorskip("bitsandbytes")
+    model = build()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = bnb.nn.Linear4bit(48, 32, bias=False, compute_dtype=torch.float32)
+    return get_peft_model(model.to("cpu"), LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "adapters"),
+    [
+        (build, 0),
+        (adapted, LAYERS),
+        (lambda: adapted(target_modules=["q_proj", "down_proj"], use_rslora=True), 8),
+        (lambda: adapted(target_modules=["lm_head"]), 1),
+        (lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]), 4),
+        (lambda: adapted(lora_dropout=0.5), LAYERS),
+        (lambda: adapted(lora_dropout=0.5).train(), 0),
+        (with_adapter_off, 0),
+        (merged, 0),
+        (two_adapters, 0),
+        (hooked, 0),
+        (four_bit, 0),
+        (lambda: adapted(use_dora=True), 0),
+        (lambda: adapted(lora_bias=True), 0),
+    ],
+    ids=[
+        "full",
+        "lora",
+        "rslora",
+        "head",
+        "modules_to_save",
+        "dropout",
+        "active-dropout",
+        "off",
+        "merged",
+        "two",
+        "hooks",
+        "4-bit",
+        "dora",
+        "bias",
+    ],
+)
+def test_outputs_are_the_layers_own(make, adapters, fused):
+    model, ids = make(), torch.tensor([[20, 21, 22, 23], [30, 31, 32, 33]])
+    with torch.no_grad():
+        torch.manual_seed(3)
+        expected = model(ids).logits
+        fused.clear()
+        torch.manual_seed(3)
+        with fast_linears(model, decoding=True):
+            found = model(ids).logits
+    assert len(fused) == adapters
+    torch.testing.assert_close(found, expected, **ROUNDING)
+    if make is adapted:
+        with model.disable_adapter(), torch.no_grad():
+            assert (model(ids).logits - found).abs().max() > 1e-2  # the adapter does count
+
+
+def test_changed_weights_count():
+    model = adapted()
+    first, _ = complete(model, PROMPTS, greedy())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-2)
+    second, _ = complete(model, PROMPTS, greedy())
+    assert second == complete(model, PROMPTS, greedy(), compact=False)[0]
+    assert second != first
+
+
+def peak_bytes(run, folder) -> int:
+    """Most bytes alive at once of what `run` allocates, which has to build its own model."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    alive = peak = 0
+    for _, change in sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"):
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+@pytest.mark.parametrize("ends", [[63], list(range(3, 40))], ids=["late", "early"])
+def test_generation_takes_no_more_memory_than_stocks(ends, tmp_path):
+    def run(compact):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SIZES, "hidden_size": 64})).float().eval()
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        settings = greedy(max_new_tokens=16, eos_token_id=ends)
+        complete(model, [list(range(20, 60))] * 8, settings, compact=compact)
+
+    ours, stock = (peak_bytes(lambda compact=compact: run(compact), tmp_path) for compact in (True, False))
+    assert 0 < ours <= stock
