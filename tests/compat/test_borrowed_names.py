@@ -34,6 +34,7 @@ ELSEWHERE = {
     "_forward_hooks": "torch.nn.Module: what was registered to run after its forward",
     "_forward_pre_hooks": "torch.nn.Module: what was registered to run before its forward",
     "_functions": "bitsandbytes.autograd",
+    "_linear_pointwise": "torch: oneDNN's product, an operator",
     "_is_gathered": "this package: a mark on a model whose weights FSDP2 keeps gathered",
     "_parameters": "torch.nn.Module: its own parameters",
     "_replace": "namedtuple",
