@@ -14,9 +14,10 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from trl import ModelConfig, get_quantization_config
 
+from trl_fsdp_qlora.compat.transformers import model_class
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
@@ -38,7 +39,8 @@ def main() -> None:
     args, model = parse_recipe((DequantizeArguments, ModelConfig))
     model.load_in_4bit = True
     with experts_in_4bit():
-        base = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+        base = model_class(config).from_pretrained(
             model.model_name_or_path,
             revision=model.model_revision,
             dtype=model.dtype,

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 
@@ -18,6 +19,17 @@ def is_reference(model: nn.Module) -> bool:
     if peft_model is None:
         return False
     return not peft_model.has_active_enabled_adapter or peft_model.active_adapter == "ref"
+
+
+def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
+    """A line of the start-up block on a class that takes images: whether LoRA adapts its vision tower, too."""
+    if not isinstance(model, PeftModel) or model.config.get_text_config() is model.config:
+        return []
+    decoder = {id(module) for module in model.get_base_model().get_decoder().modules()}
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    others = sum(id(module) not in decoder for module in adapted)
+    where = f"and on {others} others" if others else "not on the vision tower's"
+    return [("on", f"LoRA on the language model's linear layers, {where}")]
 
 
 def targets_not_found(error: ValueError) -> bool:

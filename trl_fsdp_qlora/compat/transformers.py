@@ -5,7 +5,14 @@ from contextlib import contextmanager
 
 import transformers
 from torch import nn
-from transformers import Trainer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    Trainer,
+)
 
 from .signatures import check_signatures
 
@@ -26,6 +33,10 @@ EXPECTED = {
 TRAINER_METHODS = ("_init_training_state", "_push_from_checkpoint", "_remove_unused_columns")
 CONFIG_ATTRIBUTES = ("_attn_implementation", "_name_or_path")
 MODEL_ATTRIBUTES = ("_supports_attention_backend", "_is_stateful", "_no_split_modules")
+_LANGUAGE_MODELS = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+}
 # Of a module whose forward transformers dispatches as that of experts.
 EXPERTS_ATTRIBUTES = ("_is_expert_parallel", "_apply_gate")
 
@@ -33,6 +44,29 @@ EXPERTS_ATTRIBUTES = ("_is_expert_parallel", "_apply_gate")
 def model_name(model: nn.Module | str) -> str:
     """The name or folder that `model` was loaded from; a name is its own."""
     return model if isinstance(model, str) else model.config._name_or_path
+
+
+def model_class(config: PretrainedConfig, name: str | None = None) -> type:
+    """The auto class that builds what TRL builds, which is `config.architectures[0]`.
+
+    For one family there may be a class for text and one that takes images too, whose weights are called otherwise.
+
+    Args:
+        config: of a model.
+        name: of its class; `config.architectures[0]` where absent.
+    """
+    name = name or (config.architectures or [None])[0]
+    for auto, classes in _LANGUAGE_MODELS.items():
+        if getattr(classes.get(type(config), None), "__name__", None) == name:
+            return auto
+    remote = getattr(config, "auto_map", None) or {}
+    return AutoModelForImageTextToText if "AutoModelForImageTextToText" in remote else AutoModelForCausalLM
+
+
+def auto_class_of(model: nn.Module) -> str:
+    """The name of the auto class that loads a checkpoint of `model`, under an adapter or not."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return model_class(base.config, type(base).__name__).__name__
 
 
 @contextmanager

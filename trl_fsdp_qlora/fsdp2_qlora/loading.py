@@ -11,11 +11,12 @@ from contextlib import contextmanager
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging
 
+from ..compat.transformers import model_class
 from .launch_checks import is_fsdp2_launch
 from .mesh import reads_checkpoint
 
@@ -47,7 +48,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     Args:
         model_id: folder or Hub id of a plain checkpoint, or of one that is already quantized to 4 bits.
         quantization_config: `BitsAndBytesConfig(load_in_4bit=True, ...)`; not needed where the checkpoint has its own.
-        **from_pretrained: as for `AutoModelForCausalLM.from_pretrained`; `dtype` defaults to bfloat16, `device_map` is
+        **from_pretrained: as for `from_pretrained` of its class; `dtype` defaults to bfloat16, `device_map` is
             decided here.
 
     Returns:
@@ -75,7 +76,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
             from_pretrained["attn_implementation"] = attention
         if quantization_config is not None:
             from_pretrained["quantization_config"] = quantization_config
-        return AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype, device_map={"": "cpu"}, **from_pretrained)
+        return model_class(config).from_pretrained(model_id, dtype=dtype, device_map={"": "cpu"}, **from_pretrained)
     model = _skeleton(config, quantization_config, stored, dtype, attention)
     try:
         model.generation_config = GenerationConfig.from_pretrained(model_id, revision=from_pretrained.get("revision"))
@@ -110,7 +111,7 @@ def _skeleton(config, quantization_config, stored, dtype, attention) -> PreTrain
         dtype = config.dtype or torch.float32
     options = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model = model_class(config).from_config(config, dtype=dtype, **options)
         quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
     model.tie_weights()
     model.hf_quantizer = quantizer

@@ -95,8 +95,11 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
     """
-    model, args, peft_config = call["model"], call.get("args"), call.get("peft_config")
+    model, args = call["model"], call.get("args")
     args = EfficientGRPOConfig.complete(args) or own_config(EfficientGRPOConfig, None, model, "GRPO")
+    revision = (args.model_init_kwargs or {}).get("revision")
+    peft_config = checks.language_model_only(call.get("peft_config"), model, revision)
+    call = call | {"peft_config": peft_config}
     checks.check_processes(args.world_size)
     let_trl_cast()
     if call.get("train_dataset") is not None:

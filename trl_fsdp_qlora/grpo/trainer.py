@@ -11,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
+from ..compat.peft import adapted_parts
 from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SAMPLING_METRICS
 from ..fsdp2_qlora.coverage import experts_in_16_bit
 from ..fsdp2_qlora.loading import experts_in_4bit
@@ -401,6 +402,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             *([(sync, self.sync.describe())] if self.use_vllm else []),
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
             *([] if (left := experts_in_16_bit(self.model)) is None else [("as stock TRL", left)]),
+            *adapted_parts(self.accelerator.unwrap_model(self.model)),
         ]
 
     @nonfatal("the model card")

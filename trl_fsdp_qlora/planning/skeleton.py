@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from peft import get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from ..compat.transformers import model_class
 from ..recipe.arguments import ConfigError
 from ..recipe.checks import lora_config
 from ..run.hub import asked_once
-from ..run.input_checks import explained_lora_targets
+from ..run.input_checks import explained_lora_targets, language_model_only
 from . import stand_ins
 from .settings import Settings
 
@@ -154,7 +155,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: int | None = Non
     dtype = dtype_of(settings, config)
     with quiet(), torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(
+            model = model_class(config).from_config(
                 with_layers(config, layers), dtype=dtype, attn_implementation=stand_ins.ATTENTION
             )
         except (ValueError, ImportError) as error:
@@ -168,7 +169,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: int | None = Non
         if adapter is not None:
             try:
                 with explained_lora_targets(model):
-                    model = get_peft_model(model, adapter)
+                    model = get_peft_model(model, language_model_only(adapter, model))
             except ValueError as error:
                 raise ConfigError(f"lora_target_modules: {error}") from None
             _adapter_dtype(model, settings)

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constan
 from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
-from ..compat.transformers import model_name
+from ..compat.transformers import auto_class_of, model_name
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.redaction import clean, command_line, is_secret_name, portable, redact, secret_values
@@ -194,7 +194,13 @@ def _place(name: str, path: str, is_folder: bool, hint: str) -> str:
 
 
 def quick_start(
-    base_model: str, adapter: str, prompt: Any, max_new_tokens: int, local_base: bool, local_adapter: bool
+    base_model: str,
+    adapter: str,
+    prompt: Any,
+    max_new_tokens: int,
+    local_base: bool,
+    local_adapter: bool,
+    auto_class: str = "AutoModelForCausalLM",
 ) -> str:
     """Python that loads the adapter with plain PEFT and answers `prompt`.
 
@@ -205,6 +211,7 @@ def quick_start(
         max_new_tokens: of the answer.
         local_base: `base_model` is a folder: a reader is told to fill in where it lies.
         local_adapter: `adapter` is a folder.
+        auto_class: of transformers, that loads the base.
     """
     if prompt is None:
         prompt = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -218,11 +225,11 @@ def quick_start(
         )
     return (
         "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"from transformers import {auto_class}, AutoTokenizer\n\n"
         f"{_place('base', base_model, local_base, 'the folder of the base model')}\n"
         f"{_place('adapter', adapter, local_adapter, 'the folder that this card is in')}\n"
         "tokenizer = AutoTokenizer.from_pretrained(base)\n"
-        "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)\n"
+        f"model = PeftModel.from_pretrained({auto_class}.from_pretrained(base), adapter)\n"
         f"{encode}\n"
         f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)\n"
         "print(tokenizer.decode(output[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True))\n"
@@ -237,6 +244,7 @@ def adapter_card(
     peft_config: Any,
     hub_model_id: str | None,
     steps: tuple[int, int] | None = None,
+    auto_class: str = "AutoModelForCausalLM",
 ) -> ModelCard:
     """The card of an adapter.
 
@@ -248,6 +256,7 @@ def adapter_card(
         peft_config: of the adapter, or `None` for full fine-tuning.
         hub_model_id: where it is published, for the quick start; otherwise its folder.
         steps: optimizer steps that were taken, and that were asked for.
+        auto_class: of transformers, that loads the base.
     """
     base = portable(base_model)
     license_id = info.license or base_model_license(base_model)
@@ -287,6 +296,7 @@ def adapter_card(
             info.max_new_tokens,
             local_base=os.path.isabs(base_model) or Path(base_model).exists(),
             local_adapter=hub_model_id is None,
+            auto_class=auto_class,
         ),
         results=_results(rows, info),
         untested=_untested(info),
@@ -363,6 +373,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         peft_config=model.peft_config["default"] if is_peft_model(model) else None,
         hub_model_id=trainer.hub_model_id if trainer.args.push_to_hub else None,
         steps=(state.global_step, max(state.max_steps, state.global_step)),
+        auto_class=auto_class_of(model),
     )
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from ..compat.transformers import model_class
 from ..errors import UserError
 
 
@@ -15,13 +16,14 @@ class LoadError(UserError):
 
 
 def load_base(name: str, **how: Any) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained(name, **how)`.
+    """The class of its config, `.from_pretrained(name, **how)`.
 
     Raises:
         LoadError: a file of it is missing or cut off.
     """
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **how)
+        config = AutoConfig.from_pretrained(name, revision=how.get("revision"))
+        return model_class(config).from_pretrained(name, **how)
     except (OSError, SafetensorError) as error:
         raise LoadError(f"the weights of {name} cannot be loaded: {_first_line(error)}") from error
 

@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 
 from ..checkpoints.disk import read_json, write_json
+from ..compat.transformers import auto_class_of
 from ..run.errors import CheckpointError
 from ..run.redaction import redact
 
@@ -86,6 +87,7 @@ def record_logits(
     if not writes:
         return
     content: dict[str, Any] = {"input_ids": ids, "entries": entries, "logits": adapted, "logits_of_the_base": base}
+    content["auto_class"] = auto_class_of(model)
     content["dtype"] = str(dtype or model.get_base_model().dtype).removeprefix("torch.")
     if quantization is not None:
         plain = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -98,12 +100,14 @@ _PLAIN = """
 import json, sys
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+import transformers
+from transformers import BitsAndBytesConfig
 base, adapter = sys.argv[1:]
 kept = json.load(open(adapter + "/logits.json"))
 dtype, quantization = getattr(torch, kept["dtype"]), kept.get("quantization")
 more = {} if quantization is None else {"quantization_config": BitsAndBytesConfig(**quantization), "device_map": {"": "cpu"}}
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **more), adapter).eval()
+base = getattr(transformers, kept.get("auto_class", "AutoModelForCausalLM")).from_pretrained(base, dtype=dtype, **more)
+model = PeftModel.from_pretrained(base, adapter).eval()
 with torch.no_grad():
     logits = model(input_ids=torch.tensor([kept["input_ids"]])).logits[0][:, kept["entries"]].float().tolist()
 assert "trl_fsdp_qlora" not in sys.modules

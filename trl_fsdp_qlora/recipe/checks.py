@@ -11,8 +11,8 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
 )
@@ -20,9 +20,10 @@ from transformers.integrations import get_reporting_integration_callbacks, is_de
 from trl import ModelConfig, get_peft_config
 
 from ..checkpoints.checkpoints import resolve_resume
+from ..compat.transformers import model_class
 from ..errors import mistyped_path
 from ..prefix_sharing.sharing import CHOICES
-from ..run.input_checks import explained_lora_targets
+from ..run.input_checks import explained_lora_targets, language_model_only
 from .answers import extract_answer
 from .arguments import ConfigError, ScriptArguments
 from .datasets import check_template
@@ -204,16 +205,19 @@ def skeleton(model: ModelConfig) -> nn.Module | None:
     name = model.model_name_or_path
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(name, revision=model.model_revision)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if (
+            type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+            and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        ):
             return None  # of another class, which TRL loads by its name
         try:
-            bare = AutoModelForCausalLM.from_config(config, attn_implementation=model.attn_implementation)
+            bare = model_class(config).from_config(config, attn_implementation=model.attn_implementation)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"model_name_or_path={name!r} cannot be built: {_first_line(error)}") from error
         adapter = lora_config(model)
         try:
             with explained_lora_targets(bare):
-                return bare if adapter is None else get_peft_model(bare, adapter)
+                return bare if adapter is None else get_peft_model(bare, language_model_only(adapter, bare))
         except ValueError as error:
             raise ConfigError(f"lora_target_modules: {error}") from None
 

@@ -1,20 +1,24 @@
 """Bad input, told before the first step: what is wrong, where, and which line to change."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from datasets import DatasetDict, IterableDatasetDict
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..compat.peft import targets_not_found
+from ..compat.transformers import model_class
 from ..compat.trl import get_callable_name, is_async_callable
 from ..errors import UserError
 
@@ -252,6 +256,40 @@ def _batch(prompts: Sequence, columns: dict) -> str:
     return f"a batch of {len(prompts)} completions{of_dataset}; its first prompt ends in {_end_of(prompts[0])!r}"
 
 
+def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """The modules of a model, on the meta device."""
+    with torch.device("meta"):
+        return model_class(config).from_config(config)
+
+
+def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision: str | None = None) -> Any:
+    """`peft_config` where `all-linear` means the language model of a class that takes images, too.
+
+    What a text run does not compute would have adapters without a gradient, which DDP refuses. Who wants a vision tower
+    adapted names its layers, or sets `exclude_modules=[]`.
+
+    Args:
+        peft_config: of TRL; anything but `all-linear` is its own.
+        model: or the name of one.
+        revision: of the one that is named.
+    """
+    said = getattr(peft_config, "target_modules", None) != "all-linear" or peft_config.exclude_modules is not None
+    if peft_config is None or said or is_deepspeed_zero3_enabled():
+        return peft_config
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision) if isinstance(model, str) else model.config
+    except (OSError, ValueError, KeyError):
+        return peft_config  # whoever loads it says why
+    if config.get_text_config() is config:
+        return peft_config
+    model = without_weights(config) if isinstance(model, str) else model
+    decoder = model.get_decoder()
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    peft_config = copy.copy(peft_config)
+    peft_config.exclude_modules = rf"(?!{re.escape(name)}\.).*"
+    return peft_config
+
+
 def linear_names(model: nn.Module) -> list[str]:
     """Last components of the names of a model's linear layers: what `lora_target_modules` can match."""
     return sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
@@ -270,8 +308,7 @@ def explained_lora_targets(model: Any) -> Iterator[None]:
         if not targets_not_found(error):
             raise
         if isinstance(model, str):
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            model = without_weights(AutoConfig.from_pretrained(model))
         raise UserError(
             f"{error} Linear layers of this model: {', '.join(linear_names(model))}. "
             "Set lora_target_modules to some of these, or to all-linear."
