@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
     made = make(folder, per_device_train_batch_size=6, max_steps=3)
     made.train()
     result = filled_of(made.accelerator)
-    result["trained_state"] = made.living_groups.state()
+    result["trained_state"] = made.dynamic_sampling.taken
     result["wrapped"] = type(made.model_wrapped).__name__
     result["completions"] = completions_of(made)
     (folder / f"rank{made.accelerator.process_index}.json").write_text(json.dumps(result))

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,25 +15,37 @@ from tests.distributed.launch import launch
 from tests.tiny import config, lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.recipe.rewards import completion_text
-from trl_fsdp_qlora.rollout.dynamic_sampling import DynamicSampling, NothingToLearn, ScoredRows, alive_groups
+from trl_fsdp_qlora.rollout.dynamic_sampling import DynamicSampling, ScoredRows, groups_with_variance
 
 NAN = float("nan")
 WORKER = Path(__file__).parent / "dynamic_sampling_worker.py"
 
 
-def test_alive_is_what_has_different_rewards():
+def test_variance_is_different_rewards():
     rewards = torch.tensor([[1.0, 0], [1, 0], [0, 1], [1, 0], [NAN, NAN], [2, NAN], [NAN, NAN], [NAN, NAN]])
     ones = torch.ones(2)
-    assert alive_groups(rewards, ones, 2, each=False).tolist() == [False, False, False, False]
-    assert alive_groups(rewards, ones, 2, each=True).tolist() == [False, True, False, False]
-    assert alive_groups(rewards, torch.tensor([1.0, 2.0]), 2, each=False).tolist() == [False, True, False, False]
+    assert groups_with_variance(rewards, ones, 2, each=False).tolist() == [False, False, False, False]
+    assert groups_with_variance(rewards, ones, 2, each=True).tolist() == [False, True, False, False]
+    assert groups_with_variance(rewards, torch.tensor([1.0, 2.0]), 2, each=False).tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
-def sampling(size=10, max_rounds=3, seed=0):
-    return DynamicSampling(size, 2, max_rounds, seed, Accelerator(cpu=True))
+def sampling(size=10, max_rounds=3, seed=0, group=2, accelerator=None):
+    args = SimpleNamespace(
+        num_generations=group,
+        dynamic_sampling_max_rounds=max_rounds,
+        seed=seed,
+        multi_objective_aggregation="sum_then_normalize",
+    )
+    dataset = [{"n": i} for i in range(size)]
+    return DynamicSampling(args, dataset, accelerator or Accelerator(cpu=True), torch.ones(1))
 
 
-def run(made, rewards_of, dataset, batch):
+def run(made, rewards_of, batch):
     """Fill a batch of these dataset indices; a completion is its prompt's number, its reward from `rewards_of`."""
     asked = []
 
@@ -41,30 +54,27 @@ def run(made, rewards_of, dataset, batch):
         rewards = torch.tensor([[float(r)] for row in rows[::2] for r in rewards_of(row["n"])])
         return ScoredRows(rows, [f"c{row['n']}" for row in rows], rewards)
 
-    first = draw([dataset[i] for i in batch for _ in range(2)])
-    filled, metrics = made.fill(first, dataset, draw, lambda r: alive_groups(r, torch.ones(1), 2, each=False))
+    filled, metrics = made.fill([made.dataset[i] for i in batch for _ in range(2)], draw)
     return filled, metrics, asked[1:]
 
 
-def test_dead_groups_are_replaced_by_living_ones_at_their_places():
-    dataset = [{"n": i} for i in range(10)]
-    filled, metrics, asked = run(sampling(), lambda n: (0, n % 2), dataset, [0, 1, 2, 3])
-    assert [row["n"] % 2 for row in filled.inputs] == [1] * 8
-    assert [row["n"] for row in filled.inputs][2:4] == [1, 1]  # living groups stay where they are
-    assert filled.drawn == [f"c{row['n']}" for row in filled.inputs]
+def test_zero_variance_groups_are_replaced_at_their_places():
+    filled, metrics, asked = run(sampling(), lambda n: (0, n % 2), [0, 1, 2, 3])
+    assert [row["n"] % 2 for row in filled] == [1] * 8
+    assert [row["n"] for row in filled][2:4] == [1, 1]  # the others stay where they are
+    assert filled.drawn == [f"c{row['n']}" for row in filled]
     assert filled.rewards_NK[:, 0].tolist() == [0.0, 1.0] * 4
-    assert metrics["dynamic_sampling/dead_groups_left"] == 0
+    assert metrics["dynamic_sampling/frac_zero_variance"] == 0
     assert metrics["dynamic_sampling/further_prompts"] == sum(map(len, asked))
     assert metrics["dynamic_sampling/rounds"] == len(asked)
-    assert len(asked[0]) == 2  # as many as were dead
+    assert len(asked[0]) == 2  # as many as had none
 
 
-def test_what_stays_dead_after_the_rounds_is_kept_and_counted():
-    dataset = [{"n": i} for i in range(40)]
-    filled, metrics, asked = run(sampling(40, max_rounds=2), lambda n: (0, n == 1), dataset, [0, 1, 2, 3])
+def test_what_is_left_after_the_rounds_is_kept_and_counted():
+    filled, metrics, asked = run(sampling(40, max_rounds=2), lambda n: (0, n == 1), [0, 1, 2, 3])
     assert len(asked) == 2
-    assert [row["n"] for row in filled.inputs] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert metrics["dynamic_sampling/dead_groups_left"] == 0.75
+    assert [row["n"] for row in filled] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert metrics["dynamic_sampling/frac_zero_variance"] == 0.75
 
 
 def test_every_prompt_comes_once_before_any_comes_twice():
@@ -76,16 +86,9 @@ def test_every_prompt_comes_once_before_any_comes_twice():
     again = sampling(7)
     again.next_prompts(5)
     resumed = sampling(7)
-    resumed.load_state(again.state())
+    resumed.taken = again.taken
     assert again.next_prompts(9) == resumed.next_prompts(9) == drawn[5:14]
     assert sampling(7, seed=1).next_prompts(7) != drawn[:7]
-
-
-def test_a_dead_dataset_ends():
-    dataset, made = [{"n": i} for i in range(10)], sampling(max_rounds=1)
-    run(made, lambda _n: (1, 1), dataset, [0, 1, 2, 3])
-    with pytest.raises(NothingToLearn, match=r"12 groups in a row.*\(10\).*nothing to learn"):
-        run(made, lambda _n: (1, 1), dataset, [4, 5, 6, 7])
 
 
 # --- in a trainer ---------------------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, **cha
     [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)],
     ids=["grpo", "t_spmo"],
 )
-def test_training_has_fewer_dead_groups(tmp_path, cls, config_cls):
+def test_training_has_fewer_zero_variance_groups(tmp_path, cls, config_cls):
     shares = {}
     for on in (False, True):
         made = make(tmp_path / str(on), cls, config_cls, dynamic_sampling=on, max_steps=6, beta=0.0)
@@ -117,9 +120,18 @@ def test_training_has_fewer_dead_groups(tmp_path, cls, config_cls):
         if on:
             assert sum(entry["dynamic_sampling/further_prompts"] for entry in logs) > 0
             for entry in logs:
-                assert entry["frac_reward_zero_std"] == pytest.approx(entry["dynamic_sampling/dead_groups_left"])
+                assert entry["frac_reward_zero_std"] == pytest.approx(entry["dynamic_sampling/frac_zero_variance"])
     assert shares[False] > 0
     assert shares[True] < shares[False]
+
+
+def test_a_dataset_without_any_variance_trains_on(tmp_path):
+    """As in stock TRL: a task that has been learned ends no run."""
+    made = make(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), dataset=prompts(4), max_steps=3)
+    made.train()
+    assert made.state.global_step == 3
+    assert made.state.log_history[0]["dynamic_sampling/frac_zero_variance"] == 1.0
+    assert made.state.log_history[0]["dynamic_sampling/rounds"] == 3
 
 
 def test_rewards_logged_extras_and_rows_belong_together(tmp_path):
@@ -144,10 +156,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = make(tmp_path, **settings)
     whole.train()
-    assert whole.living_groups.state()["taken"] > 0
+    assert whole.dynamic_sampling.taken > 0
     resumed = make(tmp_path, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert resumed.living_groups.state() == whole.living_groups.state()
+    assert resumed.dynamic_sampling.taken == whole.dynamic_sampling.taken
     assert losses(resumed) == losses(whole)
 
 
@@ -166,8 +178,6 @@ def test_bad_input(tmp_path):
         )
     with pytest.raises(ValueError, match="one completion per prompt"):
         AStarPOConfig("out", dynamic_sampling=True, use_cpu=True, bf16=False)
-    with pytest.raises(NothingToLearn):
-        make(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), dataset=prompts(4)).train()
 
 
 @pytest.mark.processes
@@ -180,7 +190,7 @@ def test_two_ranks_fill_as_one_and_train_in_step(tmp_path):
     for key in ("rewards", "metrics", "state"):
         assert together[0][key] == together[1][key] == alone[key]
     assert together[0]["trained_state"] == together[1]["trained_state"]
-    assert together[0]["trained_state"]["taken"] > 0
+    assert together[0]["trained_state"] > 0
     # Unlike numbers of rows and tokens, so a collective in decoding would hang.
     for rank, steps in zip(together, (4 * 15, 7 * 23), strict=True):
         assert rank["wrapped"] == "DistributedDataParallel"
@@ -191,7 +201,6 @@ def test_two_ranks_fill_as_one_and_train_in_step(tmp_path):
 
 def filled_of(accelerator: Accelerator) -> dict:
     """A batch of three groups of four, so that the second lies on two ranks; every third prompt has equal rewards."""
-    dataset = [{"n": i} for i in range(20)]
 
     def draw(rows):
         first = accelerator.process_index * len(rows)
@@ -201,16 +210,16 @@ def filled_of(accelerator: Accelerator) -> dict:
         rewards = torch.tensor([[float(n % 3 and i % 2)] for i, n in enumerate(everyone)])
         return ScoredRows(rows, [f"{row['n']}/{first + i}" for i, row in enumerate(rows)], rewards)
 
-    made = DynamicSampling(20, 4, 3, 0, accelerator)
-    rows = [dataset[i] for i in (0, 3, 4) for _ in range(4)]
+    made = sampling(20, group=4, accelerator=accelerator)
+    rows = [made.dataset[i] for i in (0, 3, 4) for _ in range(4)]
     share = len(rows) // accelerator.num_processes
     mine = rows[accelerator.process_index * share :][:share]
-    filled, metrics = made.fill(draw(mine), dataset, draw, lambda r: alive_groups(r, torch.ones(1), 4, each=False))
-    inputs = [row["n"] for row in filled.inputs]
+    filled, metrics = made.fill(mine, draw)
+    inputs = [row["n"] for row in filled]
     return {
         "inputs": inputs,
         "drawn": filled.drawn,
         "rewards": filled.rewards_NK.tolist(),
         "metrics": metrics,
-        "state": made.state(),
+        "state": made.taken,
     }

@@ -27,6 +27,7 @@ from ..rollout.correction import (
     sampling_metrics,
     weighs_in_loss,
 )
+from ..rollout.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollout.engine_model import EngineModel
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..rollout.start import trl_starts_engine
@@ -41,7 +42,6 @@ from ..telemetry.phases import PhaseClock, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
-from .living_groups import LivingGroups
 from .padded_cut import padded_pass
 from .requests import loss_pass, padded_batch, rollout_pass
 from .token_budget import TokenBudget
@@ -81,7 +81,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
-        self.living_groups = LivingGroups(self.args, self.train_dataset, self.accelerator, self.reward_weights)
+        self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
         judges = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
         self.weight_sync_check = WeightSyncCheck(judges)
         for warning in warnings_for(self.args, self.sync):
@@ -144,20 +144,28 @@ class EfficientGRPOTrainer(GRPOTrainer):
         try:
             with self.clock.phase("prepare"), self.sharding.gathered(self.model):
                 if self.model.training and self.args.dynamic_sampling:
-                    seams = self._generate, self._calculate_rewards, self._pending_extra_logs
-                    inputs, metrics = self.living_groups.draw(inputs, *seams)
+                    rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows)
                     self._add_metrics(metrics)
+                    self._pending_extra_logs.update(rows.extras())
+                    # TRL's method asks for completions and rewards itself. It gets those of the rows.
+                    inputs, self._generate = rows, lambda prompts: rows.generated()
                 batch = super()._generate_and_score_completions(inputs)
         finally:
-            self.living_groups.release()
+            vars(self).pop("_generate", None)
             self.vllm_importance_sampling_correction = wanted
         if self.use_vllm and OLD_LOGPS in batch and SAMPLED_LOGPS in batch:
             self._compare_with_engine(batch, batch[OLD_LOGPS])
         return batch
 
+    def _draw_rows(self, rows: list[dict]) -> ScoredRows:
+        prompts = [row["prompt"] for row in rows]
+        generated = self._generate(prompts)
+        rewards_NK = self._calculate_rewards(rows, prompts, generated[3], generated[1])
+        drawn = to_rows(generated, self._pending_extra_logs)
+        self._pending_extra_logs.clear()
+        return ScoredRows(rows, drawn, rewards_NK)
+
     def _generate(self, prompts):
-        if (held := self.living_groups.generated()) is not None:
-            return held
         with self.prefix_sharing.set_aside(), self.clock.phase("generate"):
             drawn = super()._generate(prompts)
         self._add_metrics(self.rollout.take_metrics())
@@ -197,8 +205,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         return nullcontext((EngineModel(self.vllm_generation, config), False))
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        if (held := self.living_groups.rewards()) is not None:
-            return held
+        if isinstance(inputs, ScoredRows):
+            return inputs.rewards_NK
         with self.clock.phase("reward"):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
@@ -323,7 +331,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        rollouts = {"step": self._step, "buffer": self._buffered_inputs, "further": self.living_groups.state()}
+        rollouts = {
+            "step": self._step,
+            "buffer": self._buffered_inputs,
+            "further": {"taken": self.dynamic_sampling.taken},
+        }
         with self.checkpointing.writing(folder, self.state, rollouts):
             super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
@@ -362,7 +374,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         rollouts = self.checkpointing.load_rollouts(checkpoint)
         if rollouts is not None:
             self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
-            self.living_groups.load_state(rollouts.get("further"))
+            self.dynamic_sampling.taken = (rollouts.get("further") or {}).get("taken", 0)
         elif checkpoint is not None:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps  # as far as the sampler is
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): further prompts for groups that cannot teach anything.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): further prompts in place of groups with zero variance.
 
 A group whose rewards are all equal has zero advantage. Its place in the generation batch goes to another prompt's group,
 for a few rounds at most. The further prompts come from a stream of their own, which goes through the whole dataset in a
@@ -7,6 +7,7 @@ random order before any prompt comes a second time; what training draws by itsel
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,26 +19,64 @@ from .rewards import combine
 logger = get_logger(__name__)
 
 
-class NothingToLearn(RuntimeError):
-    """As many groups in a row as the dataset has prompts had equal rewards."""
-
-
 @dataclass
-class ScoredRows:
-    """Completions of whole groups, spread over the ranks in equal parts and in order, and the rewards of all.
+class DrawnRow:
+    """One completion of `GRPOTrainer._generate`, and what its reward functions logged for it."""
 
-    Attributes:
-        inputs: dataset rows of this rank, one for each completion.
-        drawn: whatever belongs to this rank's completions, one value for each.
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    completion: str | list[dict]
+    logprobs: list[float] | None
+    extras: dict[str, Any]
+
+
+def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
+    """What `GRPOTrainer._generate` returned for text prompts, by row.
+
+    Args:
+        generated: prompt ids, completion ids, tool mask, completions, log-probabilities, fields of a rollout function,
+            images, images of tools.
+        extras: columns that reward functions logged, one value for each row.
+    """
+    prompt_ids, completion_ids, _, completions, logprobs, *_ = generated
+    logprobs = [None] * len(prompt_ids) if logprobs is None else logprobs
+    columns = {name: values for name, values in extras.items() if len(values) == len(prompt_ids)}
+    logged = [{name: values[i] for name, values in columns.items()} for i in range(len(prompt_ids))]
+    return [DrawnRow(*row) for row in zip(prompt_ids, completion_ids, completions, logprobs, logged, strict=True)]
+
+
+class ScoredRows(list):
+    """Dataset rows of this rank, one for each completion, with what was drawn for them and the rewards of all ranks.
+
+    Groups are whole, spread over the ranks in equal parts and in order. In the place of the inputs of TRL's
+    `_generate_and_score_completions`.
+
+    Args:
+        rows: the dataset rows.
+        drawn: one value for each.
         rewards_NK: of the completions of all ranks, by reward function.
     """
 
-    inputs: list[dict]
-    drawn: list
-    rewards_NK: torch.Tensor
+    def __init__(self, rows: list[dict], drawn: list, rewards_NK: torch.Tensor):
+        super().__init__(rows)
+        self.drawn, self.rewards_NK = drawn, rewards_NK
+
+    def generated(self) -> tuple:
+        """The rows as `GRPOTrainer._generate` would return them."""
+        rows = self.drawn
+        logprobs = None if rows[0].logprobs is None else [row.logprobs for row in rows]
+        ids = [row.prompt_ids for row in rows], [row.completion_ids for row in rows]
+        return *ids, None, [row.completion for row in rows], logprobs, {}, None, []
+
+    def extras(self) -> dict[str, list]:
+        """Columns that reward functions logged, with `None` for rows without."""
+        names = sorted({name for row in self.drawn for name in row.extras})
+        return {name: [row.extras.get(name) for row in self.drawn] for name in names}
 
 
-def alive_groups(rewards_NK: torch.Tensor, weights_K: torch.Tensor, group_size: int, each: bool) -> torch.Tensor:
+def groups_with_variance(
+    rewards_NK: torch.Tensor, weights_K: torch.Tensor, group_size: int, each: bool
+) -> torch.Tensor:
     """Which groups have rewards that differ, `(N / group_size,)`; completions without any reward do not count.
 
     Args:
@@ -53,104 +92,79 @@ def alive_groups(rewards_NK: torch.Tensor, weights_K: torch.Tensor, group_size: 
 
 
 class DynamicSampling:
-    """Replaces dead groups of a generation batch by groups of further prompts.
+    """Replaces zero-variance groups of a generation batch by groups of further prompts.
 
     Args:
-        size: prompts in the dataset.
-        group_size: completions per prompt.
-        max_rounds: further generations per batch at most.
-        seed: of the order of the further prompts.
+        args: of the trainer.
+        dataset: training rows by index.
         accelerator: every rank calls [`fill`], and goes through the same rounds.
+        weights_K: of the reward functions.
+
+    Attributes:
+        taken: further prompts since the start of the run; a checkpoint keeps it, the same on every rank.
     """
 
-    def __init__(self, size: int, group_size: int, max_rounds: int, seed: int, accelerator: Accelerator):
-        self.size, self.group_size, self.max_rounds, self.seed = size, group_size, max_rounds, seed
-        self.accelerator = accelerator
-        self.taken = 0  # further prompts since the start of the run
-        self.dead_in_a_row = 0
-
-    def state(self) -> dict[str, int]:
-        """What a checkpoint keeps; the same on every rank."""
-        return {"taken": self.taken, "dead_in_a_row": self.dead_in_a_row}
-
-    def load_state(self, state: dict[str, int]) -> None:
-        self.taken, self.dead_in_a_row = state["taken"], state["dead_in_a_row"]
+    def __init__(self, args: Any, dataset: Sequence[dict], accelerator: Accelerator, weights_K: torch.Tensor):
+        self.args, self.dataset, self.accelerator, self.weights_K = args, dataset, accelerator, weights_K
+        self.taken = 0
 
     def next_prompts(self, count: int) -> list[int]:
         """Indices of the next `count` further prompts."""
         found = []
         while len(found) < count:
-            passes, place = divmod(self.taken, self.size)
-            order = torch.randperm(self.size, generator=torch.Generator().manual_seed((self.seed << 20) + passes))
+            passes, place = divmod(self.taken, len(self.dataset))
+            generator = torch.Generator().manual_seed((self.args.seed << 20) + passes)
+            order = torch.randperm(len(self.dataset), generator=generator)
             part = order[place : place + count - len(found)].tolist()
             found += part
             self.taken += len(part)
         return found
 
     def fill(
-        self,
-        batch: ScoredRows,
-        dataset: Sequence[dict],
-        draw: Callable[[list[dict]], ScoredRows],
-        alive: Callable[[torch.Tensor], torch.Tensor],
+        self, inputs: list[dict], draw: Callable[[list[dict]], ScoredRows]
     ) -> tuple[ScoredRows, dict[str, float]]:
-        """`batch` with its dead groups replaced where there is something better, and the metrics of doing so.
+        """Rows to train on, drawn for `inputs` or, in the place of a zero-variance group, for others; and metrics.
 
         Args:
-            batch: of this rank; a group may lie on two ranks.
-            dataset: training rows by index.
+            inputs: dataset rows of this rank; a group may lie on two ranks.
             draw: completions and rewards for these rows of this rank; collective.
-            alive: which groups, from the rewards of all ranks.
-
-        Raises:
-            NothingToLearn: says what to look at.
         """
-        inputs, drawn, rewards_NK = list(batch.inputs), list(batch.drawn), batch.rewards_NK.clone()
-        alive_G = alive(rewards_NK)
-        self._watch(alive_G)
+        size, rank, ranks = self.args.num_generations, self.accelerator.process_index, self.accelerator.num_processes
+        batch = draw(inputs)
+        rows, drawn, rewards_NK = list(batch), list(batch.drawn), batch.rewards_NK.clone()
+        varied_G = self._varied(rewards_NK)
         metrics = dict.fromkeys(("rounds", "further_prompts", "surplus_groups"), 0.0)
-        start = self.accelerator.process_index * len(inputs)
-        while not alive_G.all() and metrics["rounds"] < self.max_rounds:
-            rows = self._next_rows(int((~alive_G).sum()), dataset, batch.inputs[0].keys())
-            mine = len(rows) // self.accelerator.num_processes
-            first = self.accelerator.process_index * mine
-            further = draw(rows[first : first + mine])
-            all_drawn = gather_object(further.drawn) if self.accelerator.num_processes > 1 else further.drawn
-            found_G = alive(further.rewards_NK)
-            self._watch(found_G)
-            slots, sources = (~alive_G).nonzero()[:, 0].tolist(), found_G.nonzero()[:, 0].tolist()
+        start = rank * len(rows)
+        while not varied_G.all() and metrics["rounds"] < self.args.dynamic_sampling_max_rounds:
+            groups = int((~varied_G).sum())
+            while groups * size % ranks:  # as many rows for every rank
+                groups += 1
+            further = [self.dataset[i] for i in self.next_prompts(groups)]
+            further = [{name: row[name] for name in inputs[0]} for row in further for _ in range(size)]
+            mine = len(further) // ranks
+            found = draw(further[rank * mine : (rank + 1) * mine])
+            all_drawn = gather_object(found.drawn) if ranks > 1 else found.drawn
+            sources = self._varied(found.rewards_NK).nonzero()[:, 0].tolist()
+            slots = (~varied_G).nonzero()[:, 0].tolist()
             for slot, source in zip(slots, sources, strict=False):
-                for k in range(self.group_size):
-                    to, of = slot * self.group_size + k, source * self.group_size + k
-                    rewards_NK[to] = further.rewards_NK[of]
-                    if 0 <= to - start < len(inputs):
-                        inputs[to - start], drawn[to - start] = rows[of], all_drawn[of]
-                alive_G[slot] = True
+                for k in range(size):
+                    to, of = slot * size + k, source * size + k
+                    rewards_NK[to] = found.rewards_NK[of]
+                    if 0 <= to - start < len(rows):
+                        rows[to - start], drawn[to - start] = further[of], all_drawn[of]
+                varied_G[slot] = True
             metrics["rounds"] += 1
-            metrics["further_prompts"] += len(rows) // self.group_size
+            metrics["further_prompts"] += groups
             metrics["surplus_groups"] += max(0, len(sources) - len(slots))
-        metrics["dead_groups_left"] = (~alive_G).float().mean().item()
-        if metrics["dead_groups_left"]:
+        metrics["frac_zero_variance"] = (~varied_G).float().mean().item()
+        if metrics["frac_zero_variance"]:
             logger.warning_once(
-                f"dynamic_sampling: after {self.max_rounds} rounds some groups still have equal rewards and stay in the "
-                "batch; dynamic_sampling/dead_groups_left tells how many. Raise dynamic_sampling_max_rounds for more"
+                f"dynamic_sampling: after {self.args.dynamic_sampling_max_rounds} rounds some groups still have equal "
+                "rewards and stay in the batch; dynamic_sampling/frac_zero_variance says how many. Raise "
+                "dynamic_sampling_max_rounds for more; where it stays at 1, look at the rewards of a few completions"
             )
-        return ScoredRows(inputs, drawn, rewards_NK), {f"dynamic_sampling/{k}": v for k, v in metrics.items()}
+        return ScoredRows(rows, drawn, rewards_NK), {f"dynamic_sampling/{k}": v for k, v in metrics.items()}
 
-    def _next_rows(self, groups: int, dataset: Sequence[dict], columns) -> list[dict]:
-        """Rows of all ranks for at least this many further prompts, as many for every rank."""
-        while groups * self.group_size % self.accelerator.num_processes:
-            groups += 1
-        rows = [dataset[i] for i in self.next_prompts(groups)]
-        return [{name: row[name] for name in columns} for row in rows for _ in range(self.group_size)]
-
-    def _watch(self, alive_G: torch.Tensor) -> None:
-        for alive in alive_G.tolist():
-            self.dead_in_a_row = 0 if alive else self.dead_in_a_row + 1
-        if self.dead_in_a_row >= self.size:
-            raise NothingToLearn(
-                f"dynamic_sampling: {self.dead_in_a_row} groups in a row, as many as the dataset has prompts "
-                f"({self.size}), had equal rewards, so there is nothing to learn. Look at the rewards of a few "
-                "completions: the task may be too hard or too easy for the model, or the reward function always gives "
-                "the same"
-            )
+    def _varied(self, rewards_NK: torch.Tensor) -> torch.Tensor:
+        each = self.args.multi_objective_aggregation == "normalize_then_sum"
+        return groups_with_variance(rewards_NK, self.weights_K, self.args.num_generations, each)
