@@ -32,9 +32,8 @@ def judged(*means: float, tokens: float = 1000) -> WeightSyncCheck:
 def test_another_model_is_an_error_after_the_first_sync_alone(warned):
     with pytest.raises(RolloutError, match=r"by 2 nats.*another model, or ignores the adapter"):
         judged(2.0)
-    with pytest.raises(RolloutError):
-        judged(float("nan"))
     judged(0.01, 2.0)  # later it is named, never an error
+    assert judged(float("nan"), float("inf")).is_waiting  # of a policy that overflows; vLLM has no part in it
 
 
 def test_what_is_high_or_grows_is_named_once_and_again_when_it_has_doubled(warned):
@@ -80,6 +79,8 @@ def test_nothing_is_judged_where_vllm_does_not_draw_from_the_policy(warned):
         ({"generation_kwargs": {"temperature": 0.7}}, False),
         ({"generation_kwargs": {"min_tokens": 8}}, False),
         ({"generation_kwargs": {"extra_args": {"what": "ever"}}}, False),
+        ({"vllm_engine_kwargs": '{"quantization": "fp8"}'}, True),
+        ({"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, False),
         ({"vllm_mode": "server", "temperature": 0.7}, False),  # the server may leave it out
     ],
 )

@@ -134,7 +134,7 @@ ATTRIBUTES = [
 ]
 DISTRIBUTED_ATTRIBUTES = ("is_fsdp", "is_zero3", "summon_full_params")  # of `_dist`
 # Of `vllm_generation`, where there is one: what it is called for, and what it sets.
-VLLM_ATTRIBUTES = ("sync_weights", "_iter_named_params")
+VLLM_ATTRIBUTES = ("sync_weights",)
 VLLM_SETS = ("_dist", "_llm_weights_sleeping", "llm", "tp_group", "vllm_client")
 WITH_VLLM = ("_last_loaded_step", "vllm_generation")  # of a trainer with `use_vllm`
 ASYNC_LOOP = "async_loop"  # there, where a reward function is a coroutine

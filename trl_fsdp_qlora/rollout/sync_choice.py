@@ -86,7 +86,7 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any
     if is_fsdp_launch() or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None) == 3:
         return Sync("adapter", "the base is sharded")
     if args.vllm_mode == "server":
-        return Sync("adapter", "the engine is a server")
+        return Sync("adapter", "the engine is a server" + (" (if it was started to take them)" if ask is None else ""))
     if not on_gpu:
         return Sync("adapter", "there is no GPU, where pushing whole weights does not work")
     return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")

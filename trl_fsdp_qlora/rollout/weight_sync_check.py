@@ -5,6 +5,7 @@ metric in every step (TRL's `sampling/sampling_logp_difference`). Rounding alone
 model makes it more than one.
 """
 
+import math
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -44,6 +45,8 @@ def draws_from_policy(args: Any) -> bool:
         return False
     if args.vllm_mode == "server" and args.temperature != 1.0:
         return False  # a server without --logprobs-mode processed_logprobs leaves the temperature out
+    if not {"logprobs_mode", "logits_processors"}.isdisjoint(args.vllm_engine_kwargs or {}):
+        return False
     if kwargs.get("temperature", args.temperature) != args.temperature:
         return False
     known = {*_NEUTRAL_KWARGS, "temperature", "top_p", "top_k", "min_p"}
@@ -74,7 +77,7 @@ class WeightSyncCheck:
         Raises:
             RolloutError: after the first sync the engine plainly holds another model.
         """
-        if not self.judges or not tokens:
+        if not self.judges or not tokens or not math.isfinite(total):  # a policy that overflows says nothing of vLLM
             return
         mean = total / tokens
         if self.first is None:
@@ -83,7 +86,7 @@ class WeightSyncCheck:
             if self._tokens < ENOUGH_TOKENS:
                 return
             self.first = mean
-            if not mean < OTHER_MODEL:
+            if mean >= OTHER_MODEL:
                 raise RolloutError(
                     f"vLLM's log-probabilities differ from the trainer's by {mean:.3g} nats on average, which no rounding "
                     "explains: vLLM holds another model, or ignores the adapter. Compare model_name_or_path with what vLLM "
