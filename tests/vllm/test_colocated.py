@@ -116,7 +116,12 @@ def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypat
         begin(engine)
 
     monkeypatch.setattr(AdapterEngine, "_start_colocated", wrong)
-    settings = {"per_device_train_batch_size": 16, "generation_kwargs": {"ignore_eos": True}}
+    # As many tokens as are judged, of completions whose rewards are all equal.
+    settings = {
+        "per_device_train_batch_size": 16,
+        "generation_kwargs": {"ignore_eos": True},
+        "skip_zero_advantage": False,
+    }
     trainer = start(callbacks=[made], **settings)
     with pytest.raises(RolloutError, match="another model"):
         trainer.train()

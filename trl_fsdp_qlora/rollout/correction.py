@@ -88,7 +88,7 @@ def sampling_figures(
     if weights is None:
         weights, used = difference[:, :1], torch.zeros_like(mask_BC[:, :1])
     else:  # (B, 1) in the sequence modes
-        used = mask_BC if weights.shape == mask_BC.shape else torch.ones_like(weights, dtype=torch.bool)
+        used = mask_BC if weights.shape == mask_BC.shape else mask_BC.any(1, keepdim=True)
     low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
     outside = weights <= (0.0 if low is None else low)
     if high is not None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from requests.adapters import HTTPAdapter, Retry
 from trl.generation.vllm_client import VLLMClient
 
 from .adapter_sync import RolloutError
@@ -42,6 +43,10 @@ class AdapterServer(VLLMClient):
         self.model = self.base = base["id"]
         self.folder = base.get("root") or base["id"]
         self._check(self.get_server_info(), max_lora_rank)
+        # TRL asks again after a 500, and forgets what it said: here that is why vLLM did not take an adapter.
+        tries = Retry(total=5, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST"])
+        for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
+            self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=tries))
 
     def _check(self, info: dict[str, Any], max_lora_rank: int) -> None:
         lora, parallel = info["lora_config"], info["parallel_config"]
