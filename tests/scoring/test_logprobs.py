@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_fsdp_qlora.compat.older_gpus import let_trl_cast
+from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
 from trl_fsdp_qlora.scoring import frozen_head
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
@@ -62,7 +62,8 @@ def test_bfloat16_gradient_is_no_further_from_float64_than_trls():
     exact = gradient(reference(exact_hidden, weight, None, targets)[0], exact_hidden, upstream)
     ours = gradient(score_positions(hidden, weight, None, targets)[0], hidden, upstream)
     stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 64, None, 1.0, ("log_probs",))[0]
-    stocks = gradient(stock, hidden, upstream)
+    with casting_wide_sums():  # as the trainer does
+        stocks = gradient(stock, hidden, upstream)
     error = lambda grad: (grad.double() - exact).pow(2).mean().sqrt()  # noqa: E731
     assert error(ours) <= error(stocks)
 
@@ -73,7 +74,6 @@ def test_bfloat16_gradient_is_no_further_from_float64_than_trls():
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_cuda_bfloat16_gradient_is_no_further_from_float64_than_trls(softcap, kernel, monkeypatch):
     monkeypatch.undo()  # tiles of their real size
-    let_trl_cast()  # as the trainer does
     torch.manual_seed(0)
     hidden = torch.randn(128, 896, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(49152, 896, device="cuda") * 0.05).bfloat16()
@@ -85,7 +85,8 @@ def test_cuda_bfloat16_gradient_is_no_further_from_float64_than_trls(softcap, ke
     ours = gradient(log_probs, hidden, upstream)
     outputs = ("log_probs",)
     stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, softcap, 1.0, outputs)[0]
-    stocks = gradient(stock, hidden, upstream)
+    with casting_wide_sums():  # as the trainer does
+        stocks = gradient(stock, hidden, upstream)
     error = lambda grad: (grad.double() - exact).pow(2).mean().sqrt()  # noqa: E731
     assert error(ours) <= error(stocks)
     # Products of bfloat16 operands are exact in float32; what is left is the order of the sums.

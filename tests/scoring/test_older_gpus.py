@@ -21,8 +21,6 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(chunked_logprob, "_addmm_fp32", chunked_logprob._addmm_fp32)
-        older_gpus.let_trl_cast()
 
     return see
 
@@ -41,7 +39,8 @@ def products(dtype):
         total = torch.empty(8, 8, device="cuda")
         left, right = torch.empty(2, 8, 8, device="cuda", dtype=dtype)
         add_product(total, left, right)
-        chunked_logprob._addmm_fp32(total, left, right)
+        with older_gpus.casting_wide_sums():
+            chunked_logprob._addmm_fp32(total, left, right)
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
@@ -58,13 +57,14 @@ def test_others_stay_as_they_are(capability, dtype, gpu, summed):
     assert summed == [(dtype, dtype)] * 2
 
 
-def test_trls_function_is_replaced_once_and_only_where_it_has_to_be(gpu):
-    gpu(8, 6)
-    assert not hasattr(chunked_logprob._addmm_fp32, "__wrapped__")
-    gpu(7, 5)
-    replaced = chunked_logprob._addmm_fp32
-    older_gpus.let_trl_cast()
-    assert chunked_logprob._addmm_fp32 is replaced and hasattr(replaced, "__wrapped__")
+def test_trls_function_is_replaced_only_inside_and_only_where_it_has_to_be(gpu):
+    own = chunked_logprob._addmm_fp32
+    for capability, replaced in (((8, 6), False), ((7, 5), True)):
+        gpu(*capability)
+        with pytest.raises(RuntimeError, match="a step fails"), older_gpus.casting_wide_sums():
+            assert (chunked_logprob._addmm_fp32 is not own) == replaced
+            raise RuntimeError("a step fails")
+        assert chunked_logprob._addmm_fp32 is own
 
 
 def test_the_start_up_block_says_so(gpu):

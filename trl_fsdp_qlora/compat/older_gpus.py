@@ -4,7 +4,8 @@
 On devices that are not CUDA TRL casts the operands first; here it does so on these GPUs too.
 """
 
-import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from trl.kernels import chunked_logprob
@@ -24,14 +25,15 @@ def refuses_wide_sum(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and lacks_bf16(device)
 
 
-def let_trl_cast() -> None:
-    """Where a GPU of this process needs it, let TRL's LM head cast the operands of such sums. Once is enough for a process."""
+@contextmanager
+def casting_wide_sums() -> Iterator[None]:
+    """Where a GPU of this process needs it, TRL's LM head casts the operands of such sums inside: a step's backward is there."""
     original = chunked_logprob._addmm_fp32
     gpus = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
-    if hasattr(original, "__wrapped__") or not any(map(lacks_bf16, gpus)):
+    if not any(map(lacks_bf16, gpus)):
+        yield
         return
 
-    @functools.wraps(original)
     def addmm_fp32(acc, a, b):
         if refuses_wide_sum(acc.device, a.dtype):
             acc.addmm_(a.float(), b.float())
@@ -39,3 +41,7 @@ def let_trl_cast() -> None:
             original(acc, a, b)
 
     chunked_logprob._addmm_fp32 = addmm_fp32
+    try:
+        yield
+    finally:
+        chunked_logprob._addmm_fp32 = original

@@ -5,7 +5,6 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedConfig
 
-from ..compat.older_gpus import let_trl_cast
 from ..compat.transformers import model_name
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
@@ -101,7 +100,6 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     peft_config = checks.language_model_only(call.get("peft_config"), model, revision)
     call = call | {"peft_config": peft_config}
     checks.check_processes(args.world_size)
-    let_trl_cast()
     if call.get("train_dataset") is not None:
         needs_prompt = call.get("environment_factory") is None
         checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)

@@ -52,10 +52,11 @@ class EfficientGRPOConfig(GRPOConfig):
         "Which tokens of a completion enter the loss: 'all', 's_grpo', 'uniform' or 'prefix_cut'. The others "
         "are not computed.",
     )
-    token_selection_rate: float = option(
-        0.5,
+    token_selection_rate: float | None = option(
+        None,
         "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, "
-        "0.5 or more.",
+        "0.5 or more. Default: 0.75 for 'prefix_cut', whose last tokens would weigh as much as a whole completion at "
+        "0.5, and 0.5 for the others.",
     )
     token_selection_always_first: int = option(
         0, "With token_selection: tokens at the start of a completion that are always kept (α)."
@@ -129,6 +130,8 @@ class EfficientGRPOConfig(GRPOConfig):
         self._take_numpy()
         for name in SWITCHES:
             setattr(self, name, spelled(getattr(self, name)))
+        if self.token_selection_rate is None:
+            self.token_selection_rate = 0.75 if self.token_selection == "prefix_cut" else 0.5
         if self.num_generations < 1:
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         accumulation = self.steps_per_generation or self.gradient_accumulation_steps

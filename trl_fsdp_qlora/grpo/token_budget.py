@@ -68,8 +68,8 @@ class Choice(NamedTuple):
     Attributes:
         scored_BC, weight_BC: for the [`PassRequest`]; no weights where each is one.
         inputs: of the loss, with zeros in what the log-probabilities are compared with where nothing is scored.
-        counts: float32 `(6,)`: tokens of the loss, those of completions that were not skipped, those of the latter that
-            a selection kept, those scored; completions, and those of them with a scored token.
+        counts: int64 `(5,)`: tokens of the loss, those of completions that were not skipped, those of the latter that a
+            selection kept, which are scored; completions, and those of them with a scored token.
     """
 
     scored_BC: torch.Tensor
@@ -138,11 +138,10 @@ class TokenBudget:
             learning_BC = mask_BC & (advantages != 0).any(1, keepdim=True)
         selection = self._select(learning_BC, step, micro_step)
         scored_BC = learning_BC if selection is None else selection.keep
-        selected = scored_BC.sum()
-        scored_BC = torch.where(learning_BC.any(), scored_BC, _first_completion(mask_BC))
-        rows = selected.new_full((), len(mask_BC))  # filled in on the device: one from the host would be waited for
-        sums = [mask_BC.sum(), learning_BC.sum(), selected, scored_BC.sum(), rows, scored_BC.any(1).sum()]
-        counts = torch.stack(sums).float()
+        scored = scored_BC.sum()
+        rows = scored.new_full((), len(mask_BC))  # filled in on the device: one from the host would be waited for
+        sums = [mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum()]
+        counts = torch.stack(sums)
         compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if _per_token(inputs, key)}
         ratio = inputs.get(IMPORTANCE_RATIO)
         if isinstance(ratio, torch.Tensor):  # one per token, or one per completion
@@ -181,36 +180,36 @@ class TokenBudget:
     def _report(
         self, shares: tuple[list, list], last: dict[str, tuple[list[float], int]], counts: list[float]
     ) -> None:
-        valid, learning, selected, scored, completions, scored_completions = counts
+        valid, learning, scored, completions, scored_completions = counts
         for values, value in zip(shares, (scored / max(valid, 1.0), float(learning == 0)), strict=True):
             values.append(value)
         if learning == 0:
             self.empty_batches += 1
-            if self.empty_batches == 1:
+            if self.empty_batches == 1 and self.rank == 0:  # the counts are those of all ranks
                 logger.warning(
                     "A micro-batch has no token to learn from (every advantage is zero or every completion is "
                     "masked); it leaves the gradient as it is. tokens/nothing_to_learn counts such batches."
                 )
         # Zeros stand where nothing was computed. A skipped completion is never clipped, so its zeros are stock's; those of
         # tokens that a selection left out of a completion are made up for. Phi is one where nothing is scored.
-        for keys, over, of in ((SCORED_MEANS, valid, scored), (LEARNING_MEANS, learning, selected)):
+        for keys, over, of in ((SCORED_MEANS, valid, scored), (LEARNING_MEANS, learning, scored)):
             for key in keys:
-                if of and key in last:
+                if key in last and (of or key in SCORED_MEANS):
                     values, i = last[key]
-                    values[i] *= over / of
+                    values[i] = values[i] * over / of if of else float("nan")  # see `drop_missing`
         if scored_completions and PHI_MEAN in last:
             values, i = last[PHI_MEAN]
             values[i] = (values[i] * completions - (completions - scored_completions)) / scored_completions
 
 
-def _first_completion(mask_BC: torch.Tensor) -> torch.Tensor:
-    """The tokens of the first completion that has any.
-
-    It is scored where a micro-batch has nothing to learn from, for the entropy's sake: its advantage is zero, and so is
-    what it adds to the loss.
-    """
-    row = mask_BC.any(1).int().argmax()
-    return mask_BC & (torch.arange(len(mask_BC), device=mask_BC.device) == row).unsqueeze(1)
+def drop_missing(metrics: dict[str, list]) -> None:
+    """Leave the entropy of micro-batches that scored no token out of the mean; without any other there is none to log."""
+    for key in SCORED_MEANS:
+        known = [value for value in metrics.get(key, ()) if value == value]
+        if known:
+            metrics[key][:] = known
+        else:
+            metrics.pop(key, None)
 
 
 def _per_token(inputs: dict[str, Any], key: str) -> bool:

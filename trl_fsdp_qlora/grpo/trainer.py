@@ -11,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
+from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
 from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SAMPLING_METRICS
 from ..fsdp2_qlora.coverage import experts_in_16_bit
@@ -44,7 +45,7 @@ from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
 from .padded_cut import padded_pass
 from .requests import loss_pass, padded_batch, rollout_pass
-from .token_budget import TokenBudget
+from .token_budget import TokenBudget, drop_missing
 
 logger = get_logger(__name__)
 
@@ -211,7 +212,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
     def training_step(self, model, inputs, num_items_in_batch):
-        with self.clock.phase("forward_backward"), fast_linears(self.model):
+        with self.clock.phase("forward_backward"), fast_linears(self.model), casting_wide_sums():
             self.sharding.before_micro_batch(self.model)
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -392,6 +393,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def log(self, logs, *args, **kwargs):
         self.telemetry.settle()
+        drop_missing(self._metrics["train"])
         with nonfatal("the traffic metric"):
             if "loss" in logs:
                 logs.update(self.sharding.traffic(self.model, self.state.global_step))

@@ -7,6 +7,8 @@ row's draw its own: it depends on the seed, the row and the step, not on which o
 
 import torch
 
+from ..scoring.transfer import widest_float
+
 # Uniform numbers are drawn for this many steps at once.
 _BLOCK = 128
 # Width of the blocks of the vocabulary in the two-level search.
@@ -28,10 +30,10 @@ class RowUniforms:
         self._rows, self._device, self._step = rows, device, 0
 
     def next(self, rows_A: torch.Tensor) -> torch.Tensor:
-        """float64 of shape `(A,)`: the next step's numbers of the rows `rows_A`, indices into the whole batch."""
+        """Shape `(A,)`, in [`widest_float`]: the next step's numbers of the rows `rows_A`, indices into the whole batch."""
         if self._step % _BLOCK == 0:
             block = torch.rand(_BLOCK, self._rows, dtype=torch.float64, generator=self._generator)
-            self._block = block.to(self._device)
+            self._block = block.to(widest_float(self._device)).to(self._device)
         self._step += 1
         return self._block[(self._step - 1) % _BLOCK, rows_A]
 
@@ -39,27 +41,27 @@ class RowUniforms:
 def draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """The token at which the distribution function of each row passes `uniform_B`; never one of probability zero.
 
-    Two levels, so that the distribution function is accumulated in float64 without a float64 copy of the vocabulary:
+    Two levels, so that the distribution function is accumulated in [`widest_float`] without such a copy of the vocabulary:
     first the block of the vocabulary by the blocks' sums, then the token inside the block.
 
     Args:
         probs_BV: non-negative weights, float32; need not sum to one.
-        uniform_B: float64 in [0, 1).
+        uniform_B: in [0, 1).
 
     Returns:
         `LongTensor` of shape `(B,)`. A row with NaN or infinite weights gets an index outside the vocabulary (-1).
     """
-    size = probs_BV.shape[1]
+    size, dtype = probs_BV.shape[1], widest_float(probs_BV.device)
     if size <= _WIDTH:
-        weight_BV = probs_BV.double()
+        weight_BV = probs_BV.to(dtype)
         return _invert(weight_BV, uniform_B)[0].where(weight_BV.sum(1).isfinite(), -1)
     whole = size - size % _WIDTH
-    blocks_BN = probs_BV[:, :whole].unflatten(1, (-1, _WIDTH)).sum(-1, dtype=torch.float64)
+    blocks_BN = probs_BV[:, :whole].unflatten(1, (-1, _WIDTH)).sum(-1, dtype=dtype)
     if whole < size:
-        blocks_BN = torch.cat([blocks_BN, probs_BV[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], 1)
+        blocks_BN = torch.cat([blocks_BN, probs_BV[:, whole:].sum(-1, keepdim=True, dtype=dtype)], 1)
     block_B, left_B = _invert(blocks_BN, uniform_B)
     token_BW = block_B[:, None] * _WIDTH + torch.arange(_WIDTH, device=probs_BV.device)
-    weight_BW = probs_BV.gather(1, token_BW.clamp_max(size - 1)).double() * (token_BW < size)
+    weight_BW = probs_BV.gather(1, token_BW.clamp_max(size - 1)).to(dtype) * (token_BW < size)
     inside_B, _ = _invert(weight_BW, left_B)
     token_B = block_B * _WIDTH + inside_B
     return token_B.where(blocks_BN.sum(1).isfinite(), -1)

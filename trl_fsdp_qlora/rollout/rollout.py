@@ -150,11 +150,13 @@ class Rollout:
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
         names = [item.name for item in fields(DecodingWork)]
-        figures = torch.tensor([getattr(self._work, name) for name in names], dtype=torch.float64)
+        figures = torch.tensor([getattr(self._work, name) for name in names])
         self._work = DecodingWork()
         figures = self.accelerator.reduce(figures.to(self.accelerator.device), reduction="sum")
         return {
-            f"generation/{name}": value for name, value in zip(names, figures.tolist(), strict=True) if figures.any()
+            f"generation/{name}": float(value)
+            for name, value in zip(names, figures.tolist(), strict=True)
+            if figures.any()
         }
 
     @contextmanager

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .transfer import to_device
+from .transfer import to_device, widest_float
 
 STRATEGIES = ("all", "s_grpo", "uniform", "prefix_cut")
 WEIGHTINGS = ("auto", "self_normalized", "horvitz_thompson")
@@ -128,6 +128,17 @@ def select_tokens(
     """
     weighting = check_selection(strategy, rate, always_first, max_tokens, weighting)
     valid_BC = completion_mask.bool()
+    if widest_float(valid_BC.device) is not torch.float64:  # probabilities of long completions need it
+        on_host = select_tokens(
+            valid_BC.cpu(),
+            strategy,
+            rate=rate,
+            always_first=always_first,
+            max_tokens=max_tokens,
+            weighting=weighting,
+            generator=generator,
+        )
+        return TokenSelection(*(values.to(valid_BC.device) for values in on_host))
     if strategy == "all":
         return TokenSelection(valid_BC, valid_BC.float())
     length_B1 = valid_BC.sum(-1, keepdim=True)

@@ -31,6 +31,6 @@ class DeferredSums:
         if not self._held:
             return
         held, self._held = self._held, []
-        numbers = iter(torch.cat([sums_N.double() for sums_N, _ in held]).tolist())
+        numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
         for sums_N, finish in held:
             finish(list(islice(numbers, len(sums_N))))

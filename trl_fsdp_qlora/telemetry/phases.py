@@ -217,7 +217,7 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
         group_size: completions per prompt; rows of a group are adjacent.
 
     Returns:
-        float64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions,
+        int64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions,
         completions with zero advantage, completion tokens.
     """
     prompt_B = batch["prompt_mask"].sum(1)
@@ -231,7 +231,7 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
     valid = prompt_B.sum() + completion_tokens
     # Filled in on the device: what comes from the host would be waited for.
     padded, rows = (prompt_B.new_full((), x) for x in (padded, rows))
-    return torch.stack([padded, valid, once, rows, dead.sum(), completion_tokens]).double()
+    return torch.stack([padded, valid, once, rows, dead.sum(), completion_tokens])
 
 
 def waste_metrics(counts: list[float]) -> dict[str, float]:

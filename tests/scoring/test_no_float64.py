@@ -1,0 +1,96 @@
+"""Apple's GPUs have no float64: counters and draws on a device that refuses it. The meta device stands for it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trl_fsdp_qlora.prefix_sharing import self_check
+from trl_fsdp_qlora.rollout.decoding import DecodingWork
+from trl_fsdp_qlora.rollout.draws import RowUniforms, draw
+from trl_fsdp_qlora.rollout.rollout import Rollout
+from trl_fsdp_qlora.scoring import token_selection, transfer
+from trl_fsdp_qlora.telemetry.deferred import DeferredSums
+from trl_fsdp_qlora.telemetry.phases import token_counts
+
+
+class NoFloat64(TorchDispatchMode):
+    """Raises where float64 comes to lie on the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor) and x.device.type == "meta" and x.dtype is torch.float64:
+                raise TypeError(
+                    "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64"
+                )
+        return found
+
+
+META = torch.device("meta")
+
+
+def test_it_refuses():
+    with NoFloat64(), pytest.raises(TypeError, match="float64"):
+        torch.zeros(2, device=META).double()
+
+
+def test_draws():
+    with NoFloat64():
+        numbers = RowUniforms(4, META, seed=0).next(torch.zeros(4, dtype=torch.long, device=META))
+        for size in (7, 700):
+            assert draw(torch.empty(4, size, device=META), numbers).shape == (4,)
+
+
+def test_counters():
+    mask = torch.empty(4, 6, dtype=torch.long, device=META)
+    with NoFloat64():
+        counts = token_counts({"prompt_mask": mask, "completion_mask": mask, "advantages": mask[:, 0].float()}, 2)
+    assert counts.dtype is torch.int64  # exact, and known to every device
+    deferred, read = DeferredSums(), []
+    deferred.add(torch.tensor([1, 2**20]), read.append)
+    deferred.add(torch.tensor([0.5]), read.append)
+    deferred.settle()
+    assert read == [[1.0, 2.0**20], [0.5]]
+
+
+def test_what_decoding_ran():
+    sent = []
+
+    def reduce(figures, reduction):
+        sent.append(figures.device.type)
+        return torch.tensor([3, 0, 5, 0])
+
+    args = SimpleNamespace(device=META, reduce=reduce)
+    rollout = Rollout(SimpleNamespace(), args, None)
+    rollout._work = DecodingWork(3, 0, 5, 0)
+    with NoFloat64():
+        assert list(rollout.take_metrics().values()) == [3.0, 0.0, 5.0, 0.0]
+    assert sent == ["meta"]
+
+
+@pytest.mark.parametrize("strategy", ["s_grpo", "uniform", "prefix_cut"])
+def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
+    """Here the host itself plays the device: what it is asked to select must be what it selects without being one."""
+    mask = torch.ones(3, 40, dtype=torch.long)
+    options = {"rate": 0.6, "max_tokens": None if strategy == "prefix_cut" else 16}
+    wanted = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
+    asked = []
+
+    def widest(device):
+        asked.append(device)
+        return torch.float32 if len(asked) == 1 else torch.float64
+
+    monkeypatch.setattr(token_selection, "widest_float", widest)
+    found = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
+    assert torch.equal(found.keep, wanted.keep) and torch.equal(found.weight, wanted.weight) and len(asked) == 2
+    assert transfer.widest_float(torch.device("mps")) is torch.float32
+
+
+def test_norms_of_the_comparison():
+    model = torch.nn.Linear(2, 2, device=META)
+    model.weight.grad = torch.empty(2, 2, device=META)
+    with NoFloat64(), pytest.raises(RuntimeError, match="meta"):  # only reading the number fails there
+        self_check._norm(model)
