@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 SPEEDUP = "benchmarks/prefix_sharing_speedup.py --device cuda"
 BENCHMARKS = {
-    "prefix_sharing": (SPEEDUP, "--runs 5 --vocabulary 49152 --backends auto flex", 0.4),
+    "prefix_sharing": (SPEEDUP, "--runs 5 --vocabulary 49152 --backends auto", 0.4),
     "prefix_sharing_2": (SPEEDUP, "--runs 5 --vocabulary 49152 --backends auto --shape 1.7B", 0.4),
     "lm_head": (
         "benchmarks/lm_head.py --device cuda --dtype bfloat16",

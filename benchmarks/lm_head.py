@@ -1,14 +1,12 @@
-"""LM head, forward and backward, on the same scored positions: the frozen-head kernels against TRL's chunked kernel.
+"""LM head, forward and backward, on the same scored positions: the frozen-head kernel against TRL's chunked kernel.
 
     python benchmarks/lm_head.py [--threads 2] [--device cpu] [--dtype float32] [--tokens 1024] [--hidden 896]
                                  [--vocabularies 49152 151936] [--rounds 3] [--output benchmarks/results/lm_head.json]
 
-`ours` is `lm_head_kernel="frozen"`; `fused` is the same with one Triton kernel between the two GEMMs, and takes part on a GPU.
-All get the same hidden states and targets, so nothing is won here by projecting fewer positions (on a CPU stock TRL projects
-every position of the padded batch, prompts included). Rounds alternate and the figure is the ratio of the medians. Peak bytes
-are those allocated above what was there before the forward, as the allocator reports them. On a GPU the last line says which
-kernel `AUTO_ON_GPU` in trl_fsdp_qlora/scoring/head_choice.py should name: the one that is fastest at every point. A kernel for
-which the GPU's memory is not enough says so and leaves the point to the others; the file is written after every point.
+Both get the same hidden states and targets, so nothing is won here by projecting fewer positions (on a CPU stock TRL projects every
+position of the padded batch, prompts included). Rounds alternate and the figure is the ratio of the medians. Peak bytes are those
+allocated above what was there before the forward, as the allocator reports them. A kernel for which the GPU's memory is not enough
+says so and leaves the point to the other; the file is written after every point.
 """
 
 import argparse
@@ -24,17 +22,12 @@ from synthetic import peak_bytes, unless_out_of_memory
 
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
-from trl_fsdp_qlora.scoring.head_choice import AUTO_ON_GPU, choose_head_kernel
 
 TRL_VOCABULARY_TILE = 8192
 
 
 def ours(hidden_NH, weight_VH, targets_N):
     return FrozenHeadLogProbFunction.apply(hidden_NH, weight_VH, None, targets_N)[0]
-
-
-def fused(hidden_NH, weight_VH, targets_N):
-    return FrozenHeadLogProbFunction.apply(hidden_NH, weight_VH, None, targets_N, 1.0, None, 1.0, True, True)[0]
 
 
 def stock(hidden_NH, weight_VH, targets_N):
@@ -44,12 +37,7 @@ def stock(hidden_NH, weight_VH, targets_N):
     )[0]
 
 
-def contestants(device: str, dtype: torch.dtype) -> dict:
-    """Name -> function; TRL's is what the others are compared with."""
-    found = {"ours": ours, "trl": stock}
-    if choose_head_kernel("fused", device, dtype).kernel == "fused":
-        found["fused"] = fused
-    return found
+KERNELS = {"ours": ours, "trl": stock}
 
 
 def forward_backward(score, hidden_NH, weight_VH, targets_N, upstream_N):
@@ -68,7 +56,7 @@ def compare(tokens: int, hidden: int, vocabulary: int, rounds: int, device: str,
     targets_N = torch.randint(0, vocabulary, (tokens,), device=device)
     upstream_N = torch.randn(tokens, device=device)
     arguments = (hidden_NH, weight_VH, targets_N, upstream_N)
-    scores = contestants(device, dtype)
+    scores = dict(KERNELS)
     seconds = {name: [] for name in scores}
     row = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary, "dtype": str(dtype).removeprefix("torch.")}
     results = first_calls(scores, arguments, row)
@@ -80,30 +68,20 @@ def compare(tokens: int, hidden: int, vocabulary: int, rounds: int, device: str,
     for name, score in scores.items():
         row[f"seconds_{name}"] = statistics.median(seconds[name])
         row[f"peak_bytes_{name}"] = peak_bytes(lambda score=score: forward_backward(score, *arguments), device)
-    for name, suffix in (("ours", ""), ("fused", "_fused")):
-        if {name, "trl"} <= scores.keys():
-            row[f"speedup{suffix}"] = row["seconds_trl"] / row[f"seconds_{name}"]
-            row |= differences(results, name, suffix)
-    if scores:
-        row["fastest"] = min(scores, key=lambda name: row[f"seconds_{name}"])
+    if scores.keys() == KERNELS.keys():
+        row["speedup"] = row["seconds_trl"] / row["seconds_ours"]
+        (logps, stock_logps), (grad, stock_grad) = zip(results["ours"], results["trl"], strict=True)
+        row["max_delta_log_prob"] = (logps.float() - stock_logps.float()).abs().max().item()
+        apart = (grad.float() - stock_grad.float()).abs().max()
+        row["max_delta_grad_relative"] = (apart / stock_grad.float().abs().max()).item()
     return row
 
 
 def first_calls(scores: dict, arguments: tuple, row: dict) -> dict:
-    """Call each kernel once, which compiles it; its values are what is compared.
-
-    One that cannot run leaves `scores`, and `row` says why.
-    """
+    """Call each kernel once, which compiles it; its values are what is compared. One that cannot run leaves `scores`."""
     results = {}
     for name, score in list(scores.items()):
-        try:
-            found = unless_out_of_memory(name, lambda score=score: forward_backward(score, *arguments))
-        except Exception as error:  # Triton may refuse to compile; the other two are then still compared
-            if name != "fused":
-                raise
-            row["fused_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            del scores[name]
-            continue
+        found = unless_out_of_memory(name, lambda score=score: forward_backward(score, *arguments))
         if found is None:
             row["out_of_memory"] = [*row.get("out_of_memory", []), name]
             del scores[name]
@@ -120,17 +98,7 @@ def compare_or_say(tokens: int, vocabulary: int, args) -> dict:
         lambda: compare(tokens, args.hidden, vocabulary, args.rounds, args.device, dtype),
     )
     point = {"tokens": tokens, "hidden": args.hidden, "vocabulary": vocabulary, "dtype": args.dtype}
-    return point | {"out_of_memory": list(contestants(args.device, dtype))} if row is None else row
-
-
-def differences(results: dict, name: str, suffix: str) -> dict[str, float]:
-    """How far a kernel's log-probabilities and gradient are from TRL's."""
-    log_probs, grads = zip(*(results[key] for key in (name, "trl")), strict=True)
-    apart = [(a.float() - b.float()).abs().max().item() for a, b in (log_probs, grads)]
-    return {
-        f"max_delta_log_prob{suffix}": apart[0],
-        f"max_delta_grad_relative{suffix}": apart[1] / grads[1].float().abs().max().item(),
-    }
+    return point | {"out_of_memory": list(KERNELS)} if row is None else row
 
 
 def line(row: dict) -> str:
@@ -140,24 +108,11 @@ def line(row: dict) -> str:
         return format(f"{row[key] * scale:{form}}" if key in row else "-", f">{width}")
 
     timed = [cell("seconds_ours", ".4f", 9), cell("seconds_trl", ".4f", 9), cell("speedup", ".2f", 8)]
-    timed += [cell("seconds_fused", ".4f", 9), cell("speedup_fused", ".2f", 8)]
-    peaks = [cell(f"peak_bytes_{name}", ".1f", 8, 1e-6) for name in ("ours", "trl", "fused")]
+    peaks = [cell(f"peak_bytes_{name}", ".1f", 8, 1e-6) for name in KERNELS]
     apart = [cell("max_delta_log_prob", ".1e", 9), cell("max_delta_grad_relative", ".1e", 9)]
     missing = [f"out of memory: {', '.join(row['out_of_memory'])}"] if "out_of_memory" in row else []
-    missing += [f"fused: {row['fused_failed'][:60]}"] if "fused_failed" in row else []
     cells = [f"{row['tokens']:6d} {row['vocabulary']:6d}", " ".join(timed), " ".join(peaks), " ".join(apart)]
     return " | ".join(cells) + "".join(f"  {reason}" for reason in missing)
-
-
-def verdict(rows: list[dict]) -> str:
-    """Which kernel `auto` should take on a GPU."""
-    fastest = sorted({"frozen" if row["fastest"] == "ours" else row["fastest"] for row in rows if "fastest" in row})
-    if not fastest:
-        return f"nothing was measured: AUTO_ON_GPU stays {AUTO_ON_GPU!r}"
-    if len(fastest) > 1:
-        return f"no kernel is the fastest at every point ({', '.join(fastest)}): AUTO_ON_GPU stays {AUTO_ON_GPU!r}"
-    (name,) = fastest
-    return f"{name!r} is the fastest at every point: AUTO_ON_GPU {'stays' if name == AUTO_ON_GPU else 'should be'} {name!r}"
 
 
 def main() -> None:
@@ -175,9 +130,7 @@ def main() -> None:
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU"
     report = {"torch": torch.__version__, "trl": trl.__version__, "hardware": hardware, "threads": args.threads}
     report["rows"] = []
-    print(
-        "     N      V |    ours s     TRL s  speedup   fused s  speedup |  ours MB   TRL MB fused MB |    Δlogp Δgrad/max"
-    )
+    print("     N      V |    ours s     TRL s  speedup |  ours MB   TRL MB |    Δlogp Δgrad/max")
     for tokens in args.tokens:
         for vocabulary in args.vocabularies:
             row = compare_or_say(tokens, vocabulary, args)
@@ -186,8 +139,6 @@ def main() -> None:
             # After every point: there may be no time for the next.
             args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(report, indent=2) + "\n")
-    if args.device == "cuda":
-        print(verdict(report["rows"]))
 
 
 if __name__ == "__main__":

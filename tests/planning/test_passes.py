@@ -202,8 +202,6 @@ def test_sharing_and_checkpointing_are_cheaper(tmp_path):
         # Under FSDP2: the Jacobian, logits and weights, the sum that becomes the Jacobian, the targets' rows of the head.
         ("auto", "fsdp2", 320 * 128 * 4 + 2 * 320 * 512 * 4 + 2 * 320 * 128 * 4),
         ("frozen", "single", 320 * 128 * 4 + 2 * 320 * 512 * 4 + 2 * 320 * 128 * 4),
-        # The Jacobian, which is summed in place, logits, and weights in the dtype of the product.
-        ("fused", "single", 320 * 128 * 4 + 320 * 512 * 4 + 320 * 512 * 4),
     ],
 )
 def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(tmp_path, kernel, launch, expected):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import cascade, flex, tree, two_part
+from trl_fsdp_qlora.prefix_sharing import cascade, tree, two_part
 
 from .test_attention import make_layout
 
@@ -48,15 +48,6 @@ def test_the_mask_of_a_nested_row_too():
     layout.end_T = torch.full((layout.tokens,), layout.tokens).numpy()
     for device in (torch.device("cpu"), META):
         assert tree._mask(call_on(layout, device), 0, 3).device == device
-
-
-def test_block_masks_too(monkeypatch):
-    made = []
-    monkeypatch.setattr(flex, "create_block_mask", lambda *args, device, **more: made.append(device) or object())
-    layout = make_layout("ragged groups")
-    devices = torch.device("cpu"), META
-    first, second = ([flex._block_mask(layout, None, device) for device in devices] for _ in range(2))
-    assert made == list(devices) and first == second and first[0] is not first[1]
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])

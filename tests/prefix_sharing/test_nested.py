@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.prefix_sharing import flex, tree
+from trl_fsdp_qlora.prefix_sharing import tree
 from trl_fsdp_qlora.prefix_sharing.attention import install
 from trl_fsdp_qlora.prefix_sharing.layout import pack
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
@@ -108,9 +108,6 @@ def test_masks_equal_the_rule_pair_by_pair(window):
             for q in range(layout.tokens)
         ]
     )
-    allowed = flex.mask_function(layout, window, torch.device("cpu"))
-    index = torch.arange(layout.tokens)
-    assert torch.equal(allowed(0, 0, index.unsqueeze(1), index), expected)
     for start, length in zip(layout.starts.tolist(), layout.lengths.tolist(), strict=True):
         part = slice(start, start + length)
         assert torch.equal(tree.visible(layout, start, length, window, torch.device("cpu")), expected[part, part])

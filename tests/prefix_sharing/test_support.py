@@ -60,7 +60,7 @@ def test_naming_a_backend_makes_it_an_error(name, tmp_path):
 
 
 def test_unknown_choice_lists_the_known_ones():
-    with pytest.raises(PrefixSharingError, match="auto, off, cascade, two_part, flex"):
+    with pytest.raises(PrefixSharingError, match="auto, off, cascade, two_part"):
         PrefixSharing("fast")
 
 

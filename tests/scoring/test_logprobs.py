@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
-from trl_fsdp_qlora.scoring import frozen_head
+from trl_fsdp_qlora.scoring import frozen_head, logprobs
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
-from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, score_positions
+from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, choose_head_kernel, score_positions
 
 from .float64 import assert_equal, gradient, reference
 
@@ -70,9 +71,8 @@ def test_bfloat16_gradient_is_no_further_from_float64_than_trls():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: half-precision products summed in float32")
-@pytest.mark.parametrize("kernel", ["frozen", "fused"])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_cuda_bfloat16_gradient_is_no_further_from_float64_than_trls(softcap, kernel, monkeypatch):
+def test_cuda_bfloat16_gradient_is_no_further_from_float64_than_trls(softcap, monkeypatch):
     monkeypatch.undo()  # tiles of their real size
     torch.manual_seed(0)
     hidden = torch.randn(128, 896, device="cuda").bfloat16().requires_grad_()
@@ -81,7 +81,7 @@ def test_cuda_bfloat16_gradient_is_no_further_from_float64_than_trls(softcap, ke
     exact_hidden = hidden.detach().double().requires_grad_()
     exact_log_probs = reference(exact_hidden, weight, None, targets, softcap=softcap)[0]
     exact = gradient(exact_log_probs, exact_hidden, upstream)
-    log_probs = score_positions(hidden, weight, None, targets, softcap=softcap, kernel=kernel)[0]
+    log_probs = score_positions(hidden, weight, None, targets, softcap=softcap, kernel="frozen")[0]
     ours = gradient(log_probs, hidden, upstream)
     outputs = ("log_probs",)
     stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, softcap, 1.0, outputs)[0]
@@ -183,3 +183,45 @@ def test_no_position_still_reaches_every_trained_parameter(model, trained_head):
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "more", "kernel"),
+    [
+        ("auto", "cpu", {}, "frozen"),
+        ("auto", "cuda", {}, "trl"),
+        ("auto", "cuda", {"gathered": True}, "frozen"),
+        ("auto", "cuda", {"triton": False}, "frozen"),
+        ("auto", "cuda", {"dtype": torch.float64}, "frozen"),
+        ("trl", "cpu", {}, "trl"),
+        ("frozen", "cuda", {}, "frozen"),
+        ("frozen", "cuda", {"trained": True}, "trl"),
+        ("frozen", "cpu", {"entropy_gradient": True}, "trl"),
+    ],
+)
+def test_which_kernel_scores(choice, device, more, kernel):
+    assert choose_head_kernel(choice, device, **{"dtype": torch.bfloat16, "triton": True, **more}) == kernel
+
+
+def test_the_named_kernel_scores(monkeypatch):
+    """Both give the same values here, so what tells them apart is which one is called."""
+    hidden, weight, _, targets, _ = problem(False)
+    called = []
+    for name in ("ChunkedLogProbFunction", "FrozenHeadLogProbFunction"):
+        inner = getattr(logprobs, name)
+
+        class Counted:
+            @staticmethod
+            def apply(*args, inner=inner, name=name):
+                called.append(name)
+                return inner.apply(*args)
+
+        monkeypatch.setattr(logprobs, name, Counted)
+    values = [score_positions(hidden, weight, None, targets, kernel=kernel)[0] for kernel in ("auto", "trl", "frozen")]
+    assert called == ["FrozenHeadLogProbFunction", "ChunkedLogProbFunction", "FrozenHeadLogProbFunction"]
+    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=0)
+
+
+def test_the_config_names_the_kernel(tmp_path):
+    with pytest.raises(ValueError, match="lm_head_kernel='fast' is unknown; it is one of auto, trl, frozen"):
+        EfficientGRPOConfig(output_dir=str(tmp_path), lm_head_kernel="fast", use_cpu=True)

@@ -11,7 +11,7 @@ from ..fsdp2_qlora.generation import check_mode
 from ..run import redaction
 from ..run.config_fields import SWITCHES, documented, option, spelled
 from ..run.input_checks import batch_size_advice
-from ..scoring.head_choice import check_head_kernel
+from ..scoring.logprobs import check_head_kernel
 from ..telemetry.phases import check_clock
 from .token_budget import check_config
 
@@ -33,14 +33,13 @@ class EfficientGRPOConfig(GRPOConfig):
         "auto",
         "How the forward and backward passes treat the prompt that the completions of a group share. 'auto' "
         "computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
-        "'cascade', 'two_part', 'flex' insist on one attention backend; 'off' is stock TRL.",
+        "'cascade' and 'two_part' insist on one attention backend; 'off' is stock TRL.",
     )
     lm_head_kernel: str = option(
         "auto",
         "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
-        "(keeps its Jacobian: two matrix products instead of three), 'fused' (the same with a Triton kernel, on "
-        "CUDA), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU until another one has been measured to be "
-        "faster there. A trained head and an entropy bonus are TRL's. Values agree up to rounding.",
+        "(keeps its Jacobian: two matrix products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on "
+        "a GPU until the other one has been measured to be faster there. A trained head and an entropy bonus are TRL's. Values agree up to rounding.",
     )
     skip_zero_advantage: bool = option(
         True,

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..scoring.head_choice import choose_head_kernel
-from ..scoring.logprobs import VOCABULARY_TILE
+from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import skeleton, stand_ins
 from .settings import Settings
 
@@ -314,10 +313,10 @@ def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: S
         trained=weight_VH.requires_grad,
         gathered=settings.launch.kind == "fsdp2",
         triton=True,  # torch's CUDA build brings it
-    ).kernel
+    )
     if shape.packed and kernel != "trl":
         keep = torch.is_grad_enabled() and hidden_NH.requires_grad
-        tiles = stand_ins.tiles(on_gpu, kernel == "fused")
+        tiles = stand_ins.tiles(on_gpu)
         return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, tiles, keep, tracker), 0
     from ..compat.memory import TRL_TOKEN_CHUNK, TRL_VOCABULARY_CHUNK
     from ..compat.trl import ChunkedLogProbFunction

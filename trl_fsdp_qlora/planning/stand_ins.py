@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from transformers import AttentionInterface
 
-from ..scoring.frozen_head import FUSED_TOKEN_TILE, TOKEN_TILE, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
+from ..scoring.frozen_head import TOKEN_TILE, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"
 
@@ -65,19 +65,16 @@ def install() -> None:
 
 
 class Tiles(NamedTuple):
-    """Sizes of the frozen head's buffers, and which of its two kernels they are for."""
+    """Sizes of the frozen head's buffers, and where it is computed."""
 
     tokens: int
     vocabulary: int
     on_gpu: bool
-    fused: bool
 
 
-def tiles(on_gpu: bool, fused: bool) -> Tiles:
-    """Those of `scoring/frozen_head.py`, or with `fused` of `scoring/fused_tile.py`."""
-    if fused:
-        return Tiles(FUSED_TOKEN_TILE, VOCABULARY_CHUNK_GPU, on_gpu, True)
-    return Tiles(TOKEN_TILE, VOCABULARY_CHUNK_GPU if on_gpu else VOCABULARY_CHUNK, on_gpu, False)
+def tiles(on_gpu: bool) -> Tiles:
+    """Those of `scoring/frozen_head.py`."""
+    return Tiles(TOKEN_TILE, VOCABULARY_CHUNK_GPU if on_gpu else VOCABULARY_CHUNK, on_gpu)
 
 
 class FrozenHead(torch.autograd.Function):
@@ -110,10 +107,6 @@ def _head_tile(tile_TH, weight_VH, dtype, tiles: Tiles, keep_jacobian: bool) -> 
     tokens, hidden = tile_TH.shape
     chunk = min(tiles.vocabulary, len(weight_VH))
     held = [tile_TH.new_empty(tokens, chunk, dtype=torch.float32)]
-    if tiles.fused:  # weights in the GEMM's dtype; the Jacobian itself is what is summed into
-        held += [tile_TH.new_empty(tokens, chunk, dtype=dtype)] if keep_jacobian else []
-        held.append(weight_VH[:chunk].to(dtype))
-        return
     held.append(tile_TH.new_empty(tokens, chunk, dtype=torch.float32))
     if keep_jacobian:
         held.append(tile_TH.new_empty(tokens, hidden, dtype=torch.float32))

@@ -16,18 +16,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compat.flash import is_flash, under_own_name, unlike_flash
-from . import cascade, flex, tree, two_part
+from . import cascade, tree, two_part
 from .agreement import is_out_of_memory, reason_of
 from .layout import PackedLayout, SealedLayout
 
 PREFIX = "prefix_sharing_"
 # The implementation underneath each name that `install` registered.
 _BASES: dict[str, str] = {}
-BACKENDS = {"cascade": cascade, "two_part": two_part, "flex": flex}
-# "auto" takes the first that serves the layer. FlexAttention is only taken by name.
+BACKENDS = {"cascade": cascade, "two_part": two_part}
+# "auto" takes the first that serves the layer, and for a nested row `tree`.
 AUTO_ORDER = ("cascade", "two_part")
-# What can compute a nested row, under the choice it is taken for.
-NESTED_BACKENDS = {"auto": ("tree", tree), "flex": ("flex", flex)}
 
 # Keywords that say nothing about who attends to whom or how a score is computed.
 NEUTRAL = {
@@ -160,7 +158,7 @@ def _describe(module, query, key, value, layout, base, own_function, kwargs) -> 
 
 def _choose(call: AttentionCall):
     if call.layout.end_T is not None:
-        return NESTED_BACKENDS[call.layout.backend]
+        return "tree", tree
     names = AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,)
     reasons = []
     for name in names:
@@ -198,7 +196,7 @@ def can_nest(model: PreTrainedModel, choice: str) -> bool:
     """Whether a model with [`install`]'s implementation can compute nested rows under a backend choice."""
     name = model.config._attn_implementation
     base = _BASES.get(name, name)
-    return choice in NESTED_BACKENDS and (choice != "auto" or base in tree.BASES)
+    return choice == "auto" and base in tree.BASES
 
 
 @contextlib.contextmanager

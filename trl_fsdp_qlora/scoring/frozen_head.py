@@ -23,8 +23,6 @@ TOKEN_TILE = 1024
 VOCABULARY_CHUNK = 1024
 # A GPU wants fewer and larger launches; two buffers of this size are still below TRL's one of 4096 × 8192.
 VOCABULARY_CHUNK_GPU = 4096
-# The fused kernel's: logits in float32 (64 MB) and weights in half precision (32 MB), where TRL's tile has 64 MB.
-FUSED_TOKEN_TILE = 4096
 # exp(z - reference) may exceed one by this many nats before the sums are moved to a new reference. Relative precision
 # does not depend on it; exp(30) times the vocabulary is far from float32's end.
 REFERENCE_SLACK = 30.0
@@ -32,9 +30,6 @@ REFERENCE_SLACK = 30.0
 
 class FrozenHeadLogProbFunction(torch.autograd.Function):
     """`(log_probs_N, entropy_N)` of `hidden_NH @ weight_VH.T` at `targets_N`; only `hidden_NH` gets a gradient.
-
-    With `fused`, one Triton kernel does what lies between the two GEMMs (`fused_tile.py`), on CUDA or in Triton's
-    interpreter, in any dtype but float64.
 
     Keeps the Jacobian vector of every token for the backward and nothing else: neither the hidden states nor, under
     FSDP2, the gathered head. The entropy is a value without a gradient; asking for one raises instead of returning
@@ -52,7 +47,6 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         softcap: float | None = None,
         logit_scale: float = 1.0,
         keep_jacobian: bool = True,
-        fused: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device_type = hidden_NH.device.type
         # As TRL's kernel: under autocast the projection runs in autocast's dtype, else in that of the hidden states.
@@ -64,22 +58,15 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
         transform = (temperature, softcap, logit_scale)
         with torch.autocast(device_type, enabled=False):
-            if fused:
-                from . import fused_tile  # Triton comes with torch's CUDA build, not with its CPU one
-
-                log_probs_N, entropy_N = fused_tile.score(
-                    hidden_NH, weight_VH, bias_V, targets_N, *transform, jacobian_NH, compute_dtype
+            entropy_N = torch.empty_like(log_probs_N)
+            for start in range(0, len(hidden_NH), TOKEN_TILE):
+                tile = slice(start, start + TOKEN_TILE)
+                hidden_TH = hidden_NH[tile].to(compute_dtype)
+                log_probs_N[tile], entropy_N[tile], jacobian_TH = _score_tile(
+                    hidden_TH, weight_VH, bias_V, targets_N[tile], *transform, keep_jacobian
                 )
-            else:
-                entropy_N = torch.empty_like(log_probs_N)
-                for start in range(0, len(hidden_NH), TOKEN_TILE):
-                    tile = slice(start, start + TOKEN_TILE)
-                    hidden_TH = hidden_NH[tile].to(compute_dtype)
-                    log_probs_N[tile], entropy_N[tile], jacobian_TH = _score_tile(
-                        hidden_TH, weight_VH, bias_V, targets_N[tile], *transform, keep_jacobian
-                    )
-                    if keep_jacobian:
-                        jacobian_NH[tile] = jacobian_TH
+                if keep_jacobian:
+                    jacobian_NH[tile] = jacobian_TH
         # Without this, an entropy that is only logged would come back as a gradient of zeros.
         ctx.set_materialize_grads(False)
         ctx.hidden_dtype = hidden_NH.dtype
@@ -101,7 +88,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
             # Rounded as it is written: a float32 product beside the Jacobian would be the peak of a long batch.
             grad_hidden_NH = torch.empty_like(jacobian_NH, dtype=ctx.hidden_dtype)
             torch.mul(jacobian_NH, grad_log_probs_N.unsqueeze(-1), out=grad_hidden_NH)
-        return grad_hidden_NH, *(None,) * 8
+        return grad_hidden_NH, *(None,) * 7
 
 
 def _accumulator_dtype(compute_dtype: torch.dtype) -> torch.dtype:

@@ -15,12 +15,51 @@ from contextlib import nullcontext
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils import is_triton_available
 
 from ..compat.trl import ChunkedLogProbFunction, FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from .frozen_head import FrozenHeadLogProbFunction
-from .head_choice import check_head_kernel, choose_head_kernel, say_once
 
 VOCABULARY_TILE = 8192
+HEAD_KERNELS = ("auto", "trl", "frozen")
+
+
+def check_head_kernel(choice: str) -> None:
+    """Raise `ValueError` where `choice` is none of `HEAD_KERNELS`."""
+    if choice not in HEAD_KERNELS:
+        raise ValueError(f"lm_head_kernel={choice!r} is unknown; it is one of {', '.join(HEAD_KERNELS)}")
+
+
+def choose_head_kernel(
+    choice: str,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    trained: bool = False,
+    entropy_gradient: bool = False,
+    gathered: bool = False,
+    triton: bool | None = None,
+) -> str:
+    """`"trl"` (`ChunkedLogProbFunction`: three GEMMs) or `"frozen"` (`frozen_head.py`: the Jacobian is kept, two GEMMs).
+
+    It depends on nothing that differs between passes of a run with one model. On a GPU `auto` takes TRL's Triton kernel until the
+    other one has been measured to be faster there (`python benchmarks/lm_head.py --device cuda`).
+
+    Args:
+        choice: one of `HEAD_KERNELS`.
+        device_type, dtype: where the head lies, and of the GEMM's operands.
+        trained: the head gets a gradient.
+        entropy_gradient: the loss has a term in the entropy.
+        gathered: the head is a shard's gathered copy, which TRL's kernel would keep until the backward.
+        triton: whether Triton is installed; looked up where `None`.
+    """
+    if trained or entropy_gradient:
+        return "trl"
+    if choice == "auto":
+        triton = is_triton_available() if triton is None else triton
+        on_gpu = device_type == "cuda" and triton and dtype != torch.float64
+        return "trl" if on_gpu and not gathered else "frozen"
+    return choice
 
 
 def logit_transform(config) -> tuple[float, float | None]:
@@ -62,7 +101,7 @@ def score_positions(
         gathered: `weight_VH` is a shard's gathered copy.
     """
     device = hidden_NH.device.type
-    taken = choose_head_kernel(
+    kernel = choose_head_kernel(
         kernel,
         device,
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype,
@@ -70,8 +109,7 @@ def score_positions(
         entropy_gradient=entropy_gradient,
         gathered=gathered,
     )
-    say_once(kernel, taken)
-    if taken.kernel == "trl":
+    if kernel == "trl":
         outputs = ("log_probs", "entropy")
         log_probs_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
             hidden_NH, weight_VH, bias_V, targets_N, temperature, VOCABULARY_TILE, softcap, logit_scale, outputs
@@ -87,7 +125,6 @@ def score_positions(
         softcap,
         logit_scale,
         keep_jacobian,
-        taken.kernel == "fused",
     )
 
 
