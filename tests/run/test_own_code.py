@@ -59,7 +59,7 @@ def test_what_is_no_import_path():
     [
         (
             "own_rewards.py:has_unitt",
-            "own_rewards.py has no function 'has_unitt'; did you mean own_rewards.py:has_unit?",
+            "own_rewards.py has no function 'has_unitt'; did you mean 'has_unit'?",
         ),
         ("own_reward.py:has_unit", "own_reward.py: no such file here; did you mean 'own_rewards.py'?"),
         ("own_broken.py:f", "own_broken.py cannot be imported: ZeroDivisionError: division by zero"),
@@ -84,5 +84,5 @@ def test_data_of_ones_own(folder):
         load_data(ScriptArguments("own_data.py:one"))
     with pytest.raises(KeyError, match="answer"):  # of the user's own lines, with its traceback
         load_data(ScriptArguments("own_data.py:broken", held_out=1))
-    with pytest.raises(UserError, match=r"did you mean own_data.py:one\?"):
+    with pytest.raises(UserError, match=r"did you mean 'one'\?"):
         load_data(ScriptArguments("own_data.py:on", held_out=1))

@@ -10,7 +10,6 @@ from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
 from ..rollout.sync_choice import Sync, choose_sync
 from ..run import input_checks as checks
-from ..run.hub import asked_once
 from ..run.ranks import on_main
 from .config import EfficientGRPOConfig
 
@@ -36,10 +35,7 @@ def _is_quantized_on_disk(model: str, args: Any) -> bool:
         return False  # nothing depends on it: no file is asked for
     where = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
     try:
-        with asked_once([model]):  # without a network transformers would ask for half a minute
-            config, _ = PreTrainedConfig.get_config_dict(
-                model, **{key: options[key] for key in where if key in options}
-            )
+        config, _ = PreTrainedConfig.get_config_dict(model, **{key: options[key] for key in where if key in options})
     except (OSError, ValueError):
         return False  # no such checkpoint, or an unreadable one: loading it says so in full
     return config.get("quantization_config") is not None

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
+from ..errors import did_you_mean
 from ..recipe.arguments import ConfigError
-from ..run.nearest import nearest
 
 GIB = 2**30
 # GiB of memory by the name of a card, as its maker states it.
@@ -141,10 +141,9 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
     if f"rtx{plain}" in CARDS:
         plain = f"rtx{plain}"
     if plain not in CARDS:
-        near = nearest(plain, [*CARDS, "cpu"], 0.3)
-        hint = f"did you mean {near!r}? " if near else ""
+        hint = did_you_mean(plain, [*CARDS, "cpu"], 0.3)
         raise ConfigError(
-            f"--hardware {text!r} is not known; {hint}there are {', '.join(CARDS)}, cpu, or its memory: '24GB x2'"
+            f"--hardware {text!r} is not known{hint}; there are {', '.join(CARDS)}, cpu, or its memory: '24GB x2'"
         )
     return _card(plain, CARDS[plain], cards)
 

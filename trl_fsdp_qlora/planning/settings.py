@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 from trl import GRPOConfig, ModelConfig
 
+from ..errors import did_you_mean
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ConfigError, ScriptArguments, check_key, read_yaml
 from ..run.accelerate_configs import accelerate_config, names
 from ..run.config_fields import SWITCHES, spelled
-from ..run.nearest import did_you_mean, nearest
 
 PROMPT_TOKENS = 256  # where nothing better is known; `--prompt_tokens`
 # Fields of this package's configs and of A*-PO's that are read where they are set.
@@ -172,7 +172,7 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
         return Launch("single" if (processes or 1) == 1 else "ddp", processes or 1)
     if not Path(path).exists():
         if path not in names():
-            hint = did_you_mean(nearest(path, names()), f"; there are {', '.join(names())}")
+            hint = did_you_mean(path, names()) or f"; there are {', '.join(names())}"
             raise ConfigError(f"--accelerate_config {path}: no such file or name{hint}")
         path = str(accelerate_config(path))
     content = read_yaml(path, "--accelerate_config")

@@ -19,7 +19,6 @@ from transformers import AutoConfig, PretrainedConfig
 from ..compat.transformers import model_class
 from ..recipe.arguments import ConfigError
 from ..recipe.checks import lora_config
-from ..run.hub import asked_once
 from ..run.input_checks import explained_lora_targets, language_model_only
 from . import stand_ins
 from .settings import Settings
@@ -41,8 +40,7 @@ def read_config(name: str | None, revision: str | None = None) -> PretrainedConf
             f"model_name_or_path={name!r} is a folder without config.json, so there is nothing to plan from"
         )
     try:
-        with asked_once([name]):
-            return AutoConfig.from_pretrained(name, revision=revision)
+        return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         if "Unrecognized model" in reason and not Path(name).is_dir():

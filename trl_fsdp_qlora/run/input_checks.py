@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import inspect
 import math
 import os
 import re
@@ -27,10 +26,6 @@ logger = logging.get_logger(__name__)
 
 class RewardError(UserError):
     """A reward function that returned something that is no reward."""
-
-
-class RewardSignatureError(RewardError, TypeError):
-    """A reward function whose parameters do not take what the trainer passes."""
 
 
 def check_processes(world_size: int) -> None:
@@ -119,141 +114,67 @@ def split_group_cost(per_device: int, num_generations: int) -> str | None:
 def guard_reward(function: Any) -> Any:
     """A reward function that says which function and which rows, when it fails or returns no list of rewards.
 
-    Values TRL accepts pass through: numbers (also of numpy or torch), `None` and NaN, which TRL treats alike; the first
-    NaN is warned about. What the function raises is raised as it is, with a note that names function and batch; the
-    function is never called a second time (it may be a paid judge). Models and model ids are left alone.
+    Values TRL accepts pass through: numbers (also of numpy or torch), `None` and NaN, which TRL treats alike. What the
+    function raises is raised as it is, with a note that names function and rows; it is never called a second time (it may be
+    a paid judge). Models and model ids are left alone.
 
     Raises (when called):
-        RewardError: wrong number of values, or a value that is no number.
-        RewardSignatureError: the function cannot be called with what TRL passes.
+        RewardError: wrong number of values (TRL would spread a single one over all), or a value that is no number.
     """
     if isinstance(function, (str, nn.Module)) or not callable(function):
         return function
     name = get_callable_name(function)
-    said: set[str] = set()
 
     @contextlib.contextmanager
-    def explained(prompts: Sequence, completions: Sequence, columns: dict) -> Iterator[None]:
+    def noted(columns: dict) -> Iterator[None]:
         try:
             yield
-        except SystemExit as error:  # would end the run without a word
-            raise RewardError(f"reward function {name!r} called sys.exit({error.code!r})") from error
         except Exception as error:
-            passed = {"prompts": prompts, "completions": completions, **columns}
-            mismatch = _signature_mismatch(function, passed) if isinstance(error, TypeError) else None
-            if mismatch is not None:
-                raise RewardSignatureError(f"reward function {name!r} {mismatch}") from error
-            error.add_note(f"Raised by reward function {name!r} for {_batch(prompts, columns)}.")
+            rows = ", ".join(map(str, dict.fromkeys(columns.get("row", ()))))
+            error.add_note(f"Raised by reward function {name!r}{f' for rows {rows} of the dataset' if rows else ''}.")
             raise
+
+    def checked(values: Any, prompts: Sequence, columns: dict) -> list:
+        if not hasattr(values, "__iter__"):
+            raise RewardError(f"reward function {name!r} returned {values!r}, not a list of numbers")
+        values = list(values)
+        if len(values) != len(prompts):
+            raise RewardError(
+                f"reward function {name!r} returned {len(values)} values for {len(prompts)} completions; it must "
+                "return one per completion"
+            )
+        for i, value in enumerate(values):
+            try:
+                if value is not None and math.isinf(value):
+                    logger.warning_once(
+                        f"reward function {name!r} returned inf: all advantages of its group are then NaN"
+                    )
+            except (TypeError, OverflowError):
+                prompt = prompts[i] if isinstance(prompts[i], str) else prompts[i][-1].get("content", "")
+                row = f"row {columns['row'][i]} of the dataset" if "row" in columns else f"completion {i} of the batch"
+                raise RewardError(
+                    f"reward function {name!r} returned {value!r} for {row} (prompt ends in {str(prompt)[-60:]!r}); rewards "
+                    "are numbers, or None for a completion it cannot judge"
+                ) from None
+        return values
 
     if is_async_callable(function):
 
         @functools.wraps(function, updated=())
-        async def guarded_async(prompts, completions, **columns):
-            with explained(prompts, completions, columns):
+        async def guarded(prompts, completions, **columns):
+            with noted(columns):
                 values = await function(prompts=prompts, completions=completions, **columns)
-            return _rewards_in(values, name, prompts, columns, said)
-
-        guarded = guarded_async
+            return checked(values, prompts, columns)
     else:
 
         @functools.wraps(function, updated=())
         def guarded(prompts, completions, **columns):
-            with explained(prompts, completions, columns):
+            with noted(columns):
                 values = function(prompts=prompts, completions=completions, **columns)
-            return _rewards_in(values, name, prompts, columns, said)
+            return checked(values, prompts, columns)
 
     guarded.__name__ = name
     return guarded
-
-
-def _rewards_in(values: Any, name: str, prompts: Sequence, columns: dict, said: set[str]) -> list:
-    """`values` as a list, if they are rewards of `prompts`; `said` keeps what was warned about."""
-    try:
-        values = iter(values)
-    except TypeError:
-        raise RewardError(f"reward function {name!r} returned {values!r}, not a list of numbers") from None
-    values = list(values)
-    if len(values) != len(prompts):
-        raise RewardError(
-            f"reward function {name!r} returned {len(values)} values for {len(prompts)} completions; it must "
-            "return one per completion"
-        )
-    for i, value in enumerate(values):
-        if value is None:
-            continue
-        number = None if isinstance(value, (str, bytes)) else _as_float(value)
-        if number is None:
-            raise RewardError(
-                f"reward function {name!r} returned {value!r} for {_row(i, prompts, columns)}; rewards are "
-                "numbers, or None for a completion it cannot judge"
-            )
-        if not math.isfinite(number):
-            _warn_once(number, name, _row(i, prompts, columns), said)
-    return values
-
-
-def _warn_once(number: float, name: str, row: str, said: set[str]) -> None:
-    """Say what comes of a NaN or an infinite reward, once each; `said` keeps which."""
-    kind = "NaN" if math.isnan(number) else "inf"
-    if kind in said:
-        return
-    said.add(kind)
-    what_comes = {
-        "NaN": "as with None, the completion is left out of its group's mean and of the update",
-        "inf": "the advantages of its group are then NaN, and so is what is trained: return a finite number",
-    }
-    logger.warning("reward function %r returned %s for %s; %s (said once)", name, kind, row, what_comes[kind])
-
-
-def _signature_mismatch(function: Any, passed: dict[str, Any]) -> str | None:
-    """Why `function` cannot be called with the keywords `passed`, and what to change; `None` where it can."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have none
-        return None
-    try:
-        signature.bind(**passed)
-        return None
-    except TypeError as error:
-        reason = str(error)
-    parameters = signature.parameters.values()
-    keywords = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    missing = [name for name in required if name not in passed or name not in keywords]
-    change = (
-        f"Rename {', '.join(missing)} to what is passed, or add it as a column of the dataset"
-        if missing
-        else "End its parameters with **kwargs"
-    )
-    return f"{signature} cannot be called with what TRL passes ({reason}): {', '.join(passed)}. {change}."
-
-
-def _as_float(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _row(i: int, prompts: Sequence, columns: dict) -> str:
-    row = columns.get("row")
-    number = f"row {row[i]} of the dataset" if row is not None else f"completion {i} of the batch"
-    return f"{number} (prompt ends in {_end_of(prompts[i])!r})"
-
-
-def _end_of(prompt: Any) -> str:
-    return str(prompt if isinstance(prompt, str) else prompt[-1].get("content", ""))[-60:]
-
-
-def _batch(prompts: Sequence, columns: dict) -> str:
-    if not prompts:
-        return "an empty batch"
-    rows = columns.get("row")
-    different = list(dict.fromkeys(rows or ()))
-    shown = ", ".join(map(str, different[:8])) + (", …" if len(different) > 8 else "")
-    of_dataset = f", rows {shown} of the dataset" if different else ""
-    return f"a batch of {len(prompts)} completions{of_dataset}; its first prompt ends in {_end_of(prompts[0])!r}"
 
 
 def without_weights(config: PretrainedConfig) -> PreTrainedModel:

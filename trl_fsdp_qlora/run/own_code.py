@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from ..errors import UserError
-from .nearest import did_you_mean, nearest
+from ..errors import UserError, did_you_mean, mistyped_path
 
 _SPELLING = re.compile(r"(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
 
@@ -38,9 +37,8 @@ def load_function(text: str) -> Callable:
     function = getattr(module, match["name"], None)
     if not callable(function):
         own = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        near = nearest(match["name"], own)
-        hint = f"did you mean {match['module']}:{near}?" if near else f"it has {', '.join(own) or 'none'}"
-        raise OwnCodeError(f"{text!r}: {match['module']} has no function {match['name']!r}; {hint}")
+        hint = did_you_mean(match["name"], own) or f"; it has {', '.join(own) or 'none'}"
+        raise OwnCodeError(f"{text!r}: {match['module']} has no function {match['name']!r}{hint}")
     return function
 
 
@@ -49,8 +47,7 @@ def _module(name: str) -> ModuleType:
     if path.suffix == ".py" and path.is_dir():
         raise OwnCodeError(f"{name} is a folder; name a file of Python")
     if path.suffix == ".py" and not path.is_file():
-        near = nearest(path.name, (other.name for other in path.parent.glob("*.py")))
-        raise OwnCodeError(f"{name}: no such file here{did_you_mean(near)}")
+        raise OwnCodeError(f"{name}: no such file here{mistyped_path(name)}")
     try:
         return _of_file(path) if path.suffix == ".py" else _of_package(name)
     except (
