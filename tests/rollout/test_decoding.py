@@ -18,6 +18,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT, make_trainer, processor
+from tests.prefix_sharing.helpers import build as build_family
+from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.rollout.completions import complete, generate
 from trl_fsdp_qlora.rollout.decoding import Decoding
 
@@ -76,6 +79,17 @@ def test_greedy_is_token_identical(name):
     longest = max(lengths)
     assert work.row_steps_stock == 9 * (longest - 1)
     # A row takes part in every forward but the one that would follow its last token.
+    assert work.row_steps == sum(len(row) - 1 for row in found)
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, *(f"{name} (text)" for name in MULTIMODAL)])
+def test_greedy_is_token_identical_for_recurrent_and_multimodal_classes(name):
+    """States are repeated and dropped with keys and values; positions may have several axes."""
+    model = build_family(MULTIMODAL[name.removesuffix(" (text)")] if "text" in name else RECURRENT[name][0])
+    expected, _ = complete(model, PROMPTS, greedy(), compact=False)
+    found, work = complete(model, PROMPTS, greedy())
+    assert found == expected
+    assert work.prefill_tokens == 3 * 9
     assert work.row_steps == sum(len(row) - 1 for row in found)
 
 
@@ -233,3 +247,21 @@ def test_nan_is_told_as_by_the_library():
     for compact in (True, False):
         with pytest.raises(RuntimeError, match="probability tensor contains either"):
             complete(model, PROMPTS, sampled(), compact=compact)
+
+
+def test_text_of_a_processor_is_no_run_with_images(tmp_path, monkeypatch):
+    """A chat template of a processor gives fields of its own for text, too."""
+    trainer = make_trainer(
+        EfficientGRPOTrainer,
+        build_family(MULTIMODAL["gemma3"]),
+        tmp_path,
+        processing_class=processor(),
+        compact_generation=True,
+    )
+    ids = [[20, 21, 22]] * 4
+    stock = []
+    monkeypatch.setattr("trl.GRPOTrainer._generate_single_turn", lambda self, *turn: stock.append(turn))
+    trainer._generate_single_turn(ids, None, {"token_type_ids": [[0] * 3] * 4}, 4)
+    assert not stock
+    trainer._generate_single_turn(ids, None, {"pixel_values": torch.zeros(1)}, 4)
+    assert stock

@@ -72,8 +72,8 @@ def pad_token(config: GenerationConfig) -> torch.Tensor | None:
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     """Whether `generate` gives the model a `DynamicCache` that it uses: the oldest models run whole rows for each token."""
-    takes_one = "past_key_values" in inspect.signature(type(model).forward).parameters
-    return takes_one and model._supports_default_dynamic_cache()
+    takes_one = {"past_key_values", "cache_params"} & set(inspect.signature(type(model).forward).parameters)
+    return bool(takes_one) and model._supports_default_dynamic_cache()
 
 
 def prepares_inputs_itself(model: PreTrainedModel) -> bool:

@@ -2,8 +2,25 @@
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
+# Recurrent states have one entry per row, as keys and values do; static layers have a fixed batch size.
+_BY_ROW = (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 # Positions for which room is made at once: copying is rare, and little room is left unused when the last row ends.
 _ROOM = 16
 
@@ -64,11 +81,8 @@ def unrepeatable(cache: DynamicCache) -> str | None:
         return f"the cache is a {type(cache).__name__}"
     if getattr(cache, "offloading", False):
         return "the cache is offloaded"
-    others = sorted(
-        {type(x).__name__ for x in cache.layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)}
-    )
+    others = sorted({type(x).__name__ for x in cache.layers if type(x) not in _BY_ROW})
     if others:
-        # Static layers have a fixed batch size; linear-attention ones keep a state beside keys and values.
         return f"the cache has layers of type {', '.join(others)}"
     return None
 
@@ -79,4 +93,17 @@ def repeat_rows(cache: DynamicCache, rows_R: torch.Tensor, max_length: int) -> N
         if type(layer) is DynamicLayer and layer.get_seq_length():
             cache.layers[i] = RoomyLayer(layer, rows_R, max_length)
         else:
-            layer.batch_select_indices(rows_R if not layer.get_seq_length() else rows_R.to(layer.keys.device))
+            _take(layer, rows_R)
+
+
+def take_rows(cache: DynamicCache, rows_A: torch.Tensor) -> None:
+    """Let row i of `cache` be what was row `rows_A[i]`, in place, once [`repeat_rows`] has made room."""
+    for layer in cache.layers:
+        _take(layer, rows_A)
+
+
+def _take(layer, rows_A: torch.Tensor) -> None:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.reorder_cache(rows_A)  # its states, and keys and values where it has both
+    elif not isinstance(layer, DummyLayer) and layer.get_seq_length():
+        layer.batch_select_indices(rows_A.to(layer.keys.device))

@@ -24,7 +24,7 @@ from ..compat.generation import (
 )
 from ..prefix_sharing.support import position_limit
 from ..scoring.cpu_linear import fast_linears
-from .cache import repeat_rows
+from .cache import repeat_rows, take_rows
 from .draws import RowUniforms, draw
 from .shared_prompts import PrefillWatch, SharedPrompts, watched_attention
 
@@ -132,7 +132,7 @@ class Decoding:
         first_U, place_R = distinct_rows(
             ids_RP if mask_RP is None else torch.cat([ids_RP, mask_RP.to(ids_RP.dtype)], 1)
         )
-        once = {name: _rows(value, first_U) for name, value in kwargs.items()}
+        once = {name: _rows(name, value, first_U) for name, value in kwargs.items()}
         known = self.per_row
         watch = PrefillWatch(once.get("past_key_values"), once) if known is None else None
         seen = {} if watch is None else {"shared_prompts": watch}
@@ -142,13 +142,13 @@ class Decoding:
         if self.per_row is None:
             batch.shared = SharedPrompts(outputs.past_key_values, place_R, once, batch.longest)
         else:
-            repeat_rows(outputs.past_key_values, place_R, batch.longest)
+            repeat_rows(outputs[batch.cache_name], place_R, batch.longest)
         outputs.logits = outputs.logits[:, -1:][place_R]
         self.work.prefill_tokens += len(first_U) * ids_RP.shape[1]
         self.work.prefill_tokens_stock += ids_RP.numel()
         # The next positions follow from the last; but a model may throw its cache away and want all of them again.
         if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
-            kwargs["position_ids"] = kwargs["position_ids"][:, -1:]
+            kwargs["position_ids"] = kwargs["position_ids"][..., -1:]
         return outputs
 
 
@@ -175,6 +175,7 @@ class _Batch:
 
     def __init__(self, ids_RP, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
         self.ids_AL, self.kwargs = ids_RP, kwargs
+        self.cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"
         self.shared: SharedPrompts | None = None
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self.left = self._rows = len(ids_RP)
@@ -232,8 +233,8 @@ class _Batch:
         if self.shared is not None:
             self.shared.select(kept)
         else:
-            self.kwargs["past_key_values"].batch_select_indices(kept)
-            self.kwargs = {name: _rows(value, kept) for name, value in self.kwargs.items()}
+            take_rows(self.kwargs[self.cache_name], kept)
+            self.kwargs = {name: _rows(name, value, kept) for name, value in self.kwargs.items()}
         for processor in self.logits_processor:
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
                 processor.prompt_ignore_length = processor.prompt_ignore_length[kept]
@@ -243,6 +244,9 @@ class _Batch:
         return torch.stack(self._columns, 1)
 
 
-def _rows(value, rows: torch.Tensor):
+def _rows(name: str, value, rows: torch.Tensor):
     """The given rows of a tensor among the model's arguments; anything else as it is."""
-    return value[rows] if isinstance(value, torch.Tensor) and value.ndim else value
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    # Classes that take images have positions on several axes, `(axes, rows, tokens)`.
+    return value[:, rows] if name == "position_ids" and value.ndim == 3 else value[rows]

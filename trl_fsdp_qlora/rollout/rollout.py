@@ -92,7 +92,8 @@ class Rollout:
             with weights_kept(self.accelerator.unwrap_model(wrapped)):
                 return stock(*turn)
         prompt_ids, images, multimodal_fields, *_ = turn
-        if settings is None or images or multimodal_fields or self.why_stock(wrapped, settings) is not None:
+        pictures = images or any(name.startswith("pixel_values") for name in multimodal_fields)
+        if settings is None or pictures or self.why_stock(wrapped, settings) is not None:
             return stock(*turn)
         with self.generating(wrapped, settings.overrides) as (model, lockstep):
             decoding = Decoding(lockstep)

@@ -26,8 +26,6 @@ def why_stock(model: nn.Module, config: GenerationConfig) -> str | None:
     if model.config.is_encoder_decoder:
         return "it has an encoder"
     text_config = model.config.get_text_config(decoder=True)
-    if text_config is not model.config:
-        return "it takes more than text"
     config = effective_config(model, config)
     if (mode := config.get_generation_mode()) not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         return f"generation_config asks for {mode.value.replace('_', ' ')}"
