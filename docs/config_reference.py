@@ -13,7 +13,7 @@ from trl_fsdp_qlora.run.config_fields import default_of, own_fields, type_name
 PAGE = Path(__file__).with_name("config.md")
 HEAD = """# Fields of the configs
 
-Written by `python docs/config_reference.py` from the classes; do not edit it by hand. `python recipes/grpo.py --help` prints the
+Written by `python docs/config_reference.py` from the classes; do not edit it by hand. `trl-fsdp-qlora grpo --help` prints the
 same texts together with TRL's own fields.
 
 Every config takes all fields of [`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig), with TRL's

@@ -14,8 +14,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer, ModelConfig
+
+from .. import EfficientGRPOConfig, EfficientGRPOTrainer
 from ..errors import UserError
+from ..grpo.groups import micro_batches
+from ..prefix_sharing.dropout import draws
+from ..recipe.arguments import ScriptArguments, parse_recipe
+from ..recipe.checks import check_recipe
+from ..recipe.data import load_data
+from ..recipe.runner import build_trainer, model_arguments, reward_functions
 from ..run.redaction import redact
+from ..telemetry import terminal
+from ..telemetry.phases import PeakMemory
+from ..telemetry.startup import StartupCallback
+from .catalog import all_recipes
+from .doctor import method_of
 from .scripts import LAUNCHER, with_recipe
 from .words import refuse, take
 
@@ -82,18 +99,6 @@ def compare(words: list[str]) -> int:
 
 def _compared(rest: list[str], steps: int, folder: str) -> tuple[list["Step"], str]:
     """The steps of both trainers, printed as they come, and the precision that they were computed in."""
-    import torch
-    from transformers.utils import logging
-    from trl import ModelConfig
-
-    from .. import EfficientGRPOConfig
-    from ..recipe.arguments import ScriptArguments, parse_recipe
-    from ..recipe.checks import check_recipe
-    from ..recipe.data import load_data
-    from ..telemetry import terminal
-    from .catalog import all_recipes
-    from .doctor import method_of
-
     terminal.no_bars_in_files()
     logging.set_verbosity_error()
     taken, fields = take(rest, ("--config",))
@@ -175,23 +180,17 @@ def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
     )
 
 
+class _Ready(Exception):
+    """A trainer is where its first step would begin."""
+
+
+class _StopBeforeFirstStep(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise _Ready
+
+
 def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
     """Both trainers with weights of their own, as `train` makes them ready for a first step."""
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    from .. import EfficientGRPOTrainer
-    from ..prefix_sharing.dropout import draws
-    from ..recipe.runner import build_trainer, model_arguments, reward_functions
-    from ..telemetry.startup import StartupCallback
-
-    class Ready(Exception):
-        pass
-
-    class StopBeforeFirstStep(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            raise Ready
-
     stock_config = copy.deepcopy(config)
     stock_config.__class__ = GRPOConfig  # what it holds beside TRL's fields is not read there
     ours = build_trainer(EfficientGRPOTrainer, script, config, model, train)
@@ -199,8 +198,8 @@ def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any
     stock = GRPOTrainer(model.model_name_or_path, reward_functions(script), stock_config, train, **given)
     for trainer in (stock, ours):
         trainer.remove_callback(StartupCallback)
-        trainer.add_callback(StopBeforeFirstStep)
-        with contextlib.suppress(Ready):
+        trainer.add_callback(_StopBeforeFirstStep)
+        with contextlib.suppress(_Ready):
             trainer.train()
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
         trainer.model.train()
@@ -222,10 +221,6 @@ def _instead(trainer: Any, **functions: Callable) -> Iterator[None]:
 
 def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     """A step that warms up, then `steps` more: both trainers begin each with the same weights; ours makes the step."""
-    import torch
-
-    from ..grpo.groups import micro_batches
-
     ours = trainers[OURS]
     args, endless = ours.args, itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
     # The sampler gives the prompts of a generation batch once for every time that it is used.
@@ -285,10 +280,6 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
 @contextlib.contextmanager
 def _measured(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
     """Seconds, and bytes above what lay in memory, of what `trainer` does inside, into `step`."""
-    import torch
-
-    from ..telemetry.phases import PeakMemory
-
     memory, clock = PeakMemory(trainer.accelerator.device), getattr(trainer, "clock", None)
     gc.collect()
     if memory.cuda:
@@ -313,8 +304,6 @@ def _trainable(trainer: Any) -> dict[str, Any]:
 
 def _gradient_norms(trainers: dict[str, Any]) -> dict[str, float]:
     """The norm of each trainer's gradient and of their difference."""
-    import torch
-
     squares = dict.fromkeys((STOCK, OURS, "difference"), 0.0)
     parameters = {who: _trainable(trainer) for who, trainer in trainers.items()}
     scales = {

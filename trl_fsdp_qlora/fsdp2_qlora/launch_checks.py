@@ -75,7 +75,7 @@ def check_launch(quantization_config=None, peft_config=None, zero_stage: int | N
         raise LaunchError(
             "zero_stage: 3 with a quantized base: ZeRO-3 does not partition the packed weights, so every rank keeps the "
             "whole base, and reloading its adapter was never verified. Launch with "
-            "accelerate_configs/fsdp2_qlora.yaml (shards the base), or set `zero_stage: 2` in the accelerate config "
+            "--accelerate_config fsdp2_qlora (shards the base), or set `zero_stage: 2` in the accelerate config "
             "(every rank keeps the base)"
         )
 
@@ -105,7 +105,7 @@ def check_mesh() -> None:
     if is_fsdp_launch() and mesh.shard == 1:
         raise LaunchError(
             f"dp_shard_size is 1 under FSDP: every rank would keep the whole base. {where} {fitting}, or launch with "
-            "accelerate_configs/ddp.yaml"
+            "--accelerate_config ddp"
         )
     if mesh.replicate > 1 and per_node % mesh.shard and mesh.shard % per_node:
         raise LaunchError(
@@ -156,7 +156,7 @@ def _check_fsdp(eight_bit: bool, peft_config) -> None:
     if eight_bit:
         raise LaunchError(
             "load_in_8bit with FSDP2: int8 layers keep statistics that FSDP2 cannot shard. In the recipe set "
-            "`load_in_4bit: true` instead of `load_in_8bit: true`, or launch with accelerate_configs/ddp.yaml"
+            "`load_in_4bit: true` instead of `load_in_8bit: true`, or launch with --accelerate_config ddp"
         )
     check_versions()
     ignored = os.environ.get("FSDP_IGNORED_MODULES")
