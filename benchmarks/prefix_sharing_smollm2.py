@@ -117,7 +117,7 @@ def compare_batch(args) -> dict:
 
     return {
         "rows": list(torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1).shape),
-        "token_ratio": 1 / logged(trainers["packed"])["prefix_sharing/policy/tokens_share"],
+        "token_ratio": 1 / logged(trainers["packed"])["prefix_sharing/policy/tokens_fraction"],
         "loss": loss,
         "packed_from_stock": distance("packed", "stock"),
         "packed_from_float64": distance("packed", "float64"),

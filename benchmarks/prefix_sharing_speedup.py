@@ -85,7 +85,7 @@ def measure(point, args, contestants) -> dict:
             totals[key]["difference"] = max(totals[key]["difference"], difference)
         size = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
         stock_tokens += size
-        tokens += size * logged(trainers[args.backends[0]])["prefix_sharing/policy/tokens_share"]
+        tokens += size * logged(trainers[args.backends[0]])["prefix_sharing/policy/tokens_fraction"]
     stock = totals["stock"]
     return {
         "point": name,

@@ -28,7 +28,7 @@ BEGIN, END = "<!-- made by benchmarks/smollm2_methods.py -->\n", "<!-- end -->\n
 METHODS = {"grpo": "GRPO", "s_grpo": "S-GRPO", "t_spmo": "T-SPMO", "a_star_po": "A*-PO"}
 # What of a step is kept, besides its seconds.
 KEPT = (
-    "reward", "accuracy", "accuracy/strict", "accuracy/lenient", "accuracy/n", "tokens/scored_share", "entropy",
+    "reward", "accuracy", "accuracy/strict", "accuracy/lenient", "accuracy/n", "tokens/scored_fraction", "entropy",
     "frac_reward_zero_std", "completions/mean_length", "loss", "grad_norm",
 )  # fmt: skip
 # A measurement this much behind the limit still counts: a step ends when it ends.
@@ -93,7 +93,7 @@ def row(name: str, run: dict[str, Any], seconds: float) -> str:
     measured = points(run)
     end = next(point for point in reversed(measured) if point["seconds"] <= seconds * LATE)
     steps = [step for step in run["steps"] if step["step"] <= end["step"]]
-    shares = [step["tokens/scored_share"] for step in steps if "tokens/scored_share" in step]
+    shares = [step["tokens/scored_fraction"] for step in steps if "tokens/scored_fraction" in step]
     rewards = [step["reward"] for step in steps if "reward" in step]
     share = f"{100 * fmean(shares):.1f}%" if shares else "all" if steps else "–"
     reward = f"{fmean(rewards[:_EDGE]):.2f} → {fmean(rewards[-_EDGE:]):.2f}" if rewards else "–"

@@ -165,7 +165,7 @@ def run(name: str, task: str, base: Path, seed: int, steps: int, seconds: float 
         "early": milestones.early,
         "at_steps": found["steps"],
         "at_seconds": found.get("seconds", found["steps"]),
-        "tokens_in_loss": statistics.mean(row["tokens/scored_share"] for row in rows),
+        "tokens_in_loss": statistics.mean(row["tokens/scored_fraction"] for row in rows),
         "peak_bytes": statistics.mean(entry["peak"] for entry in bytes_of),
         "saved_bytes": statistics.mean(entry["saved"] for entry in bytes_of),
     }

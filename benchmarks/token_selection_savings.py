@@ -93,7 +93,7 @@ def run_once(trainer, batch: dict, clock: HeadClock, device: str) -> dict[str, f
     found = {"seconds": time.perf_counter() - start, "head_seconds": clock.seconds}
     found["bytes"] = saved_bytes(trainer, batch)
     skipping = trainer.budget.kept_by is None
-    found["scored_share"] = logged(trainer)["tokens/scored_share"] if skipping else 1.0
+    found["scored_share"] = logged(trainer)["tokens/scored_fraction"] if skipping else 1.0
     return found
 
 

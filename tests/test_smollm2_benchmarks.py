@@ -25,7 +25,7 @@ def ceiling():
 
 def history(count: int, seconds: float, accuracy: dict[int, float]) -> list[dict]:
     steps = [
-        {"step": i + 1, "step_time": seconds, "reward": i / 100, "tokens/scored_share": 0.25, "learning_rate": 1.0}
+        {"step": i + 1, "step_time": seconds, "reward": i / 100, "tokens/scored_fraction": 0.25, "learning_rate": 1.0}
         for i in range(count)
     ]
     for step, share in accuracy.items():

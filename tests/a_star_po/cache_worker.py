@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from trl_fsdp_qlora import AStarPOConfig
 from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues
-from trl_fsdp_qlora.telemetry.phases import PhaseClock
+from trl_fsdp_qlora.telemetry.phases import PhaseTimer
 
 CONTEXT = {"reference": 1, "sampling": 2, "rewards": [["r", "v"]]}
 
@@ -29,7 +29,7 @@ def open_values(folder: str, draw=None, context: dict = CONTEXT, **config) -> Re
     """Stage 1 on `folder`, with an adaptive plan of 2 to 8 samples."""
     settings = {"value_samples_min": 2, "value_tolerance": 0.2, "disable_tqdm": True, **config}
     args = AStarPOConfig("unused", value_cache=folder, use_cpu=True, bf16=False, report_to="none", **settings)
-    clock = PhaseClock(torch.device("cpu"))
+    clock = PhaseTimer(torch.device("cpu"))
     values = ReferenceValues(args, Accelerator(cpu=True), clock, torch.ones(1), ["r"], None, draw, lockstep=False)
     values.open(lambda: context)
     return values

@@ -103,7 +103,7 @@ def result(trainer, record):
         "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "grad_norm": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
         "gradients": record.gradients,
-        "shared": any("prefix_sharing/policy/tokens_share" in entry for entry in history),
+        "shared": any("prefix_sharing/policy/tokens_fraction" in entry for entry in history),
         "adapter": {name: value.float() for name, value in adapter.items()},
         "base": base.to_dict() if base else None,
         "devices": sorted({parameter.device.type for parameter in model.parameters()}),

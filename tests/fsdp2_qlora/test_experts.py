@@ -241,7 +241,7 @@ def test_packed_rows_with_packed_experts(tmp_path, beta):
     largest = max(gradient.abs().max() for gradient in stocks.values())
     assert largest > 0 and any(gradient.abs().max() > 0 for name, gradient in stocks.items() if "experts" in name)
     assert all(difference(gradients[name], stocks[name]) <= 2e-5 * largest for name in stocks)
-    assert trainer._metrics["train"]["prefix_sharing/policy/tokens_share"][-1] < 1
+    assert trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 1
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ def measure(ours) -> dict[str, float]:
     if ours.accelerator.process_index == 1:
         batch["advantages"].zero_()
     got = gradients(ours, batch)
-    ours.telemetry.settle()
-    share = ours._metrics["train"]["tokens/scored_share"][-1]
+    ours.telemetry.flush()
+    share = ours._metrics["train"]["tokens/scored_fraction"][-1]
     ours.budget.kept_by = "the reference computes everything"
     want = gradients(ours, batch)
     ours.budget.kept_by = None

@@ -45,7 +45,7 @@ def loss_and_gradients(ours, batch, stock=False):
     compute = GRPOTrainer._compute_loss if stock else EfficientGRPOTrainer._compute_loss
     loss = compute(ours, ours.model, dict(batch))
     loss.backward()
-    ours.telemetry.settle()  # as before metrics are logged
+    ours.telemetry.flush()  # as before metrics are logged
     return loss.item(), {n: p.grad.clone() for n, p in ours.model.named_parameters() if p.grad is not None}
 
 
@@ -65,7 +65,7 @@ def test_skipping_equals_stock(tmp_path, loss_type, sharing):
     # One whole group, and two completions of the other.
     batch["advantages"][[0, 1, 2, 3, 5, 7]] = 0.0
     got = loss_and_gradients(ours, batch)
-    scored = ours._metrics["train"]["tokens/scored_share"][-1]
+    scored = ours._metrics["train"]["tokens/scored_fraction"][-1]
     want_share = (batch["completion_mask"].sum(1)[[4, 6]].sum() / batch["completion_mask"].sum()).item()
     assert scored == pytest.approx(want_share)
     want = loss_and_gradients(ours, batch, stock=True)
@@ -88,10 +88,10 @@ def test_skipped_completions_leave_the_packed_row(tmp_path):
     ours = made(tmp_path)
     batch = batch_of(ours)
     loss_and_gradients(ours, batch)
-    whole = ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1]
+    whole = ours._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1]
     batch["advantages"][:4] = 0.0
     loss_and_gradients(ours, batch)
-    assert ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1] < 0.7 * whole
+    assert ours._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.7 * whole
 
 
 @pytest.mark.parametrize("objective", [{}, {"token_selection": "prefix_cut"}])
@@ -283,8 +283,8 @@ def test_a_run_selects_reports_and_is_reproducible(tmp_path):
         ours.train()
         runs.append([p.detach().clone() for p in ours.model.parameters() if p.requires_grad])
         rows = [row for row in ours.state.log_history if "loss" in row]
-        assert len(rows) == 3 and all(0.2 < row["tokens/scored_share"] < 0.8 for row in rows)
-        assert len({row["tokens/scored_share"] for row in rows}) > 1
+        assert len(rows) == 3 and all(0.2 < row["tokens/scored_fraction"] < 0.8 for row in rows)
+        assert len({row["tokens/scored_fraction"] for row in rows}) > 1
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 

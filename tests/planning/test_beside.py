@@ -108,7 +108,7 @@ def test_the_step_that_is_measured_has_something_to_learn(base, tmp_path, capsys
     for state.global_step, zero in enumerate([1.0, None, 0.5, None], start=1):
         metrics.clear()  # as when a step is logged
         if zero is not None:
-            metrics["waste/zero_advantage_share"].append(zero)
+            metrics["efficiency/zero_advantage_fraction"].append(zero)
         metrics["memory/forward_backward_peak_mib"].append(100.0 * state.global_step)
         callback.on_step_end(None, state, None)
     said = capsys.readouterr().out

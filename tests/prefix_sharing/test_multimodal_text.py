@@ -35,7 +35,7 @@ def test_loss_equals_stock_trainer(name, tmp_path):
         results.append((loss.item(), gradients(trainer.model)))
     stock, ours = results
     assert trainer.prefix_sharing.active(), trainer.prefix_sharing.describe()
-    assert trainer._metrics["train"]["prefix_sharing/policy/tokens_share"][-1] < 0.7
+    assert trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.7
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)
     assert_equal_gradients(ours[1], stock[1], tolerance=2e-5)
 

@@ -81,7 +81,7 @@ def test_training_equals_stock(name, checkpoint, tmp_path):
         trainer.train()
         results.append(history(trainer))
     assert trainer.prefix_sharing.active()
-    assert any("prefix_sharing/policy/tokens_share" in row for row in trainer.state.log_history)
+    assert any("prefix_sharing/policy/tokens_fraction" in row for row in trainer.state.log_history)
     assert_same_run(results[1], results[0])
 
 
@@ -103,7 +103,7 @@ def test_several_steps_a_generation_equal_the_padded_path(checkpoint, tmp_path):
         results.append(history(trainer))
     assert_same_run(results[1], results[0])
     first = trainer.state.log_history[0]
-    assert first["prefix_sharing/no_grad/tokens_share"] < 1
+    assert first["prefix_sharing/no_grad/tokens_fraction"] < 1
     assert first["prefix_sharing/no_grad/layers_cascade"] == 1
 
 

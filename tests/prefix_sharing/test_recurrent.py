@@ -207,7 +207,7 @@ def test_nested_rows_share_prompts_only():
     sharing, ours, figures, stock = shared_pass(family("qwen3_5"), batch, nested=True)
     assert sharing.active()
     torch.testing.assert_close(ours, stock, atol=2e-5, rtol=1e-5)
-    assert figures["tokens_share"] == (11 + 4 * 9) / batch[0].numel()
+    assert figures["tokens_fraction"] == (11 + 4 * 9) / batch[0].numel()
     assert "one level" in sharing.describe()
 
 

@@ -155,7 +155,7 @@ def test_rotary_tables_that_depend_on_the_longest_position(caplog):
         config = tf.Phi3Config(**(model.config.to_dict() | {"original_max_position_embeddings": switch}))
         config.rope_parameters = longrope | {"original_max_position_embeddings": switch}
         _packed, result, stock = run(build(lambda config=config: tf.Phi3ForCausalLM(config)))
-        assert ("tokens_share" in result[3]) == bool(packed_share)
+        assert ("tokens_fraction" in result[3]) == bool(packed_share)
         torch.testing.assert_close(result[0], stock, atol=2e-5, rtol=1e-5)
     assert "rows of 23 positions" in caplog.text
 
@@ -198,7 +198,7 @@ def test_score_mask_cuts_work_and_zeros_the_rest():
     expected[0, [0, 4]] = stock[0, [0, 4]]
     torch.testing.assert_close(result[0], expected, atol=2e-5, rtol=1e-5)
     # One completion is left, up to the token before its last scored one: 14 prompt tokens and 4 of the completion.
-    assert result[3]["tokens_share"] == 18 / ids.numel()
+    assert result[3]["tokens_fraction"] == 18 / ids.numel()
 
 
 def test_nothing_to_score_still_reaches_every_parameter():

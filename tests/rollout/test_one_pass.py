@@ -134,7 +134,7 @@ def test_the_metrics_of_the_weights_are_stocks(ours_with, tmp_path):
         weights = difference[mask].exp() if mode.startswith("token") else difference.sum(1).exp()
         low, high = CLIPS[mode.partition("_")[0]]
         outside = sum(not low < weight < high for weight in weights.tolist()) / len(weights)
-        name = "sampling/importance_sampling_ratio/outside_share"
+        name = "sampling/importance_sampling_ratio/outside_fraction"
         assert ours._metrics["train"][name] == pytest.approx([outside]), mode
 
 

@@ -12,8 +12,7 @@ from trl_fsdp_qlora.rollout.decoding import DecodingWork
 from trl_fsdp_qlora.rollout.draws import RowUniforms, draw
 from trl_fsdp_qlora.rollout.rollout import Rollout
 from trl_fsdp_qlora.scoring import token_selection, transfer
-from trl_fsdp_qlora.telemetry.deferred import DeferredSums
-from trl_fsdp_qlora.telemetry.phases import token_counts
+from trl_fsdp_qlora.telemetry.phases import AsyncMetrics, token_counts
 
 
 class NoFloat64(TorchDispatchMode):
@@ -49,10 +48,10 @@ def test_counters():
     with NoFloat64():
         counts = token_counts({"prompt_mask": mask, "completion_mask": mask, "advantages": mask[:, 0].float()}, 2)
     assert counts.dtype is torch.int64  # exact, and known to every device
-    deferred, read = DeferredSums(), []
+    deferred, read = AsyncMetrics(), []
     deferred.add(torch.tensor([1, 2**20]), read.append)
     deferred.add(torch.tensor([0.5]), read.append)
-    deferred.settle()
+    deferred.flush()
     assert read == [[1.0, 2.0**20], [0.5]]
 
 

@@ -96,7 +96,7 @@ def test_completions_are_cut_behind_their_last_branching_token(tmp_path):
     want = int(batch["prompt_mask"].sum(1)[[0, 4]].sum()) + 4
     assert credit.distinct == 4
     whole = batch["prompt_mask"].numel() + batch["completion_mask"].numel()
-    assert ours._metrics["train"]["prefix_sharing/policy/tokens_share"][-1] == pytest.approx(want / whole)
+    assert ours._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] == pytest.approx(want / whole)
 
 
 def test_a_run_trains_and_reports(tmp_path):
@@ -111,7 +111,7 @@ def test_a_run_trains_and_reports(tmp_path):
     assert len(rows) == 3
     for row in rows:
         assert 0 < row["t_spmo/credited_transitions"] <= row["t_spmo/transitions"]
-        assert 0 <= row["t_spmo/repeated_share"] < 1 and 0 < row["tokens/scored_share"] <= 1
+        assert 0 <= row["t_spmo/repeated_fraction"] < 1 and 0 < row["tokens/scored_fraction"] <= 1
 
 
 @pytest.mark.processes

@@ -7,12 +7,19 @@ import torch
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.telemetry.deferred import MOST, DeferredSums
-from trl_fsdp_qlora.telemetry.phases import MIB, PhaseClock, TelemetryCallback, token_counts, waste_metrics
+from trl_fsdp_qlora.telemetry.phases import (
+    MIB,
+    MOST,
+    AsyncMetrics,
+    PhaseTimer,
+    TelemetryCallback,
+    efficiency_metrics,
+    token_counts,
+)
 
 
 def test_nested_phases_are_not_counted_twice():
-    clock = PhaseClock(torch.device("cpu"))
+    clock = PhaseTimer(torch.device("cpu"))
     with clock.phase("outer"):
         time.sleep(0.02)
         with clock.phase("inner"):
@@ -26,7 +33,7 @@ def test_nested_phases_are_not_counted_twice():
 
 
 def test_an_exception_closes_what_it_left_open():
-    clock = PhaseClock(torch.device("cpu"))
+    clock = PhaseTimer(torch.device("cpu"))
     with pytest.raises(ZeroDivisionError), clock.phase("outer"):
         clock.start("left open")
         _ = 1 / 0
@@ -34,7 +41,7 @@ def test_an_exception_closes_what_it_left_open():
 
 
 def test_peak_bytes_of_a_phase():
-    clock = PhaseClock(torch.device("cpu"))
+    clock = PhaseTimer(torch.device("cpu"))
     if not clock.memory.available:
         pytest.skip("no /proc/self/clear_refs here")
     with clock.phase("small"):
@@ -48,7 +55,7 @@ def test_peak_bytes_of_a_phase():
         assert metrics[f"memory/{name}_peak_mib"] - metrics["memory/small_peak_mib"] == pytest.approx(256, abs=40)
 
 
-def test_waste_of_a_batch_by_hand():
+def test_efficiency_of_a_batch_by_hand():
     # two groups of two: prompts of 3 and 1 tokens, completions of 2, 4, 1, 1
     prompt_mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]])
     completion_mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]])
@@ -59,10 +66,10 @@ def test_waste_of_a_batch_by_hand():
     }
     counts = token_counts(batch, 2)
     assert counts.tolist() == [28, 16, 12, 4, 2, 8]
-    metrics = waste_metrics(counts.tolist())
-    assert metrics["waste/padding_share"] == pytest.approx(1 - 16 / 28)
-    assert metrics["waste/prompt_redundancy"] == pytest.approx(16 / 12)
-    assert metrics["waste/zero_advantage_share"] == 0.5
+    metrics = efficiency_metrics(counts.tolist())
+    assert metrics["efficiency/padding_fraction"] == pytest.approx(1 - 16 / 28)
+    assert metrics["efficiency/prompt_redundancy"] == pytest.approx(16 / 12)
+    assert metrics["efficiency/zero_advantage_fraction"] == 0.5
 
 
 def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
@@ -79,7 +86,7 @@ def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
     first = made.state.log_history[0]
     for phase in ("generate", "reward", "old_policy_pass", "reference_pass", "forward_backward", "optimizer"):
         assert first[f"time/{phase}_s"] > 0, phase
-    assert first["waste/prompt_redundancy"] > 1
+    assert first["efficiency/prompt_redundancy"] > 1
     assert first["throughput/tokens_per_s"] > 0
     assert made.state.log_history[1]["time/generate_s"] == 0.0  # the second iteration reuses the completions
     out = capsys.readouterr().out
@@ -129,7 +136,7 @@ class Moment:
 
 def test_a_step_on_a_device_is_read_when_it_is_logged(monkeypatch):
     device, metrics = Device(), defaultdict(list)
-    clock = PhaseClock(torch.device("cpu"))
+    clock = PhaseTimer(torch.device("cpu"))
     monkeypatch.setattr(clock, "now", device.moment)
     telemetry = TelemetryCallback(clock, lambda: metrics)
     for seconds in (2.0, 4.0):
@@ -141,7 +148,7 @@ def test_a_step_on_a_device_is_read_when_it_is_logged(monkeypatch):
         clock.tokens = 30.0
         telemetry.on_step_end(None, None, None)
     assert device.waits == 0 and not any(name.startswith("time/") for name in metrics)
-    telemetry.settle()
+    telemetry.flush()
     assert metrics["time/outer_s"] == [2.0, 4.0]
     assert metrics["time/inner 2.0_s"] == [1.0, 0.0] and metrics["time/inner 4.0_s"] == [1.0]
     assert metrics["throughput/tokens_per_s"] == [10.0, 6.0]
@@ -155,7 +162,7 @@ def test_a_step_on_a_device_is_read_when_it_is_logged(monkeypatch):
 
 def test_the_peak_of_the_process_stays_the_users(monkeypatch):
     """Where nothing is reset, a phase has a peak once it raised that of the process, and keeps the highest."""
-    clock, peak, resets = PhaseClock(torch.device("cpu")), [5 * MIB], []
+    clock, peak, resets = PhaseTimer(torch.device("cpu")), [5 * MIB], []
     clock.resets = False  # as on CUDA
     clock.memory.available = True
     monkeypatch.setattr(clock.memory, "read", lambda: peak[0])
@@ -175,7 +182,7 @@ def test_the_peak_of_the_process_stays_the_users(monkeypatch):
 
 
 def test_a_clock_that_is_off_measures_nothing():
-    clock = PhaseClock(torch.device("cpu"), "off")
+    clock = PhaseTimer(torch.device("cpu"), "off")
     with clock.phase("outer"):
         pass
     assert clock.drain() == {}
@@ -184,14 +191,14 @@ def test_a_clock_that_is_off_measures_nothing():
 
 
 def test_deferred_sums_are_read_in_order_and_at_the_latest_after_so_many():
-    deferred, found = DeferredSums(), []
-    deferred.settle()
+    deferred, found = AsyncMetrics(), []
+    deferred.flush()
     for i in range(3):
         deferred.add(torch.arange(i + 1, dtype=torch.float32) + i, found.append)
     assert found == []
-    deferred.settle()
+    deferred.flush()
     assert found == [[0.0], [1.0, 2.0], [2.0, 3.0, 4.0]]
-    deferred.settle()
+    deferred.flush()
     assert len(found) == 3
     for _ in range(MOST):
         deferred.add(torch.zeros(1), found.append)

@@ -19,7 +19,7 @@ from datasets import Dataset
 
 from ..rollout.rewards import combine
 from ..run.ranks import on_main
-from ..telemetry.phases import PhaseClock
+from ..telemetry.phases import PhaseTimer
 from ..telemetry.progress import progress
 from .config import AStarPOConfig
 from .estimators import check_reward_range
@@ -70,7 +70,7 @@ class ReferenceValues:
         self,
         args: AStarPOConfig,
         accelerator: Accelerator,
-        clock: PhaseClock,
+        clock: PhaseTimer,
         reward_weights: torch.Tensor,
         reward_names: list[str],
         tokenize: Callable[[list], list[list[int]]],

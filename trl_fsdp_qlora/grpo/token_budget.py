@@ -174,7 +174,7 @@ class TokenBudget:
         """
         keys = (*SCORED_MEANS, *LEARNING_MEANS, PHI_MEAN)
         last = {key: (metrics[key], len(metrics[key]) - 1) for key in keys if metrics.get(key)}
-        shares = metrics["tokens/scored_share"], metrics["tokens/nothing_to_learn"]
+        shares = metrics["tokens/scored_fraction"], metrics["tokens/nothing_to_learn"]
         return partial(self._report, shares, last)
 
     def _report(

@@ -39,7 +39,7 @@ from ..run.nonfatal import nonfatal
 from ..scoring.contexts import with_tied_entropies
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.request import Kind, PassRequest
-from ..telemetry.phases import PhaseClock, TelemetryCallback, token_counts
+from ..telemetry.phases import PhaseTimer, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
@@ -60,7 +60,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     - `rollout`: where completions come from;
     - `sharding`: FSDP2 with a 4-bit base;
     - `checkpointing`: a checkpoint is whole or not taken for one, and holds the completions still to be used;
-    - `clock`: seconds, bytes and waste of each phase, as ordinary metrics.
+    - `clock`: seconds, bytes and efficiency of each phase, as ordinary metrics.
 
     Completions of one prompt stay together in micro-batches, and bad input is reported before the first step.
 
@@ -97,7 +97,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.sharding = Sharding(self.args, self.accelerator)
 
     def _start_clock(self) -> None:
-        self.clock = PhaseClock(self.accelerator.device, self.args.phase_metrics)
+        self.clock = PhaseTimer(self.accelerator.device, self.args.phase_metrics)
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
         self.add_callback(self.telemetry)
         if self.use_vllm:
@@ -133,7 +133,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         if self._step % every == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
-            self._add_metrics(self.clock.waste(counts))
+            self._add_metrics(self.clock.efficiency(counts))
             rank, slices = self.accelerator.process_index, self.args.steps_per_generation
             self._buffered_inputs = micro_batches(batch, self.num_generations, rank, slices)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -392,7 +392,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     # --- what is said about a run ------------------------------------------------------------------------------------
 
     def log(self, logs, *args, **kwargs):
-        self.telemetry.settle()
+        self.telemetry.flush()
         drop_missing(self._metrics["train"])
         with nonfatal("the traffic metric"):
             if "loss" in logs:

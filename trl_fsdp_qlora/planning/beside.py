@@ -128,7 +128,7 @@ class BesideCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.metrics()
         metrics["memory/planned_mib"].append(self._planned_mib)
-        if zero := metrics.get("waste/zero_advantage_share"):  # of the newest generation batch
+        if zero := metrics.get("efficiency/zero_advantage_fraction"):  # of the newest generation batch
             self._learns = zero[-1] < 1
         if self._printed or not self._learns:
             return

@@ -170,7 +170,7 @@ class PrefixSharing:
         Returns:
             `(B, C)` log-probabilities, `(B, C)` entropies in nats or `None`, router loss or `None`, with zeros where
             nothing was scored; and, of a packed pass, the tokens computed over those of a padded forward
-            (`tokens_share`), seconds until the forward returned (on CUDA: was queued), and the share of attention
+            (`tokens_fraction`), seconds until the forward returned (on CUDA: was queued), and the share of attention
             layers that each backend served (`layers_<backend>`).
         """
         state = self._states[request.role]
@@ -195,7 +195,7 @@ class PrefixSharing:
             return PassResult(padded(request), {})
         values, layouts = self._packed(request, facts, cuts)
         calls = [name for layout in layouts for name in layout.layer_calls]
-        figures = {"tokens_share": sum(layout.tokens for layout in layouts) / request.input_ids.numel()}
+        figures = {"tokens_fraction": sum(layout.tokens for layout in layouts) / request.input_ids.numel()}
         figures |= {f"layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
         return PassResult(values, {**figures, "seconds": time.perf_counter() - start})
 

@@ -113,5 +113,5 @@ def sampling_metrics(numbers: list[float]) -> tuple[dict[str, float], float, flo
         metrics += [min(lowest), sum(total) / sum(weights), max(highest)]
     named = dict(zip(SAMPLING_METRICS, metrics, strict=False))
     if any(weights):
-        named[f"sampling/{IMPORTANCE_RATIO}/outside_share"] = sum(outside) / sum(weights)
+        named[f"sampling/{IMPORTANCE_RATIO}/outside_fraction"] = sum(outside) / sum(weights)
     return named, sum(tokens), sum(differences)

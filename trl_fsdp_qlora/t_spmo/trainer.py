@@ -20,7 +20,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     A is zero where completions do not part, so only branching tokens are scored, each distinct one once, and every
     completion is cut behind its last credited token. The prompt is computed once, and so is every prefix that
-    completions share behind it (`t_spmo/repeated_share` tells how much that saves), unless the model runs padded or on
+    completions share behind it (`t_spmo/repeated_fraction` tells how much that saves), unless the model runs padded or on
     an attention implementation without masks.
 
     A completion's reward is the weighted sum of the reward functions, unscaled. Groups may span ranks: the trie is
@@ -57,7 +57,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
             {
                 "t_spmo/transitions": credit.transitions,
                 "t_spmo/credited_transitions": credit.credited,
-                "t_spmo/repeated_share": (credit.forward - credit.distinct) / max(credit.forward, 1),
+                "t_spmo/repeated_fraction": (credit.forward - credit.distinct) / max(credit.forward, 1),
             }
         )
         return output
@@ -98,7 +98,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     def _token_metrics(metrics):
         """What puts summed counts among `metrics` once they are read."""
         share, nothing, mean = (
-            metrics[name] for name in ("tokens/scored_share", "tokens/nothing_to_learn", "entropy")
+            metrics[name] for name in ("tokens/scored_fraction", "tokens/nothing_to_learn", "entropy")
         )
 
         def finish(counts: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""Seconds, bytes and waste of each phase of a step, as ordinary Trainer metrics.
+"""Seconds, bytes and efficiency of each phase of a step, as ordinary Trainer metrics.
 
 Names, all averaged over the logging window:
 
@@ -6,9 +6,9 @@ Names, all averaged over the logging window:
   the device's time between two events, which are read when metrics are logged: no phase waits for the device.
 - `memory/<phase>_peak_mib`: most memory in use during the phase: of the CUDA allocator, or, without CUDA on Linux, the
   process's resident set. Of this rank.
-- `waste/padding_share`: padding tokens in the padded batch that stock TRL runs, as a share of it.
-- `waste/prompt_redundancy`: valid tokens that stock TRL runs over the tokens with every group's prompt once.
-- `waste/zero_advantage_share`: completions whose advantage is 0, as a share of all.
+- `efficiency/padding_fraction`: padding tokens in the padded batch that stock TRL runs, as a share of it.
+- `efficiency/prompt_redundancy`: valid tokens that stock TRL runs over the tokens with every group's prompt once.
+- `efficiency/zero_advantage_fraction`: completions whose advantage is 0, as a share of all.
 - `throughput/tokens_per_s`: completion tokens of all ranks per second of step time.
 """
 
@@ -16,13 +16,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
 
 from ..run.nonfatal import nonfatal
-from .deferred import DeferredSums
 
 # On the host's clock, or an event in the queue of a CUDA device.
 Moment = float | torch.cuda.Event
@@ -32,6 +32,8 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
 MODES = ("on", "peaks", "off")
+# Read at the latest after so many, for runs that log never or seldom.
+MOST = 1000
 
 
 class PeakMemory:
@@ -82,7 +84,7 @@ def check_clock(mode: str) -> None:
         raise ValueError(f"phase_metrics={mode!r} is unknown; use one of {', '.join(map(repr, MODES))}")
 
 
-class PhaseClock:
+class PhaseTimer:
     """Seconds and peak bytes of named, possibly nested phases of each step.
 
     A phase's seconds leave out the phases nested in it; its peak bytes include them.
@@ -164,11 +166,11 @@ class PhaseClock:
 
         return run
 
-    def waste(self, counts: torch.Tensor) -> dict[str, float]:
-        """The `waste/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
+    def efficiency(self, counts: torch.Tensor) -> dict[str, float]:
+        """The `efficiency/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
         values = counts.tolist()
         self.tokens += values[-1]
-        return waste_metrics(values)
+        return efficiency_metrics(values)
 
     def drain(self) -> dict[str, float]:
         """The metrics since the last drain; forgets them. Waits for the device."""
@@ -234,30 +236,57 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
     return torch.stack([padded, valid, once, rows, dead.sum(), completion_tokens])
 
 
-def waste_metrics(counts: list[float]) -> dict[str, float]:
-    """The `waste/` metrics from summed [`token_counts`]."""
+def efficiency_metrics(counts: list[float]) -> dict[str, float]:
+    """The `efficiency/` metrics from summed [`token_counts`]."""
     padded, valid, once, rows, dead, _ = counts
     return {
-        "waste/padding_share": 1 - valid / max(padded, 1),
-        "waste/prompt_redundancy": valid / max(once, 1),
-        "waste/zero_advantage_share": dead / max(rows, 1),
+        "efficiency/padding_fraction": 1 - valid / max(padded, 1),
+        "efficiency/prompt_redundancy": valid / max(once, 1),
+        "efficiency/zero_advantage_fraction": dead / max(rows, 1),
     }
+
+
+class AsyncMetrics:
+    """Numbers that stay on the device until they are logged, so that no micro-batch waits for one, and what to do with each set of them once the host has read them all, in one transfer."""
+
+    def __init__(self):
+        self._held: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
+
+    def add(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
+        """Call `finish` with the numbers of `sums_N` in the next [`flush`].
+
+        Args:
+            sums_N: one dimension; whatever ranks have to sum is summed already.
+            finish: puts them where they belong.
+        """
+        self._held.append((sums_N.detach(), finish))
+        if len(self._held) >= MOST:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read everything that was added, in the order in which it was."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
+        for sums_N, finish in held:
+            finish(list(islice(numbers, len(sums_N))))
 
 
 class TelemetryCallback(TrainerCallback):
     """Closes the optimizer's phase and hands a step's figures to the trainer's metrics before they are logged.
 
-    What lies on the device is read in [`settle`], which the trainer calls when it logs.
+    What lies on the device is read in [`flush`], which the trainer calls when it logs.
 
     Args:
         clock: of the trainer.
         metrics: gives the trainer's metrics of training.
     """
 
-    def __init__(self, clock: PhaseClock, metrics: Callable[[], dict[str, list]]):
+    def __init__(self, clock: PhaseTimer, metrics: Callable[[], dict[str, list]]):
         self.clock = clock
         self.metrics = metrics
-        self.deferred = DeferredSums()
+        self.deferred = AsyncMetrics()
         self._step_started: Moment | None = None
         self._steps: list[tuple[list[Span], Moment, Moment, float]] = []  # spans, begin, end, tokens
         self._seen: set[str] = set()
@@ -268,10 +297,10 @@ class TelemetryCallback(TrainerCallback):
         self.deferred.add(sums_N, finish)
 
     @nonfatal("a deferred metric")
-    def settle(self, wait: bool = True) -> None:
+    def flush(self, wait: bool = True) -> None:
         """Put what is outstanding among the metrics; without `wait`, only steps that the device has done."""
         if wait:
-            self.deferred.settle()
+            self.deferred.flush()
         while self._steps and (wait or _is_past(self._steps[0][2])):
             spans, begin, end, tokens = self._steps.pop(0)
             # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases
@@ -299,7 +328,7 @@ class TelemetryCallback(TrainerCallback):
             self.metrics()[name].append(value)
         if self._step_started is not None:
             self._steps.append((self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
-            self.settle(wait=False)
+            self.flush(wait=False)
 
 
 def _is_past(moment: Moment) -> bool:
