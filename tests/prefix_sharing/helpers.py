@@ -216,7 +216,7 @@ MULTIMODAL = {
     "mistral3": lambda: tf.Mistral3ForConditionalGeneration(
         tf.Mistral3Config(
             text_config=_SHAPE | {"model_type": "mistral"},
-            vision_config=_SIGLIP | {"model_type": "pixtral", "head_dim": 8},
+            vision_config=_SIGLIP | {"model_type": "pixtral", "head_dim": 8, "image_size": 32},
         )
     ),
     "glm4v": lambda: tf.Glm4vForConditionalGeneration(

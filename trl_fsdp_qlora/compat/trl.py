@@ -5,8 +5,10 @@ once at import. An upstream release that renames or reshapes one of them is then
 number somewhere in a loss. Attributes, metrics and error texts are checked by `tests/compat`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 import trl
 from packaging.version import Version
 from trl.chat_template_utils import parse_response
@@ -39,6 +41,7 @@ __all__ = [
     "is_async_callable",
     "maybe_gather_lm_head_ctx",
     "parse_response",
+    "rows_of_images",
     "shuffle_sequence_dict",
     "split_pixel_values_by_grid",
     "split_tensor_dict",
@@ -172,3 +175,10 @@ if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
         f"with. Install a version that fits: pip install 'trl~={TESTED_TRL}.0'"
     )
 check_seams()
+
+
+def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
+    """TRL's vision arguments for some rows of a batch: pixels and grids per image, everything else per row."""
+    apart, rows = split_pixel_values_by_grid(vision), [int(row) for row in rows]
+    chosen = {n: x[rows] if isinstance(x, torch.Tensor) else [x[row] for row in rows] for n, x in apart.items()}
+    return unsplit_pixel_values_by_grid(chosen)

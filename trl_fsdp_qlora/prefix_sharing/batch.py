@@ -38,15 +38,17 @@ def read_batch(
     logits_to_keep: int,
     score_mask_BC: torch.Tensor | None,
     with_ids: bool = False,
+    images: tuple[torch.Tensor, int] | None = None,
 ) -> BatchFacts:
     """Lengths, scored positions and equal neighbouring prompts of a padded batch `(B, P + C)`; one host sync.
 
     Args:
         input_ids, attention_mask, logits_to_keep, score_mask_BC: as in [`layout.pack`].
         with_ids: completions' tokens as well, which nested rows are made from.
+        images: numbers `(B, n)` that rows with the same images have in common, and the token that stands for an image.
 
     Raises:
-        UnpackableBatch: a mask has holes, or a row has no prompt token.
+        UnpackableBatch: a mask has holes, a row has no prompt token, or an image's token stands where completions begin.
     """
     rows, width = input_ids.shape
     prompt_width = width - logits_to_keep
@@ -56,11 +58,19 @@ def read_batch(
     new_prompt = torch.ones(rows, 1, dtype=torch.bool, device=mask.device)
     new_prompt[1:, 0] = (prompt[1:] != prompt[:-1]).any(1)
     parts = [mask, new_prompt]
+    if images is not None:
+        new_prompt[1:, 0] |= (images[0][1:] != images[0][:-1]).any(1)
+        # Each completion has a copy of the prompt's last token, and no pixels of its own.
+        parts.append(((input_ids == images[1]) & mask)[:, prompt_width - 1 :].any(1, keepdim=True))
     if score_mask_BC is not None:
         parts.append(score_mask_BC.bool())
     if with_ids:
         parts.append(input_ids[:, prompt_width:])  # what is true or false becomes a number beside them
     host = torch.cat(parts, dim=1).cpu().numpy()
+    if images is not None:
+        if host[:, width + 1].any():
+            raise UnpackableBatch("an image's token stands at a prompt's end or in a completion")
+        host = np.delete(host, width + 1, axis=1)
     read = width + 1 + (0 if score_mask_BC is None else logits_to_keep)
     completion_ids_BC = host[:, read:] if with_ids else None
     host = host[:, :read].astype(bool)

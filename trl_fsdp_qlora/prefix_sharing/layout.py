@@ -54,6 +54,7 @@ class PackedLayout:
             the others in every collective of the forward; where it is `None`, such a layer raises.
         is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
         cache: index tensors that a backend derived from the layout, kept for the next layer.
+        row_T, column_T: where in the padded batch each token stands, on the host.
     """
 
     input_ids: torch.Tensor
@@ -70,12 +71,19 @@ class PackedLayout:
     completion_shape: tuple[int, int]
     tokens: int
     stock_tokens: int
+    row_T: np.ndarray
+    column_T: np.ndarray
     end_T: np.ndarray | None = None
     backend: str = "auto"
     layer_calls: list[str] = field(default_factory=list)
     problems: list[str] | None = None
     is_computed: bool = False
     cache: dict = field(default_factory=dict)
+
+    @property
+    def root_rows(self) -> np.ndarray:
+        """The row of the padded batch that each segment without a prefix was taken from, in row order."""
+        return self.row_T[self.starts[: self.num_roots]]
 
     @property
     def num_roots(self) -> int:
@@ -171,6 +179,8 @@ def pack(
         completion_shape=(rows, logits_to_keep),
         tokens=tokens,
         stock_tokens=rows * width,
+        row_T=row.row_T,
+        column_T=row.column_T,
         end_T=row.end_T if is_nested else None,
     )
 

@@ -13,6 +13,7 @@ from ..compat.fsdp import forget_forward
 from ..errors import UserError
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
+from . import images
 from .agreement import is_main_rank, is_out_of_memory, largest_over_ranks, reason_of
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch
@@ -45,8 +46,10 @@ class _ModelState:
     pairs_per_token: float | None = None  # for nested rows, see `layout.pack`
     reason: str | None = None  # why it runs padded
     dropout: str | None = None  # a line on what draws other masks
-    # What was compared with the padded pass: whether gradients were, and whether nested rows were.
-    checked: set[tuple[bool, bool]] = field(default_factory=set)
+    # What was compared with the padded pass: whether gradients were, nested rows, and rows with images.
+    checked: set[tuple[bool, bool, bool]] = field(default_factory=set)
+    images_reason: str | None = None  # why batches with images run padded
+    tower: images.FrozenTower | None = None
 
 
 class PrefixSharing:
@@ -121,6 +124,9 @@ class PrefixSharing:
         # A state goes from token to token: a prompt's can branch into completions, a trie's is not kept at every node.
         nests = can_nest(base, self.choice) and not state.recurrent_layers
         state.pairs_per_token = 6.0 * base.config.get_text_config().hidden_size if nests else None
+        if base.config.get_text_config(decoder=True) is not base.config:
+            state.images_reason = images.images_reason(base)
+            state.tower = images.FrozenTower(base) if state.images_reason is None else None
         state.dtypes = frozenset(
             [parameter.dtype for parameter in base.parameters()]
             + [module.compute_dtype for module in base.modules() if hasattr(module, "compute_dtype")]
@@ -173,10 +179,9 @@ class PrefixSharing:
             (`tokens_fraction`), seconds until the forward returned (on CUDA: was queued), and the share of attention
             layers that each backend served (`layers_<backend>`).
         """
-        state = self._states[request.role]
-        if state.reason is None and not request.has_images:
+        if self._runs_packed(request):
             self._check_once(request, padded)
-        if state.reason is not None or request.has_images:
+        if not self._runs_packed(request):
             return PassResult(padded(request), {})
         start = time.perf_counter()
         facts = self._read(request)
@@ -199,6 +204,16 @@ class PrefixSharing:
         figures |= {f"layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
         return PassResult(values, {**figures, "seconds": time.perf_counter() - start})
 
+    def _runs_packed(self, request: PassRequest) -> bool:
+        state = self._states[request.role]
+        return state.reason is None and not (request.has_images and state.images_reason is not None)
+
+    def forget_images(self) -> None:
+        """Give the memory of the image features back, which were kept for the passes over one generation batch."""
+        for state in self._states.values():
+            if state.tower is not None:
+                state.tower.forget()
+
     def _give_up(self, role: str, reason: str) -> None:
         if self.choice != "auto":
             raise PrefixSharingError(
@@ -217,9 +232,12 @@ class PrefixSharing:
         Again before the first pass with gradients where that was one without, and with nested rows before the first of those.
         """
         state = self._states[request.role]
-        nests = request.nested and state.pairs_per_token is not None
+        nests = request.nested and state.pairs_per_token is not None and not request.has_images
         gradients = compares_gradients(request.model)
-        if any(gradients <= with_gradients and nests <= nested for with_gradients, nested in state.checked):
+        if any(
+            gradients <= with_gradients and nests <= nested and request.has_images == with_images
+            for with_gradients, nested, with_images in state.checked
+        ):
             return
         device = request.input_ids.device
         with self.autocast():
@@ -241,9 +259,14 @@ class PrefixSharing:
                     state.base.get_input_embeddings(),
                     unit,
                 )
-        if problem is not None:
-            return self._give_up(request.role, problem)
-        state.checked.add((gradients, nests))
+        if problem is None:
+            state.checked.add((gradients, nests, request.has_images))
+        elif request.has_images and self.choice == "auto":  # text may do
+            state.images_reason = problem
+            if is_main_rank():
+                logger.warning("Batches with images run padded as in stock TRL: %s.", problem)
+        else:
+            self._give_up(request.role, problem)
 
     def _packed_or_problem(
         self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]
@@ -276,12 +299,16 @@ class PrefixSharing:
     def _read(self, request: PassRequest) -> BatchFacts | None:
         """The batch as the host sees it; `None` and a line where it cannot be packed, an error where a backend was named."""
         width, limit = request.input_ids.shape[1], self._states[request.role].position_limit
-        with_ids = request.nested and self._states[request.role].pairs_per_token is not None
+        with_ids = request.nested and self._states[request.role].pairs_per_token is not None and not request.has_images
         try:
             if width > limit:
                 raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {limit}")
             batch = request.input_ids, request.attention_mask, request.logits_to_keep, request.scored_BC
-            return read_batch(*batch, with_ids)
+            pictures = None
+            if request.has_images:
+                base = self._states[request.role].base
+                pictures = images.fingerprints(request.vision), images.image_token(base)
+            return read_batch(*batch, with_ids, pictures)
         except UnpackableBatch as error:
             if self.choice != "auto":
                 raise PrefixSharingError(
@@ -324,13 +351,17 @@ class PrefixSharing:
             )
             layout.backend, layout.problems = self.choice, problems
             extra = {}
+            position_ids = layout.position_ids
+            if request.has_images:
+                few = request if len(cuts) == 1 else request.rows(list(range(part.start, part.stop)))
+                extra, position_ids = self._with_images(few, layout, facts.new_prompt_B[part])
             if request.compute_aux_loss:
-                extra = {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
+                extra |= {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
             with self.autocast():
                 outputs = request.model(
                     input_ids=layout.input_ids,
                     attention_mask=no_mask(layout.input_ids.device),
-                    position_ids=layout.position_ids,
+                    position_ids=position_ids,
                     prefix_layout=SealedLayout(layout),
                     score_index_N=layout.score_index_N,
                     score_targets_N=layout.score_targets_N,
@@ -348,3 +379,22 @@ class PrefixSharing:
             torch.stack(aux_losses).mean() if request.compute_aux_loss else None,
         )
         return values, layouts
+
+    def _with_images(self, request: PassRequest, layout: PackedLayout, new_prompt_B) -> tuple[dict, torch.Tensor]:
+        """The model's further arguments for a row of this batch's prompts with their images, and its positions."""
+        state = self._states[request.role]
+        new_prompt_B = new_prompt_B.copy()
+        new_prompt_B[0] = True
+        group_B = new_prompt_B.cumsum() - 1
+        position_ids = images.positions(state.base, request, layout, new_prompt_B.nonzero()[0], group_B)
+        extra = images.model_inputs(request, layout)
+        if state.tower.serves:
+            counts = request.vision.get("num_images")
+            rows = [row for row in layout.root_rows.tolist() if counts is None or counts[row]]
+            keys = rows and [
+                tuple(key) for key in images.fingerprints(images.rows_of_images(request.vision, rows)).tolist()
+            ]
+            extra = {name: value for name, value in extra.items() if name in images.PER_TOKEN}
+            if rows:
+                extra["mm_encoder_outputs"] = state.tower.outputs(request, rows, keys, self.autocast)
+        return extra, layout.position_ids if position_ids is None else position_ids

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..compat.trl import rows_of_images
 from .token_selection import weight_gradient
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -106,7 +107,9 @@ class PassRequest:
             attention_mask=pick(self.attention_mask),
             scored_BC=pick(self.scored_BC),
             weight_BC=pick(self.weight_BC),
-            vision={name: pick(value) for name, value in self.vision.items()},
+            vision=rows_of_images(self.vision, index)
+            if self.has_images
+            else {n: pick(v) for n, v in self.vision.items()},
             batch_size=None,
         )
 

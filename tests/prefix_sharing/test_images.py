@@ -1,0 +1,316 @@
+"""Images in prompts, packed once per prompt, against TRL's padded pass over pixels that are there once per completion."""
+
+import functools
+import inspect
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as tf
+from trl import GRPOTrainer
+
+from trl_fsdp_qlora.prefix_sharing import PrefixSharing, images
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
+
+from .helpers import (
+    _LINEAR,
+    _MOE,
+    _MROPE,
+    _QWEN_VISION,
+    _SHAPE,
+    _SHARED_EXPERT,
+    _SIGLIP,
+    MULTIMODAL,
+    _shape,
+    assert_equal_gradients,
+    build,
+    gradients,
+    with_stock_head,
+)
+
+IMAGE, COMPLETION = 60, 7
+# Of each row: its group, the tokens of its prompt before, between and behind images, images' sizes, and its completion's length.
+# Groups 0 and 1 have the same text and sizes, and other pixels; group 2 no image; group 3 two images; group 4 is one row.
+TEXT = {0: (3, 4), 1: (3, 4), 2: (6,), 3: (2, 1, 3), 4: (1, 5)}
+ROWS = [(0, 7), (0, 1), (0, 5), (1, 4), (1, 7), (2, 3), (2, 6), (3, 2), (3, 7), (3, 0), (4, 6)]
+
+
+class Family:
+    """How one family's batches with images look.
+
+    Args:
+        image: `{argument: tensor with one entry per image or patch}` of an image of a size.
+        sizes: by group, of its images.
+        token_types: the model takes `mm_token_type_ids`.
+    """
+
+    def __init__(self, image, sizes, token_types=False):
+        self.image, self.sizes, self.token_types = image, sizes, token_types
+
+
+def patches(size, draw):
+    """Of Qwen-VL and GLM-4V: rows of patches, and a grid."""
+    height, width = size
+    pixels = torch.randn(height * width, 3 * 2 * 4 * 4, generator=draw)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def squares(side, crops=0, sizes=False):
+    """Of LLaVA's kind: one picture of a fixed size per image, or several crops of it."""
+    shape = (1, crops, 3, side, side) if crops else (1, 3, side, side)
+
+    def image(_size, draw):
+        more = {"image_sizes": torch.tensor([[side, side]])} if sizes else {}
+        return {"pixel_values": torch.randn(shape, generator=draw), **more}
+
+    return image
+
+
+SIZES = {0: [(4, 4)], 1: [(4, 4)], 2: [], 3: [(2, 4), (4, 6)], 4: [(4, 2)]}
+# Of a class that pads each row to as many pictures as the row with most of them has.
+IDEFICS = {"smolvlm", "idefics3"}
+MORE = {
+    "qwen2_vl": lambda: tf.Qwen2VLForConditionalGeneration(
+        tf.Qwen2VLConfig(
+            text_config=_shape(head_dim=None) | {"rope_parameters": _MROPE},
+            vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4},
+        )
+    ),
+    "qwen3_vl_moe": lambda: tf.Qwen3VLMoeForConditionalGeneration(
+        tf.Qwen3VLMoeConfig(text_config=_SHAPE | _MOE | {"rope_parameters": _MROPE}, vision_config=_QWEN_VISION)
+    ),
+    "qwen3_5_moe": lambda: tf.Qwen3_5MoeForConditionalGeneration(
+        tf.Qwen3_5MoeConfig(text_config=_SHAPE | _LINEAR | _MOE | _SHARED_EXPERT, vision_config=_QWEN_VISION)
+    ),
+    "llava": lambda: tf.LlavaForConditionalGeneration(
+        tf.LlavaConfig(
+            text_config=_SHAPE | {"model_type": "llama"},
+            vision_config=_SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32},
+            vision_feature_layer=-1,
+        )
+    ),
+    "llava_onevision": lambda: tf.LlavaOnevisionForConditionalGeneration(
+        tf.LlavaOnevisionConfig(
+            text_config=_SHAPE | {"model_type": "qwen2"},
+            vision_config=_SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            image_grid_pinpoints=[[16, 16]],
+        )
+    ),
+    "idefics3": lambda: tf.Idefics3ForConditionalGeneration(
+        tf.Idefics3Config(text_config=_SHAPE | {"model_type": "llama"}, vision_config=_SIGLIP, scale_factor=2)
+    ),
+}
+FAMILIES = {
+    "qwen2_vl": Family(patches, SIZES, token_types=True),
+    "qwen2_5_vl": Family(patches, SIZES, token_types=True),
+    "qwen3_vl": Family(patches, SIZES, token_types=True),
+    "qwen3_vl_moe": Family(patches, SIZES, token_types=True),
+    "qwen3_5": Family(patches, SIZES, token_types=True),
+    "qwen3_5_moe": Family(patches, SIZES, token_types=True),
+    "glm4v": Family(patches, SIZES, token_types=True),
+    "internvl": Family(squares(16), SIZES),
+    "mistral3": Family(squares(32, sizes=True), SIZES),
+    "llava": Family(squares(16), SIZES),
+    "llava_onevision": Family(squares(16, crops=2, sizes=True), SIZES),
+    "smolvlm": Family(squares(16), SIZES),
+    "idefics3": Family(squares(16), SIZES),
+}
+
+
+def placeholders(model, fields):
+    """How many tokens an image takes: as many as the tower gives features."""
+    with torch.no_grad():
+        features = model.base_model.get_image_features(**fields, return_dict=True).pooler_output
+    return sum(len(image) for image in features)
+
+
+def with_images(name, seed=0):
+    """A small model of a family with a batch: `(model, input_ids, attention_mask, vision)`."""
+    family = FAMILIES[name]
+    model = build(MULTIMODAL.get(name) or MORE[name])
+    for attribute in ("image_token_id", "image_token_index"):
+        if hasattr(model.config, attribute):
+            setattr(model.config, attribute, IMAGE)
+    draw = torch.Generator().manual_seed(seed)
+    prompts, images, words = {}, {}, []
+    for group, text in TEXT.items():
+        images[group] = [family.image(size, draw) for size in family.sizes[group]]
+        if name in IDEFICS:
+            images[group] = [{"pixel_values": one["pixel_values"].unsqueeze(0)} for one in images[group]]
+        if group != 1:  # groups 0 and 1 ask the same of other pictures
+            words = [torch.randint(3, 50, (n,), generator=draw).tolist() for n in text]
+        prompts[group] = list(words[0])
+        for fields, more in zip(images[group], words[1:], strict=True):
+            prompts[group] += [IMAGE] * placeholders(model, fields) + more
+    width = max(map(len, prompts.values()))
+    ids = torch.randint(3, 50, (len(ROWS), width + COMPLETION), generator=draw)
+    mask = torch.zeros_like(ids)
+    fields, counts = {}, []
+    for row, (group, length) in enumerate(ROWS):
+        ids[row, width - len(prompts[group]) : width] = torch.tensor(prompts[group])
+        mask[row, width - len(prompts[group]) : width + length] = 1
+        counts.append(len(images[group]))
+        for parts in images[group]:
+            for key, value in parts.items():
+                fields.setdefault(key, []).append(value)
+    vision = {"num_images": counts}
+    if name in IDEFICS:
+        pictures = iter(fields["pixel_values"])
+        pixels = torch.zeros(len(ROWS), max(counts), *fields["pixel_values"][0].shape[2:])
+        for row, count in enumerate(counts):
+            for i in range(count):
+                pixels[row, i] = next(pictures)[0, 0]
+        vision["pixel_values"] = pixels
+        vision["pixel_attention_mask"] = torch.ones(len(ROWS), max(counts), *pixels.shape[3:], dtype=torch.long)
+    else:
+        vision |= {key: torch.cat(values) for key, values in fields.items()}
+    if family.token_types:
+        vision["mm_token_type_ids"] = ((ids == IMAGE) & (mask == 1)).int()
+    return model, ids, mask, vision
+
+
+class Stock:
+    """TRL's own padded pass, as a method of what it needs of its trainer."""
+
+    def __init__(self, model):
+        self.accelerator = self
+        self.model = with_stock_head(model)
+
+    def autocast(self):
+        return torch.autocast("cpu", enabled=False)
+
+    def __call__(self, request):
+        run = inspect.unwrap(GRPOTrainer._get_per_token_logps_and_entropies)
+        return request.padded(lambda model, *args, **kwargs: run(self, model, *args, **kwargs))
+
+
+def scored(model, run, mask):
+    model.zero_grad()
+    logps_BC = run()[0]
+    weight = torch.linspace(0.3, 1.7, logps_BC.numel()).view_as(logps_BC)
+    kept = torch.where(mask[:, -COMPLETION:].bool(), logps_BC, 0.0)
+    (kept * weight).sum().backward()
+    tower = sum(p.grad.abs().sum() for n, p in model.named_parameters() if "vis" in n and p.grad is not None)
+    return kept.detach(), gradients(model), bool(tower)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_stock(name, frozen):
+    model, ids, mask, vision = with_images(name)
+    if frozen:
+        freeze_tower(model)
+    stock = Stock(model)
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    expected, wanted, _ = scored(model, lambda: stock(request), mask)
+    sharing = PrefixSharing(temperature=0.9)
+    sharing.prepare("policy", model)
+    assert sharing.active(), sharing.describe()
+    figures = {}
+
+    def packed():
+        values, found = sharing.log_probs(request, stock)
+        figures.update(found)
+        return values
+
+    found, ours, reached_tower = scored(model, packed, mask)
+    assert figures.get("tokens_share", 1) < 0.6, sharing._states["policy"].images_reason
+    assert (found - expected).abs().max() <= 1e-4
+    assert_equal_gradients(ours, wanted, tolerance=2e-5)
+    assert reached_tower != frozen
+
+
+def prepared(model):
+    sharing = PrefixSharing(temperature=0.9)
+    sharing.prepare("policy", model)
+    return sharing
+
+
+def freeze_tower(model):
+    decoder = {id(p) for p in [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in decoder)
+    return model
+
+
+def count_images(model, monkeypatch):
+    """Appends the pixels that a tower gets to a list; once for each call."""
+    seen, inner = [], model.base_model
+    run = inner.get_image_features
+
+    @functools.wraps(run)  # whose parameters are looked at
+    def counted(*args, **kwargs):
+        seen.append(kwargs["pixel_values"])
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(inner, "get_image_features", counted)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch(name, monkeypatch):
+    model, ids, mask, vision = with_images(name)
+    sharing, stock = prepared(freeze_tower(model)), Stock(model)
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    sharing.log_probs(request, stock)  # with the comparison of the first pass
+    sharing.forget_images()
+    seen = count_images(model, monkeypatch)
+    with torch.no_grad():
+        whole, _ = sharing.log_probs(replace(request, kind=Kind.OLD), stock)
+        cut, _ = sharing.log_probs(replace(request, kind=Kind.OLD, batch_size=4), stock)
+    for rows in ([0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10]):
+        few = request.rows(rows)
+        values, figures = sharing.log_probs(few, stock)
+        assert figures and (values[0] - whole[0][rows]).abs().max() <= 1e-5
+        values[0].sum().backward()
+    assert (cut[0] - whole[0]).abs().max() <= 1e-5
+    assert len(seen) == 4  # prompts with images; of five groups one has none
+    sharing.forget_images()
+    assert sharing._states["policy"].tower.bytes == 0
+
+
+def test_features_are_kept_within_a_number_of_bytes(monkeypatch):
+    model, ids, mask, vision = with_images("qwen3_vl")
+    sharing, stock = prepared(freeze_tower(model)), Stock(model)
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    expected, _ = sharing.log_probs(request, stock)
+    sharing.forget_images()
+    tower = sharing._states["policy"].tower
+    monkeypatch.setattr(images, "FEATURE_BYTES", 1)
+    values, _ = sharing.log_probs(request, stock)
+    assert torch.equal(values[0], expected[0]) and len(tower.features) == 1
+
+
+def test_the_same_words_about_another_picture_are_another_prompt():
+    *_, vision = with_images("qwen3_vl")
+    numbers = images.fingerprints(vision)
+    assert [(a == b).all().item() for a, b in itertools.pairwise(numbers)] == [
+        ROWS[i][0] == ROWS[i + 1][0] for i in range(len(ROWS) - 1)
+    ]
+    changed = {**vision, "pixel_values": vision["pixel_values"].clone()}
+    changed["pixel_values"][5, 7] += 1e-6  # the last bits of one number
+    assert not torch.equal(images.fingerprints(changed)[0], numbers[0])
+    assert torch.equal(images.fingerprints(changed)[1:], numbers[1:])
+
+
+def test_an_image_in_a_completion_runs_padded(caplog):
+    model, ids, mask, vision = with_images("qwen3_vl")
+    sharing, stock = prepared(model), Stock(model)
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    sharing.log_probs(request, stock)
+    changed = ids.clone()
+    changed[0, -COMPLETION] = IMAGE
+    asked = []
+    _, figures = sharing.log_probs(
+        replace(request, input_ids=changed), lambda given: asked.append(given) or stock(request)
+    )
+    assert asked and not figures and "an image's token stands at a prompt's end or in a completion" in caplog.text
+
+
+def test_what_attends_in_both_directions_inside_an_image_runs_padded():
+    for name in ("gemma3", "gemma4"):
+        model = build(MULTIMODAL[name])
+        if name == "gemma4":  # as its larger sizes do
+            model.config.text_config.use_bidirectional_attention = "vision"
+        assert images.images_reason(model) == f"{name} attends in both directions inside an image"

@@ -1,0 +1,200 @@
+"""Images in prompts on packed rows: those of each prompt once, and its positions as the model itself would make them.
+
+TRL's batch holds a prompt's pixels once for each of its completions. A packed row holds each prompt once, so it takes the
+pixels of one row of every group, in the order in which the prompts stand in it: the model writes its image features over the
+placeholders from left to right. Classes with three-axis rotary positions (Qwen-VL, GLM-4V) work them out from the images'
+grids; their own `get_rope_index` does that for one row of each group, and a group's completions count on from there.
+
+Rows share a prompt where tokens *and pixels* agree: "How many are red?" is asked of many pictures.
+
+Where nothing of the vision tower is trained, it is run apart from the model, without a graph, and its features are kept for the
+next passes over the same images ([`FrozenTower`]); `mm_encoder_outputs` is the argument that transformers takes them by.
+"""
+
+import inspect
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..compat.trl import rows_of_images, split_pixel_values_by_grid
+from ..scoring.transfer import to_device
+from .layout import PackedLayout
+
+# What a model takes per image, and per token of a row.
+PER_IMAGE = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_position_ids",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+)
+PER_TOKEN = ("mm_token_type_ids",)
+# Of a frozen tower's features, on each device, over the images of a generation batch.
+FEATURE_BYTES = 2**30
+
+
+def images_reason(model: PreTrainedModel) -> str | None:
+    """Why images cannot stand in packed rows of `model` (without wrappers), or `None`."""
+    inner = model.base_model
+    name = model.config.model_type
+    if not hasattr(inner, "get_image_features"):
+        return f"{name} has no get_image_features"
+    in_both_directions = (
+        getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", None) == "vision"
+    )
+    if in_both_directions or "token_type_ids" in inspect.signature(type(inner).forward).parameters:
+        return f"{name} attends in both directions inside an image"
+    if image_token(model) is None:
+        return f"{name} does not say which token stands for an image"
+    return None
+
+
+def image_token(model: PreTrainedModel) -> int | None:
+    """The id of the token that image features are written over."""
+    names = ("image_token_id", "image_token_index")
+    return next((getattr(model.config, n) for n in names if getattr(model.config, n, None) is not None), None)
+
+
+def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
+    """`(B, 3)` numbers that two rows have in common where their pixels, and how these are cut, are the same."""
+    apart = split_pixel_values_by_grid(vision)
+    rows = [
+        [_sums(apart[name][row]) for name in PER_IMAGE if name in apart] for row in range(len(apart["pixel_values"]))
+    ]
+    return torch.stack([torch.stack(row).sum(0) for row in rows])
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Three sums of a tensor's bits that differ where the tensor does; whole numbers, which wrap around."""
+    bits = (
+        x.detach().contiguous().view(torch.uint8 if x.element_size() == 1 else torch.int16).flatten().to(torch.int32)
+    )
+    place = torch.arange(1, bits.numel() + 1, device=x.device)
+    mixed = (bits + 40503) * (place % 65521 + 1)  # a position's weight; 65521 and 40503 are odd and coprime
+    return torch.stack([place.new_tensor(bits.numel()), mixed.sum(), (mixed * (place % 32749 + 7)).sum()])
+
+
+def positions(model: PreTrainedModel, request, layout: PackedLayout, heads: np.ndarray, group_B: np.ndarray):
+    """`(axes, 1, T)` rotary positions of a packed row, or `None` where a class has one axis, the columns.
+
+    Args:
+        model: without wrappers.
+        request: whose batch the row is made from.
+        layout: of the row.
+        heads: a row of each group.
+        group_B: each row's group.
+    """
+    inner = model.base_model
+    if not hasattr(inner, "get_rope_index"):
+        return None
+    ids, mask = request.input_ids[heads], request.attention_mask[heads].clone()
+    mask[:, -request.logits_to_keep :] = 1  # other completions of the group may be longer
+    more = {
+        name: value
+        for name, value in rows_of_images(request.vision, heads).items()
+        if name in (*PER_TOKEN, "image_grid_thw")
+    }
+    position_ids, _ = inner.get_rope_index(ids, attention_mask=mask, **more)
+    source = group_B[layout.row_T] * request.input_ids.shape[1] + layout.column_T
+    index = to_device(torch.from_numpy(source.astype(np.int64)), position_ids.device)
+    return position_ids.flatten(1)[:, index].unsqueeze(1)
+
+
+def model_inputs(request, layout: PackedLayout) -> dict[str, torch.Tensor]:
+    """What the model takes beside tokens and positions: each prompt's pixels once, and what it has per token."""
+    chosen = rows_of_images(request.vision, layout.root_rows.tolist())
+    inputs = {name: chosen[name] for name in PER_IMAGE if name in chosen}
+    if not len(inputs["pixel_values"]):  # prompts without images
+        inputs = {}
+    index = to_device(
+        torch.from_numpy(layout.row_T * request.input_ids.shape[1] + layout.column_T), request.input_ids.device
+    )
+    inputs |= {
+        name: request.vision[name].flatten()[index].unsqueeze(0) for name in PER_TOKEN if name in request.vision
+    }
+    return inputs
+
+
+class FrozenTower:
+    """A vision tower that nothing trains: run without a graph, once for each prompt's images while their features are kept.
+
+    Not under FSDP or ZeRO-3, where its weights are gathered by the root module's forward, on all ranks alike.
+
+    Args:
+        model: without wrappers, before they are put around it.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.inner = model.base_model
+        self.features: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self.bytes = 0
+        parameters = inspect.signature(type(model).forward).parameters
+        self.takes_features = "mm_encoder_outputs" in parameters
+        decoder = {id(p) for p in model.get_decoder().parameters()}
+        head = model.get_output_embeddings()
+        decoder |= {id(p) for p in head.parameters()} if head is not None else set()
+        self.tower = [p for p in model.parameters() if id(p) not in decoder]
+
+    @property
+    def serves(self) -> bool:
+        """Whether features may be computed apart from the model's own forward now."""
+        sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.tower)
+        return self.takes_features and not sharded and not any(p.requires_grad for p in self.tower)
+
+    def forget(self) -> None:
+        """Give the features' memory back: another generation batch has other images."""
+        self.features.clear()
+        self.bytes = 0
+
+    def outputs(self, request, rows: list[int], keys: list[tuple[int, ...]], autocast) -> dict[str, Any]:
+        """`mm_encoder_outputs` for the images of some rows, in their order."""
+        found = []
+        for row, key in zip(rows, keys, strict=True):
+            if key not in self.features:
+                one = rows_of_images(request.vision, [row])
+                images = {name: one[name] for name in PER_IMAGE if name in one}
+                taken = inspect.signature(self.inner.get_image_features).parameters
+                with torch.no_grad(), autocast():
+                    output = self.inner.get_image_features(
+                        **{name: value for name, value in images.items() if name in taken}, return_dict=True
+                    )
+                self._keep(key, output)
+            found.append(self.features[key])
+            self.features.move_to_end(key)
+        return {"image": _joined(found)}
+
+    def _keep(self, key, output) -> None:
+        self.features[key] = output
+        self.bytes += _size(output)
+        while self.bytes > FEATURE_BYTES and len(self.features) > 1:
+            _, oldest = self.features.popitem(last=False)
+            self.bytes -= _size(oldest)
+
+
+def _size(value) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_size, parts))
+
+
+def _joined(outputs: list[ModelOutput]) -> ModelOutput:
+    """One output for several prompts' images, as one call for all of them would give."""
+    first = outputs[0]
+    joined = {"pooler_output": _cat([output.pooler_output for output in outputs])}
+    if getattr(first, "deepstack_features", None) is not None:
+        layers = zip(*(output.deepstack_features for output in outputs), strict=True)
+        joined["deepstack_features"] = [_cat(parts) for parts in layers]
+    return type(first)(**joined)
+
+
+def _cat(parts):
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(list(parts))
+    return tuple(image for part in parts for image in part)
