@@ -9,6 +9,7 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing.attention import no_mask
 from trl_fsdp_qlora.prefix_sharing.layout import SealedLayout
+from trl_fsdp_qlora.recipe.answers import completion_text
 
 VOCABULARY = 67
 PROMPT, COMPLETION = 14, 9
@@ -346,10 +347,11 @@ def processor():
 
 def mean_token(completions, **kwargs):
     """A reward that differs between completions."""
-    return [sum(map(ord, text)) % 7 / 7 if text else 0.0 for text in completions]
+    texts = [completion_text(completion) for completion in completions]
+    return [sum(map(ord, text)) % 7 / 7 if text else 0.0 for text in texts]
 
 
-def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, **config):
+def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, train_dataset=None, **config):
     """A GRPO trainer in fp32 without gradient checkpointing unless told otherwise; groups of 4 in batches of 8."""
     defaults = {
         "output_dir": str(tmp_path),
@@ -370,7 +372,7 @@ def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, 
         model=model,
         reward_funcs=mean_token,
         args=EfficientGRPOConfig(**(defaults | config)),
-        train_dataset=Dataset.from_dict({"prompt": ["A+B=", "CDEF*G=", "H=", "IJ-K="] * 8}),
+        train_dataset=train_dataset or Dataset.from_dict({"prompt": ["A+B=", "CDEF*G=", "H=", "IJ-K="] * 8}),
         eval_dataset=Dataset.from_dict({"prompt": ["B+A=", "GG=", "DEF*G=", "JI-K="]}),
         processing_class=tokenizer() if processing_class is None else processing_class,
         peft_config=peft_config,

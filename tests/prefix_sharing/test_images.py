@@ -5,11 +5,16 @@ import inspect
 import itertools
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 import transformers as tf
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
 from trl import GRPOTrainer
 
+from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, images
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
@@ -26,6 +31,8 @@ from .helpers import (
     assert_equal_gradients,
     build,
     gradients,
+    make_trainer,
+    tokenizer,
     with_stock_head,
 )
 
@@ -314,3 +321,68 @@ def test_what_attends_in_both_directions_inside_an_image_runs_padded():
         if name == "gemma4":  # as its larger sizes do
             model.config.text_config.use_bidirectional_attention = "vision"
         assert images.images_reason(model) == f"{name} attends in both directions inside an image"
+
+
+CHAT = (
+    "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+# Of the language model: nothing of the tower is trained.
+ADAPTER = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v|down)_proj", init_lora_weights=False)
+
+
+def llava_trainer(cls, folder, **config):
+    """GRPO of a small LLaVA on pictures, its prompts of TRL's conversational kind, without a file anywhere."""
+    tokens = tokenizer()
+    tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    model = build(MORE["llava"])
+    model.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
+    model.resize_token_embeddings(len(tokens))
+    rng = numpy.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=numpy.uint8)) for _ in range(8)]
+    rows = {
+        "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
+        "image": pictures,
+    }
+    reader = tf.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    processing = tf.LlavaProcessor(
+        reader,
+        tokens,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template=CHAT,
+        num_additional_image_tokens=1,
+    )
+    return make_trainer(cls, model, folder, ADAPTER, processing, Dataset.from_dict(rows), **config)
+
+
+def test_training_on_pictures_equals_stock(tmp_path):
+    runs, pixels = [], []
+    for cls in (GRPOTrainer, EfficientGRPOTrainer):
+        torch.manual_seed(0)
+        trainer = llava_trainer(
+            cls,
+            tmp_path,
+            max_steps=4,
+            beta=0.1,
+            num_iterations=2,
+            shuffle_dataset=False,
+        )
+        trainer.train()
+        runs.append(
+            [{k: row[k] for k in ("loss", "grad_norm", "kl") if k in row} for row in trainer.state.log_history]
+        )
+        pixels.append(trainer._buffered_inputs)
+    figures = [row for row in trainer.state.log_history if "prefix_sharing/policy/tokens_share" in row]
+    assert len(figures) == 4 and max(row["prefix_sharing/policy/tokens_share"] for row in figures) < 0.8
+    for mine, theirs in zip(runs[1], runs[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    # A generation batch holds each of its two pictures once.
+    held = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for part in pixels[1]
+        for x in part["pixel_values"]
+    }
+    assert len(held) == 2 and sum(held.values()) == 2 * 3 * 16 * 16 * 4

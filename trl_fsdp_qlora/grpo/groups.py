@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..compat.trl import RepeatSampler, split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
+from ..compat.trl import RepeatSampler, split_pixel_values_by_grid, split_tensor_dict
+from ..prefix_sharing.images import PER_IMAGE, fingerprints
 from ..scoring.transfer import to_device
 
 
@@ -58,10 +59,24 @@ def shuffle_groups(
 
 
 def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: int, rank: int, count: int) -> list:
-    """`count` slices of this rank's part of a generation batch, its groups shuffled; as TRL slices it otherwise."""
-    batch = split_pixel_values_by_grid(batch)
-    batch = shuffle_groups(batch, group_size, rank_offset=rank * len(batch["prompt_ids"]))
-    return [unsplit_pixel_values_by_grid(part) for part in split_tensor_dict(batch, count)]
+    """`count` slices of this rank's part of a generation batch, its groups shuffled; as TRL slices it otherwise.
+
+    Pixels are lists with an entry per row, to be put together by `unsplit_pixel_values_by_grid` when a slice is used: TRL's
+    batch has them once per completion, this one once per prompt.
+    """
+    apart = split_pixel_values_by_grid(batch)
+    if isinstance(apart.get("pixel_values"), list):
+        kept: dict[tuple, torch.Tensor] = {}
+        keys = [tuple(key) for key in fingerprints(batch).tolist()]
+        for name in PER_IMAGE:
+            if isinstance(apart.get(name), list):
+                pairs = zip(keys, apart[name], strict=True)
+                apart[name] = [
+                    kept[name, key] if (name, key) in kept else kept.setdefault((name, key), one.clone())
+                    for key, one in pairs
+                ]
+    apart = shuffle_groups(apart, group_size, rank_offset=rank * len(batch["prompt_ids"]))
+    return split_tensor_dict(apart, count)
 
 
 class EpochRepeatSampler(RepeatSampler):

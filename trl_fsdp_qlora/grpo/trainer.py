@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
-from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SAMPLING_METRICS
+from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SAMPLING_METRICS, unsplit_pixel_values_by_grid
 from ..fsdp2_qlora.coverage import experts_in_16_bit
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.sharding import Sharding
@@ -136,10 +136,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self._add_metrics(self.clock.efficiency(counts))
             rank, slices = self.accelerator.process_index, self.args.steps_per_generation
             self._buffered_inputs = micro_batches(batch, self.num_generations, rank, slices)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return unsplit_pixel_values_by_grid(self._buffered_inputs[self._step % self.args.steps_per_generation])
 
     def _generate_and_score_completions(self, inputs):
         # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can wait.
+        self.prefix_sharing.forget_images()
         wanted = self.vllm_importance_sampling_correction
         self.vllm_importance_sampling_correction = wanted and not self._weighs_in_loss
         try:
