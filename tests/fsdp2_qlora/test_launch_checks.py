@@ -67,7 +67,7 @@ def test_a_missing_fsdp_version_is_one(fsdp, monkeypatch):
 
 
 def test_zero_3_with_4_bit_names_the_config_that_works():
-    with pytest.raises(LaunchError, match=r"fsdp2_qlora\.yaml"):
+    with pytest.raises(LaunchError, match=r"--accelerate_config fsdp2_qlora"):
         check_launch(FOUR_BIT, zero_stage=3)
 
 
