@@ -1,6 +1,5 @@
-"""One case of plan_error.py in a process of its own: the recipe's plan, three optimizer steps, and what they took."""
+"""One case of plan_error.py in a process of its own: three optimizer steps of a recipe, and the tensors that they took."""
 
-import ctypes
 import json
 import sys
 import time
@@ -27,24 +26,6 @@ def force_fsdp() -> None:
     AcceleratorState.__init__ = init
 
 
-def status(*names: str) -> dict[str, float]:
-    """MiB of lines of /proc/self/status."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: int(lines[name].split()[0]) / 1024 for name in names}
-
-
-def heap() -> dict[str, float]:
-    """MiB of the C library's heap, and of what is free in it, by mallinfo2(3); nothing where there is no such function."""
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if ask is None:
-        return {}
-    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    fields = [(name, ctypes.c_size_t) for name in names]
-    ask.restype = type("Mallinfo2", (ctypes.Structure,), {"_fields_": fields})
-    found = ask()
-    return {"heap": found.arena / MIB, "heap_free": found.fordblks / MIB}
-
-
 def lying_tensors() -> int:
     """Bytes of the distinct storages of all tensors that Python knows."""
     import gc
@@ -68,16 +49,14 @@ class Meter:
     Attributes:
         lying: bytes of tensors between the steps.
         marks: `(nanoseconds, phase, whether it begins)`.
-        at: MiB of the process by kind, after phases of the first step.
     """
 
     def __init__(self, trainer):
         from torch.profiler import ProfilerActivity, profile
         from transformers import TrainerCallback
 
-        self.clock, self.marks, self.lying, self.at = trainer.clock, [], 0, {}
+        self.clock, self.marks, self.lying = trainer.clock, [], 0
         self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self.first = True
         start, stop = self.clock.start, self.clock.stop
         self.clock.start = lambda name: (self._mark(name, True), start(name))
         self.clock.stop = lambda name: (stop(name), self._mark(name, False))
@@ -85,7 +64,6 @@ class Meter:
 
         class Steps(TrainerCallback):
             def on_step_end(self, args, state, control, **kwargs):
-                meter.first = False
                 if state.global_step == 2:
                     meter.lying = lying_tensors()
                     meter.profiler.start()
@@ -96,8 +74,6 @@ class Meter:
 
     def _mark(self, name: str, begins: bool) -> None:
         self.marks.append((time.time_ns(), name, begins))
-        if self.first and not begins:
-            self.at[name] = status("RssAnon", "RssFile") | heap()
 
     def rises(self) -> dict[str, float]:
         """Phase -> MiB of tensors at its peak above what lay there when the step began."""
@@ -119,12 +95,11 @@ class Meter:
 
 
 def worker(name: str, model_folder: str, out: str) -> None:
-    """Plan and run a case; rank 0 writes what it found to `out`."""
-    from accelerate.utils import DistributedType
+    """Run a case; rank 0 writes what it found to `out`."""
     from trl import ModelConfig
 
     from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-    from trl_fsdp_qlora.planning.beside import comparable, plan_first, watch
+    from trl_fsdp_qlora.planning.beside import longest_prompt
     from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
     from trl_fsdp_qlora.recipe.checks import check_recipe
     from trl_fsdp_qlora.recipe.runner import model_arguments
@@ -141,31 +116,17 @@ def worker(name: str, model_folder: str, out: str) -> None:
     script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words)
     tokenizer = check_recipe(script, config, model)
     train = prompts(tokens)
-    kind = config.distributed_state.distributed_type
-    if spreading.endswith("fsdp2"):
-        config.distributed_state.distributed_type = DistributedType.FSDP  # which a plan on a GPU reads off the launch
-    plan = plan_first(script, config, model, train, tokenizer)
-    config.distributed_state.distributed_type = kind
-    before = status("VmRSS", "RssAnon", "RssFile")
     given = model_arguments(config, model)
     trainer = EfficientGRPOTrainer(model.model_name_or_path, [spread], config, train, **given)
-    watch(trainer, plan)
     meter = Meter(trainer)
     trainer.train()
-    if plan is None:
+    if not trainer.is_world_process_zero():
         return
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry][:2]  # the third has the profiler in it
-    peaks = {key for step in steps for key in step if key.startswith("memory/") and key.endswith("_peak_mib")}
     found = {
-        "planned": plan.phases,
-        "resident_planned": {phase: comparable(plan, phase) / MIB for phase in plan.phases},
-        "resident": {key[7:-9]: max(step[key] for step in steps if key in step) for key in peaks},
         "lying": meter.lying / MIB,
         "rises": meter.rises(),
-        "process": {"before": before, "after": meter.at},
-        "unwritten": plan.unwritten / MIB,
         "features": trainer.features(),
-        "tokens": plan.settings.prompt_tokens,
+        "tokens": longest_prompt(tokenizer, train),
     }
     Path(out).write_text(json.dumps(found))
 

@@ -40,7 +40,7 @@ def test_recipes_and_plans_need_no_optional_package(tmp_path):
         f"fields = dict(model_name_or_path=r'{base}', use_peft=True, lora_target_modules=['all-linear'], bf16=False)\n"
         "plan = make_plan(fields | dict(use_cpu=True), None, 'cpu')\n"
         "four = make_plan(fields | dict(load_in_4bit=True), None, '24GB')\n"
-        "print(plan.peak > 0, four.phases['load']['base, 4-bit weights'] > 0)\n"
+        "print(plan.peak > 0, four.phases['generate']['base, 4-bit weights'] > 0)\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip().endswith("True True"), out.stderr

@@ -11,17 +11,18 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.planning.models import LAYERS, config, folder, settings
 from tests.prefix_sharing.helpers import packed_forward
-from trl_fsdp_qlora.compat.memory import HEAP_BLOCK, TRL_VOCABULARY_CHUNK, FakeTensorMode, PeakTracker
-from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
+from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.planning import components, passes
 from trl_fsdp_qlora.planning.hardware import Hardware
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.attention import install
+from trl_fsdp_qlora.prefix_sharing.dropout import without_dropout
 from trl_fsdp_qlora.prefix_sharing.layout import pack
+from trl_fsdp_qlora.prefix_sharing.self_check import ROWS_FP32, compare
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.scoring import logprobs
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
-from trl_fsdp_qlora.telemetry.phases import PeakMemory
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
 NEAR = 0.05
@@ -74,6 +75,11 @@ def batch(run):
     return ids, torch.ones_like(ids)
 
 
+def tracking(model) -> PeakTracker:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return PeakTracker(*model.parameters(), *model.buffers(), *gradients)
+
+
 def measured(run, model, packed: bool, grad: bool = True) -> int:
     """Peak bytes of a pass on real tensors above the model, and its gradients where micro-batches before it made them."""
     for parameter in model.parameters():
@@ -83,17 +89,15 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     labels = ids.clone()
     labels[:, : run.prompt_tokens] = -100
     layout = pack(ids, mask, run.max_completion_length)
-    tracker = PeakTracker()
-    tracker.track(model)
-    with tracker, torch.set_grad_enabled(grad):
-        before = tracker.now()
+    with tracking(model) as tracker, torch.set_grad_enabled(grad):
+        before = tracker.now
         if packed:
             out = packed_forward(model, layout)
         else:
             out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         if grad:
             out.log_probs.sum().backward()
-    return tracker.peak() - before
+    return tracker.peak - before
 
 
 def planned(run, packed: bool, grad: bool = True) -> passes.PassBytes:
@@ -131,34 +135,48 @@ def test_gradients_are_there_from_where_a_pass_makes_them(tmp_path, checkpointin
     assert (found.gradients > 0.8 * gradients) if ends else (found.gradients < 0.3 * gradients)
 
 
-def test_a_host_gives_no_page_of_trl_s_buffer_behind_the_vocabulary():
-    memory = PeakMemory(torch.device("cpu"))
-    if not memory.available:
-        pytest.skip("the peak of the resident set cannot be read here")
-    hidden, weight, targets = torch.randn(4096, 8), torch.randn(64, 8), torch.zeros(4096, dtype=torch.long)
-    memory.reset()
-    before = memory.read()
-    ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, TRL_VOCABULARY_CHUNK)
-    buffer = 4096 * TRL_VOCABULARY_CHUNK * 4  # 512 MiB; a page of each row is written to, 16 MiB
-    assert memory.read() - before < buffer / 8
+@pytest.mark.parametrize("use_peft", [True, False])
+def test_the_comparison_takes_as_much_as_was_planned(tmp_path, use_peft):
+    """The comparison itself, of one group, where rows of padding weigh; with full training the gradients weigh, too."""
+    run = settings(folder(tmp_path), use_peft=use_peft, per_device_train_batch_size=4, lora_dropout=0.0)
+    model, kept = built(run), run.max_completion_length
+    request = PassRequest(Kind.POLICY, model).on(*batch(run), kept).subsample(ROWS_FP32)
+    layout = pack(request.input_ids, request.attention_mask, kept)
+    steps = {}
+
+    def packed(_request):
+        return layout.scatter(packed_forward(model, layout).log_probs), None, True
+
+    def padded(one):
+        if "packed" not in steps:
+            steps["packed"], tracker.peak = tracker.peak, tracker.now
+        labels = one.input_ids.masked_fill(torch.arange(one.input_ids.shape[1]) < run.prompt_tokens, -100)
+        out = model(
+            input_ids=one.input_ids, attention_mask=one.attention_mask, labels=labels, fused_lm_head=True
+        ).log_probs
+        return (out[:, -kept:],)
+
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    with tracking(model) as tracker, without_dropout(model):
+        before = tracker.now
+        assert compare(request, packed, padded, model.get_input_embeddings(), 0.0) is None
+    expected = tracker.peak - before - gradients
+    assert passes.comparison(run, config(), False) == pytest.approx(expected, rel=NEAR)
+    # The packed half is the loss's own pass on as many rows.
+    assert steps["packed"] - before == pytest.approx(planned(run, True).peak, rel=NEAR)
 
 
-def test_small_blocks_are_those_that_a_heap_holds():
-    """What a C library may keep is a share of these; a block of 32 MiB is mapped and goes back."""
-    tracker = PeakTracker()
-    with FakeTensorMode(), tracker:
-        large = torch.empty(HEAP_BLOCK, dtype=torch.uint8)
-        small = torch.empty(HEAP_BLOCK - 1, dtype=torch.uint8)
-        assert tracker.small == small.nbytes and tracker.now() == small.nbytes + large.nbytes
-        small_bytes = small.nbytes
-        del small
-        assert tracker.small == 0 and tracker.take() == (large.nbytes + small_bytes, None, 0, small_bytes, small_bytes)
-        larger = torch.empty(3 * HEAP_BLOCK, dtype=torch.uint8)
-        larger_bytes = larger.nbytes
-        again = torch.empty(HEAP_BLOCK - 1, dtype=torch.uint8)
-        del again, larger
-        assert tracker.take() == (large.nbytes + larger_bytes + small_bytes, None, 0, small_bytes, small_bytes)
-        assert tracker.take() == (large.nbytes, None, 0, 0, 0)  # anew from what is there
+def test_bytes_are_those_of_storages_that_live():
+    with FakeTensorMode(), PeakTracker() as tracker:
+        a = torch.empty(100, dtype=torch.uint8)
+        b = a[50:]  # a view of the same
+        assert tracker.now == 100
+        c = torch.empty(200, dtype=torch.uint8)
+        assert (tracker.now, tracker.peak) == (300, 300)
+        del c, a
+        assert (tracker.now, tracker.peak) == (100, 300)
+        del b
+        assert tracker.now == 0
 
 
 def test_a_pass_without_gradients_peaks_where_it_was_planned(tmp_path):
@@ -179,8 +197,9 @@ def test_every_layer_adds_what_the_second_added(tmp_path):
     by_slope = planned(run, True)
     shape = passes.loss_shape(run, True, False)
     whole = passes._run(run, config(), LAYERS, shape, True, False, True)
-    most = max(whole.begin.total, whole.end.total) - whole.before.total
-    assert by_slope.peak == pytest.approx(most, rel=0.01)  # small tensors of the whole model, positions say
+    assert by_slope.peak == pytest.approx(
+        max(whole.begin[0], whole.end[0]), rel=0.01
+    )  # small tensors of the whole model, positions say
     assert by_slope.per_layer > 0
 
 
@@ -210,12 +229,10 @@ def test_a_plan_for_a_gpu_counts_the_kernel_that_scores_there(tmp_path, kernel, 
     assert shape.scored == 320
     with FakeTensorMode():
         hidden, weight = torch.empty(320, 128, requires_grad=True), torch.empty(512, 128)
-        tracker = PeakTracker()
-        tracker.track(hidden, weight)
-        with tracker:
-            before = tracker.now()
+        with PeakTracker(hidden, weight) as tracker:
+            before = tracker.now
             passes._head(hidden, weight, shape, True, tracker, run)
-            assert tracker.peak() - before == pytest.approx(expected, rel=0.01)  # and a few numbers per token
+            assert tracker.peak - before == pytest.approx(expected, rel=0.01)  # and a few numbers per token
 
 
 def test_the_cache_is_the_one_that_generation_leaves(tmp_path):

@@ -1,4 +1,4 @@
-"""What a plan puts together: the heap that stays on a CPU, what is measured once, what nothing is written to."""
+"""What a plan puts together, and the other way round: what is found to fit was planned itself, and the next larger does not fit."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,39 +6,26 @@ from types import SimpleNamespace
 import pytest
 
 from tests.planning.models import folder, settings
-from trl_fsdp_qlora.compat.memory import TRL_VOCABULARY_CHUNK
-from trl_fsdp_qlora.planning import passes, skeleton, static
-from trl_fsdp_qlora.planning.hardware import HEAP_SHARE, HEAP_SHARE_CHECKPOINTING, Hardware
-from trl_fsdp_qlora.planning.plan import ACTIVATIONS, CACHE, COMPARISON, COPY, HEAD, LOGITS, ROOM, make_plan
+from trl_fsdp_qlora.planning import model, passes
+from trl_fsdp_qlora.planning import plan as module
+from trl_fsdp_qlora.planning.hardware import Hardware
+from trl_fsdp_qlora.planning.plan import (
+    ACTIVATIONS,
+    CACHE,
+    COMPARISON,
+    COPY,
+    HEAD,
+    LOGITS,
+    changed,
+    fewest_cards,
+    largest,
+    make_plan,
+    ways,
+)
 from trl_fsdp_qlora.planning.settings import Launch, from_config
-from trl_fsdp_qlora.planning.solve import changed
 
 CPU = Hardware("a host", 2**40, 1, gpu=False)
-
-
-def test_the_fullest_pass_s_heap_lies_beside_what_follows_it(tmp_path):
-    """As measured (docs/plan.md): a C library's heap does not shrink when the pass is over; what comes then lies in it."""
-    plan = make_plan(settings(folder(tmp_path)), hardware=CPU)
-    own = passes.loss(plan.settings, plan.config, True, False)
-    assert own.heap == own.small  # no checkpointing: all of it is there at the peak
-    trained = plan.phases["optimizer"][static.GRADIENTS]  # made by the pass, so in its heap
-    heap = (1 + HEAP_SHARE) * own.heap
-    assert plan.phases["forward_backward"][ROOM] == pytest.approx(heap - own.small, abs=2)
-    assert plan.phases["optimizer"][ROOM] == pytest.approx(heap - trained, abs=2)
-    assert plan.phases["save"][ROOM] == pytest.approx(heap, abs=2)
-    coming = sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS, COPY))
-    assert plan.phases["generate"][ROOM] == pytest.approx(heap - coming, abs=2)
-    assert ROOM not in plan.phases["load"]
-    kept = make_plan(settings(folder(tmp_path), gradient_checkpointing=True), hardware=CPU)
-    own = passes.loss(kept.settings, kept.config, True, False)
-    assert kept.phases["save"][ROOM] == pytest.approx((1 + HEAP_SHARE_CHECKPOINTING) * own.heap, abs=2)
-
-
-def test_a_scoring_pass_has_the_heap_beside_it_that_the_step_before_left(tmp_path):
-    plan = make_plan(settings(folder(tmp_path), beta=0.1), hardware=CPU)
-    parts = plan.phases["score"]
-    heap = plan.phases["save"][ROOM]
-    assert parts[ROOM] + parts[ACTIVATIONS] == pytest.approx(heap, abs=2) and heap > 2 * parts[ACTIVATIONS]
+CARD = Hardware("a card", 2**40, 1)
 
 
 def test_gradients_are_counted_once_where_the_step_has_one_pass(tmp_path):
@@ -47,23 +34,22 @@ def test_gradients_are_counted_once_where_the_step_has_one_pass(tmp_path):
     one, two = (
         make_plan(settings(tmp_path, use_peft=False, gradient_accumulation_steps=n), hardware=CPU) for n in (1, 2)
     )
-    whole = one.phases["optimizer"][static.GRADIENTS]
-    assert one.phases["forward_backward"].get(static.GRADIENTS, 0) < 0.3 * whole
-    assert two.phases["forward_backward"][static.GRADIENTS] == whole
+    whole = one.phases["optimizer"][model.GRADIENTS]
+    assert one.phases["forward_backward"].get(model.GRADIENTS, 0) < 0.3 * whole
+    assert two.phases["forward_backward"][model.GRADIENTS] == whole
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])
 def test_the_comparison_keeps_gradients_aside_and_comes_before_the_optimizers_state(tmp_path, optim):
-    card = Hardware("a card", 2**40, 1)
     fields = {"use_peft": False, "num_generations": 2, "per_device_train_batch_size": 2, "optim": optim}
-    plan = make_plan(settings(folder(tmp_path), **fields), hardware=card)
-    whole = plan.phases["optimizer"][static.GRADIENTS]
-    state = plan.phases["optimizer"].get(static.OPTIMIZER, 0)
+    plan = make_plan(settings(folder(tmp_path), **fields), hardware=CARD)
+    whole = plan.phases["optimizer"][model.GRADIENTS]
+    state = plan.phases["optimizer"].get(model.OPTIMIZER, 0)
     own = passes.loss(plan.settings, plan.config, True, True).peak
-    first = passes.comparison(plan.settings, plan.config, True, True).peak + whole
+    first = passes.comparison(plan.settings, plan.config, True) + whole
     assert first > own and state == (0 if optim == "sgd" else 2 * whole)
     added = plan.phases["forward_backward"]
-    together = sum(added.get(part, 0) for part in (ACTIVATIONS, HEAD, COMPARISON, static.GRADIENTS))
+    together = sum(added.get(part, 0) for part in (ACTIVATIONS, HEAD, COMPARISON, model.GRADIENTS))
     assert together == max(own, first - state)
 
 
@@ -74,9 +60,8 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     shape = passes.Shape(2, 256, 0, False)
     prefill = passes.measure(run, plan.config, shape, False, False).peak
     prompts = 2 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
-    assert (
-        sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS, COPY)) == prefill + prompts
-    )
+    coming = sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, LOGITS, COPY))
+    assert coming == prefill + prompts
 
 
 def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monkeypatch):
@@ -84,14 +69,8 @@ def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monk
 
     def config(device):
         state = SimpleNamespace(distributed_type=SimpleNamespace(value="MULTI_GPU"))
-        return SimpleNamespace(
-            distributed_state=state,
-            deepspeed_plugin=None,
-            world_size=2,
-            device=SimpleNamespace(type=device),
-            bf16=True,
-            fp16=False,
-        )
+        device = SimpleNamespace(type=device)
+        return SimpleNamespace(distributed_state=state, deepspeed_plugin=None, world_size=2, device=device, bf16=True)
 
     assert from_config(config("cuda"), None).launch.kind == "ddp"
     for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("WORLD_SIZE", "2")):
@@ -100,29 +79,54 @@ def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monk
     assert from_config(config("cpu"), None).launch.kind == "ddp"  # which accelerate makes of it there
 
 
-def test_a_buffer_that_is_not_written_to_is_handed_out(tmp_path):
-    """TRL's, on padded rows with a vocabulary smaller than its columns; the frozen head's kernel has none."""
-    run = settings(folder(tmp_path), prefix_sharing="off")
-    scored = passes.loss_shape(run, False, False).scored
-    assert (
-        make_plan(run, hardware=CPU).unwritten == scored * (TRL_VOCABULARY_CHUNK - 1024) * 4
-    )  # whole pages of 512 columns
-    assert make_plan(settings(tmp_path), hardware=CPU).unwritten == 0
-
-
 @pytest.mark.slow  # six plans
 def test_plans_for_other_numbers_of_ranks_measure_nothing_again(tmp_path):
     run = settings(folder(tmp_path), Launch("fsdp2", 2))
-    card = Hardware("a card", 2**40, 8)
+    card = replace(CARD, cards=8)
     first = make_plan(run, hardware=card)
-    passes_before, models_before = passes._measure.cache_info().misses, skeleton.whole.cache_info().misses
+    before = passes._measure.cache_info().misses, passes._whole.cache_info().misses
     four = changed(first, processes=4)
-    assert passes._measure.cache_info().misses == passes_before and skeleton.whole.cache_info().misses == models_before
-    anew = replace(run, launch=Launch("fsdp2", 4))
+    assert (passes._measure.cache_info().misses, passes._whole.cache_info().misses) == before
     passes._measure.cache_clear()
-    skeleton.whole.cache_clear()
-    assert make_plan(anew, hardware=card).phases == four.phases
+    passes._whole.cache_clear()
+    assert make_plan(replace(run, launch=Launch("fsdp2", 4)), hardware=card).phases == four.phases
     longer = changed(first, max_completion_length=80)
     assert longer.phases["forward_backward"] != first.phases["forward_backward"]
-    for field, value in (("gradient_checkpointing", True), ("load_in_4bit", True)):
-        assert changed(first, **{field: value}).phases != first.phases, field
+    for name, value in (("gradient_checkpointing", True), ("load_in_4bit", True)):
+        assert changed(first, **{name: value}).phases != first.phases, name
+
+
+@pytest.mark.slow  # some ten plans
+def test_the_largest_fits_and_the_next_does_not(tmp_path):
+    plan = make_plan(settings(folder(tmp_path, num_hidden_layers=2)), hardware=CARD)
+    card = replace(CARD, memory=changed(plan, per_device_train_batch_size=12).peak)  # as much as 12 rows need
+    plan = replace(plan, hardware=card)
+    assert largest(plan, "per_device_train_batch_size", 4) == 12
+    assert not changed(plan, per_device_train_batch_size=16).fits
+    assert largest(replace(plan, hardware=replace(card, memory=2**20)), "max_completion_length") == 0
+
+
+@pytest.mark.slow  # some ten plans
+def test_each_way_makes_it_fit(tmp_path):
+    # Rows enough for the step to need more than the comparison, of three rows, whatever is changed.
+    run = settings(folder(tmp_path, num_hidden_layers=2), max_completion_length=256, per_device_train_batch_size=32)
+    needed = make_plan(run, hardware=CARD).peak
+    plan = make_plan(run, hardware=replace(CARD, memory=int(0.9 * needed)))
+    assert not plan.fits
+    lines = ways(plan)
+    assert "gradient_checkpointing: true" in lines and len(lines) <= 3
+    assert any(line.startswith("per_device_train_batch_size: 16, gradient_accumulation_steps: 2") for line in lines)
+    assert not changed(plan, gradient_checkpointing=False).fits
+
+
+@pytest.mark.slow  # some ten plans
+def test_the_fewest_cards_hold_it_and_fewer_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CARDS", (3, 4))
+    run = settings(folder(tmp_path), Launch("fsdp2", 1), fsdp_gather="per_layer")
+    of_four = changed(make_plan(run, hardware=CARD), processes=4)
+    plan = make_plan(run, hardware=replace(CARD, memory=of_four.peak))
+    assert not plan.fits and fewest_cards(plan) == 4
+    assert fewest_cards(replace(plan, hardware=replace(CARD, memory=2**20))) == 0
+    whole = replace(plan, settings=replace(run, launch=Launch("ddp", 8)))
+    assert fewest_cards(whole) == 0  # each has all of it, however many there are
+    assert fewest_cards(replace(whole, hardware=replace(CARD, memory=2**36))) == 1

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, Qwen2Config
 
-from trl_fsdp_qlora.planning.plan import make_plan
-from trl_fsdp_qlora.planning.table import show
+from trl_fsdp_qlora.planning.plan import make_plan, show
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}

@@ -2,15 +2,13 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from ..fsdp2_qlora.generation import FREE_SHARE
 from .hardware import Hardware
+from .model import causal_model, compute_dtype
 from .settings import Settings
-from .skeleton import causal_model, dtype_of
-from .static import size
 
 # Fields that let transformers' `generate` change logits -> the values with which it does not.
 _NEUTRAL = {
@@ -26,16 +24,10 @@ _PROCESSORS = dict.fromkeys(
 )
 
 
-def compute_bytes(settings: Settings, config: PretrainedConfig) -> int:
-    """Bytes of a number that a linear layer returns."""
-    return (getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)).itemsize
-
-
 def shares_prompts(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> bool:
     """Whether decoding keeps a prompt's keys and values once for all its completions (`rollout.shared_prompts`)."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    plain = kinds == {"full_attention"} and compute_bytes(settings, config) == 4
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
+    plain = kinds == {"full_attention"} and compute_dtype(settings, config).itemsize == 4
     return plain and not hardware.gpu and settings.compact_generation and not settings.use_vllm
 
 
@@ -49,7 +41,7 @@ def _token_bytes(settings: Settings, config: PretrainedConfig) -> int:
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * heads * width * compute_bytes(settings, config)
+    return 2 * heads * width * compute_dtype(settings, config).itemsize
 
 
 def prompts_cache_bytes(settings: Settings, config: PretrainedConfig, rows: int) -> int:
@@ -58,21 +50,15 @@ def prompts_cache_bytes(settings: Settings, config: PretrainedConfig, rows: int)
 
 
 def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int]:
-    """Bytes of keys and values of all rows that a rank generates at once, at full length.
+    """`(whole, what grows of one layer)` of the keys and values of all rows that a rank generates at once, at full length.
 
-    Args:
-        settings, config: of the run.
-        shared: a prompt's are there once, see [`shares_prompts`].
-
-    Returns:
-        `(whole, what grows of one layer)`.
+    With `shared` a prompt's are there once, see [`shares_prompts`].
     """
     text = config.get_text_config()
     length = settings.max_completion_length + (0 if shared else settings.prompt_tokens)
     window = getattr(text, "sliding_window", None) or length
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    token = _token_bytes(settings, config)
-    rows = token * settings.rollout_rows
+    rows = _token_bytes(settings, config) * settings.rollout_rows
     layers = [rows * (min(length, window) if kind == "sliding_attention" else length) for kind in kinds]
     prompts = prompts_cache_bytes(settings, config, prompts_at_once(settings)) if shared else 0
     return sum(layers) + prompts, max(layers)
@@ -88,7 +74,7 @@ def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = 
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     # As the model gives them; probabilities in float32 and, while a token is drawn, in float64; transformers' own loop has
     # two more copies in float32 in the place of the last. What a processor makes of them is one more.
-    logits = compute_bytes(settings, config) + 4 * (3 + processes_logits(settings))
+    logits = compute_dtype(settings, config).itemsize + 4 * (3 + processes_logits(settings))
     logits *= settings.rollout_rows * text.vocab_size
     _, layer = cache_bytes(settings, config, shared)
     return logits, layer * (1 if shared else max(1, text.num_attention_heads // heads))
@@ -123,16 +109,15 @@ def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gather
     itemsize = 2 if settings.mixed else None
     causal = causal_model(model)
     names = set(getattr(causal, "_no_split_modules", None) or ())
-    layers = [module for module in causal.modules() if type(module).__name__ in names]
 
     def weights(module: nn.Module) -> int:
         total = sum(getattr(part, "state_bytes", 0) for part in module.modules())
         for parameter in module.parameters():
-            floating = parameter.is_floating_point() and itemsize is not None
-            total += parameter.numel() * itemsize if floating else size(parameter)
+            cast = parameter.is_floating_point() and itemsize is not None
+            total += parameter.numel() * itemsize if cast else parameter.nbytes
         return total
 
-    inside = [weights(layer) for layer in layers]
+    inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
     whole = weights(model)
     root, layer = whole - sum(inside), max(inside, default=0)
     buffers = 0 if settings.launch.kind != "fsdp2" else 1 if on_gpu else 2

@@ -1,28 +1,23 @@
 """Bytes of a pass: two layers of the model run on fake tensors, the others by the slope from the first to the second.
 
-What a layer leaves behind for the backward is what is there after the second layer and was not after the first, so a model of L
-layers has (L - 2) of these more than the model of two as its backward begins. Towards its end they are gone, and (L - 2) layers'
-gradients are there. The larger of the two is the peak. Nothing is allocated and no weight is read; the number of tokens
-is the run's own.
+What a layer keeps for the backward is what is there after the second layer and was not after the first, so a model of L layers has
+(L - 2) of these more than the model of two as its backward begins. Towards its end they are gone, and (L - 2) layers' gradients
+are there. The larger of the two is the peak. Nothing is allocated and no weight is read; the number of tokens is the run's own.
 """
 
 import contextlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..prefix_sharing.self_check import ROWS_HALF
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
-from . import skeleton, stand_ins
+from . import stand_ins
+from .model import build, causal_model, compute_dtype, quiet
 from .settings import Settings
-
-if TYPE_CHECKING:
-    from ..compat.memory import Peak
-
-_PAGE = 1024  # float32 numbers of a page of memory
 
 
 @dataclass(frozen=True)
@@ -43,65 +38,40 @@ class Shape:
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes above what is resident (weights, and gradients where they lie there already), for all layers.
+    """Bytes above what lies there (weights, and gradients where they were made before), for all layers.
 
     Attributes:
         peak: the most at once.
         head: what the head's tiles are of it: 0 where the peak is elsewhere.
         gradients: what of it are gradients that this pass is the first to make.
         per_layer: what each layer keeps for the backward.
-        small: what of the peak lies in blocks that a C library takes from its heap.
-        heap: the most at once in such blocks, at the peak or at another time.
-        unwritten: what of a buffer of the head nothing is written to: a host gives no page of it, and `peak` has it not.
     """
 
     peak: int
     head: int
     gradients: int
     per_layer: int
-    small: int
-    heap: int
-    unwritten: int = 0
 
     @property
     def activations(self) -> int:
         return self.peak - self.head - self.gradients
 
 
-def makes_gradients(settings: Settings) -> bool:
-    """Whether a pass that finds no gradients makes whole ones; where weights or gradients are spread, a rank has parts of them."""
-    return settings.launch.kind in ("single", "ddp")
-
-
 def loss_makes_gradients(settings: Settings) -> bool:
-    """Whether the loss's pass is the first of its step to make gradients, and so has them in its own bytes."""
-    return makes_gradients(settings) and settings.gradient_accumulation_steps == 1
+    """Whether the loss's pass is the first of its step to make gradients, whole ones, and so has them in its own bytes."""
+    return settings.launch.kind in ("single", "ddp") and settings.gradient_accumulation_steps == 1
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
-    """The micro-batch of the loss: P + G·C tokens per group on a packed row, B·(P + C) padded.
-
-    Every completion is taken to be as long as it may be, and none to be left out for its advantage.
-    """
+    """The micro-batch of the loss: P + G·C tokens per group on a packed row, B·(P + C) padded; every completion at full length."""
     rows, prompt, completion = (
         settings.per_device_train_batch_size,
         settings.prompt_tokens,
         settings.max_completion_length,
     )
-    if packed:
-        # A segment starts with a copy of the prompt's last token.
+    if packed:  # a segment starts with a copy of the prompt's last token
         return Shape(1, settings.groups * prompt + rows * completion, rows * completion, True)
     return _padded(rows, prompt, completion, on_gpu)
-
-
-def comparison_shape(settings: Settings, on_gpu: bool) -> Shape:
-    """What the first step compares, padded: two completions of a prompt and one of another, as far as there are.
-
-    More than what is compared now: padded rows go one by one, see `prefix_sharing.self_check.compare`.
-    """
-    other = int(settings.groups > 1)
-    rows = min(2, settings.num_generations, settings.per_device_train_batch_size) + other
-    return _padded(rows, settings.prompt_tokens, settings.max_completion_length, on_gpu)
 
 
 def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
@@ -111,27 +81,28 @@ def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
 
 
 def loss(settings: Settings, config: PretrainedConfig, packed: bool, on_gpu: bool, grad: bool = True) -> PassBytes:
-    """Bytes of the loss's forward and backward, or without `grad` of the largest scoring pass on the same tokens."""
-    shape, bare = loss_shape(settings, packed, on_gpu), not grad and _scores_bare(settings)
-    return measure(settings, config, shape, grad, on_gpu, loss_makes_gradients(settings), bare)
+    """Bytes of the loss's forward and backward, or without `grad` of a scoring pass on the same tokens."""
+    # With LoRA the reference is the base without its adapter.
+    bare = not grad and settings.model.use_peft and settings.scores_again and not settings.scores_policy
+    shape, first = loss_shape(settings, packed, on_gpu), loss_makes_gradients(settings)
+    return measure(settings, config, shape, grad, on_gpu, first, bare)
 
 
-def _scores_bare(settings: Settings) -> bool:
-    """Whether the reference alone is scored: with LoRA, the base without its adapter."""
-    return settings.model.use_peft and settings.scores_again and not settings.scores_policy
+def comparison(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> int:
+    """Bytes that the comparison before the first pass takes beside the gradients of its packed rows (`prefix_sharing.self_check`).
 
-
-def comparison(settings: Settings, config: PretrainedConfig, grad: bool, on_gpu: bool) -> PassBytes:
-    """Bytes of the first step's comparison of packed with padded rows, at its peak (`prefix_sharing.self_check.compare`).
-
-    One pass follows the other, nothing draws in them, and the gradients of the first lie aside while the second makes its own.
+    Padded rows go one by one, with gradients; in half precision all of them once more without. The packed pass of the same
+    rows has no more tokens than the loss's own. Nothing draws in it; a backward under DeepSpeed cannot be undone, so there values
+    alone are compared.
     """
-    bare = not grad and _scores_bare(settings)
-    if settings.launch.kind.startswith("zero"):
-        grad = False  # DeepSpeed's backward cannot be undone, so that the values alone are compared
+    prompt, completion = settings.prompt_tokens, settings.max_completion_length
     settings = replace(settings, model=replace(settings.model, lora_dropout=0.0))
-    shape = comparison_shape(settings, on_gpu)
-    return measure(settings, config, shape, grad, on_gpu, makes_gradients(settings), bare)
+    grad = not settings.launch.kind.startswith("zero")
+    one = measure(settings, config, _padded(1, prompt, completion, on_gpu), grad, on_gpu).peak
+    if compute_dtype(settings, config) == torch.float32:
+        return one
+    rows = min(ROWS_HALF, settings.per_device_train_batch_size)
+    return max(one, measure(settings, config, _padded(rows, prompt, completion, on_gpu), False, on_gpu).peak)
 
 
 def measure(
@@ -146,151 +117,145 @@ def measure(
     """Bytes of a pass of the whole model, measured once for all plans with these modules.
 
     Args:
-        settings: of the run.
-        config: of the base.
+        settings, config: of the run and its base.
         shape: of the input.
         grad: forward and backward; otherwise a forward alone.
         on_gpu: whose kernels' tiles are counted.
         first: it finds no gradients, and makes them.
         bare: without the adapter.
     """
-    return _measure(skeleton.modules(settings, config), shape, grad, on_gpu, grad and first, bare)
+    return _measure(_Modules.of(settings, config), shape, grad, on_gpu, grad and first, bare)
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """What a pass depends on beside its shape. A setting that `build` or [`_run`] starts to read belongs into `key`."""
+
+    key: tuple
+    run: tuple
+
+    @classmethod
+    def of(cls, settings: Settings, config: PretrainedConfig) -> "_Modules":
+        key = repr(settings.model), settings.mixed, settings.gradient_checkpointing, settings.lm_head_kernel
+        return cls((*key, settings.launch.kind, config.to_json_string(use_diff=False)), (settings, config))
+
+    def __eq__(self, other) -> bool:
+        return self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@lru_cache(maxsize=1)
+def _whole(modules: _Modules) -> nn.Module:
+    return build(*modules.run)
+
+
+def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
+    """The model with all its layers, without data, built once; nobody changes it."""
+    return _whole(_Modules.of(settings, config))
 
 
 @lru_cache(maxsize=256)
-def _measure(of: skeleton.Modules, shape: Shape, grad: bool, on_gpu: bool, first: bool, bare: bool) -> PassBytes:
-    layers = of.config.get_text_config().num_hidden_layers
-    run = _run(of.settings, of.config, min(2, layers), shape, grad, on_gpu, first, bare)
+def _measure(modules: _Modules, shape: Shape, grad: bool, on_gpu: bool, first: bool, bare: bool) -> PassBytes:
+    layers = modules.run[1].get_text_config().num_hidden_layers
+    run = _run(*modules.run, min(2, layers), shape, grad, on_gpu, first, bare)
     others = max(0, layers - 2) if grad else 0
-    begin = run.begin.above(run.before, others * run.slope, 0, others * run.slope_small)
-    end = run.end.above(run.before, others * run.gradients, others * run.gradients, others * run.gradients_small)
-    peak = max(begin, end, key=lambda one: one.total)
-    head = run.tiles if peak.place == "head" else 0
-    heap = max(begin.most_small, end.most_small)
-    return PassBytes(peak.total, head, peak.gradients, run.slope, peak.small, heap, run.unwritten)
+    begin = (run.begin[0] + others * run.slope, *run.begin[1:])
+    end = (run.end[0] + others * run.gradients, run.end[1] + others * run.gradients, run.end[2])
+    peak, gradients, in_head = max(begin, end, key=lambda found: found[0])
+    return PassBytes(peak, run.tiles if in_head else 0, gradients, run.slope)
 
 
 @dataclass
 class _Run:
-    """What a pass of a few layers took.
+    """A pass of few layers, in bytes above what lay there before it.
 
     Attributes:
-        before: what lay there.
-        begin, end: the peak up to the moment when the second layer's backward is done, and from then on.
-        slope, slope_small: what the second layer keeps for its backward, all and in small blocks.
-        gradients, gradients_small: of a layer, where this pass makes them.
+        begin, end: `(peak, gradients made then, whether in the head)` until the second layer's backward is done, and from then on.
+        slope: what the second layer keeps for its backward.
+        gradients: of a layer, where this pass makes them.
         tiles: what the head's tiles add.
-        unwritten: see [`PassBytes`].
     """
 
-    before: "Peak"
-    begin: "Peak"
-    end: "Peak"
+    begin: tuple[int, int, bool]
+    end: tuple[int, int, bool]
     slope: int
-    slope_small: int
     gradients: int
-    gradients_small: int
     tiles: int
-    unwritten: int
 
 
-def _run(settings, config, layers, shape: Shape, grad, on_gpu, first: bool, bare: bool = False) -> _Run:
+def _run(settings: Settings, config, layers: int, shape: Shape, grad, on_gpu, first: bool, bare: bool = False) -> _Run:
     from ..compat.memory import FakeTensorMode, PeakTracker
 
-    with skeleton.quiet(), torch.random.fork_rng(devices=[]):
-        model = skeleton.build(settings, config, layers)
-        _as_trained(model, settings)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        model = build(settings, config, layers).train()
+        if settings.gradient_checkpointing:
+            causal = causal_model(model)
+            causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if hasattr(model, "peft_config"):
+                model.enable_input_require_grads()
         mode = FakeTensorMode()
         fake(model, mode)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with mode:
-            for parameter in model.parameters():
-                if parameter.requires_grad and grad and not first:
-                    parameter.grad = torch.zeros_like(parameter)
-            tracker = PeakTracker()
-            tracker.track(model)
+            for parameter in trained if grad and not first else ():
+                parameter.grad = torch.zeros_like(parameter)
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            tracker = PeakTracker(*model.parameters(), *model.buffers(), *gradients)
+            before, after, peaks = tracker.now, [], []
+
+            def take(_gradient=None) -> None:
+                peaks.append((tracker.peak - before, *tracker.at_peak))
+                tracker.peak, tracker.at_peak = tracker.now, (tracker.gradients, tracker.in_head)
+
+            def layer_done(_layer, _inputs, output) -> None:
+                if len(after) == layers:
+                    return  # computed again for the backward
+                hidden = output[0] if isinstance(output, tuple) else output
+                after.append(tracker.now)
+                if len(after) == 1 and layers > 1 and hidden.requires_grad:
+                    hidden.register_hook(take)
+
+            def gradient_made(parameter) -> None:
+                tracker.gradients += parameter.grad.nbytes
+
+            stacks = (part for part in causal_model(model).base_model.modules() if isinstance(part, nn.ModuleList))
+            stack = next(stack for stack in stacks if len(stack) == layers)
+            for layer in stack:
+                layer.register_forward_hook(layer_done)
+            for parameter in trained if first else ():
+                parameter.register_post_accumulate_grad_hook(gradient_made)
+            autocast = contextlib.nullcontext()
+            if settings.mixed is not None:
+                autocast = torch.autocast("cpu", getattr(torch, settings.mixed))
             with tracker:
-                before = tracker.take()
-                watch = _Watch(model, layers, tracker, first)
                 adapter = model.disable_adapter() if bare else contextlib.nullcontext()
-                with torch.set_grad_enabled(grad), _autocast(settings), adapter:
-                    forward = _forward(model, shape, on_gpu, tracker, settings)
+                with torch.set_grad_enabled(grad), autocast, adapter:
+                    values, tiles = _forward(model, shape, on_gpu, tracker, settings)
                 if grad:
-                    forward.values.sum().backward()
-                end = tracker.take()
-            gradients = watch.layer_gradients()
-            return _Run(before, watch.begin or end, end, *watch.slope(), *gradients, forward.tiles, forward.unwritten)
+                    values.sum().backward()
+                take()
+        made = sum(p.nbytes for p in stack[-1].parameters() if p.requires_grad) if first else 0
+        slope = after[-1] - after[-2] if layers > 1 else 0
+        return _Run(peaks[0], peaks[-1], slope, made, tiles)
 
 
-class _Watch:
-    """Looks at a pass where its second layer ends: in the forward, and in the backward, which then comes to the first.
-
-    Attributes:
-        begin: the peak so far when the second layer's backward is done; `None` without a backward or a second layer.
-    """
-
-    def __init__(self, model: nn.Module, layers: int, tracker, first: bool):
-        self.tracker, self.begin = tracker, None
-        self._after: list[tuple[int, int]] = []
-        stacks = (part for part in skeleton.backbone(model).modules() if isinstance(part, nn.ModuleList))
-        self._layers = next(stack for stack in stacks if len(stack) == layers)
-        for layer in self._layers:
-            layer.register_forward_hook(self._layer_done)
-        self._trained = [p for p in self._layers[-1].parameters() if p.requires_grad] if first else []
-        for parameter in model.parameters() if first else ():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_made)
-
-    def _layer_done(self, _layer, _inputs, output) -> None:
-        if len(self._after) == len(self._layers):
-            return  # computed again for the backward
-        hidden = output[0] if isinstance(output, tuple) else output
-        self._after.append((self.tracker.now(), self.tracker.small))
-        if len(self._after) == 1 and len(self._layers) > 1 and hidden.requires_grad:
-            hidden.register_hook(self._back_at_first)
-
-    def _back_at_first(self, _grad) -> None:
-        self.begin = self.tracker.take()
-
-    def _gradient_made(self, parameter) -> None:
-        self.tracker.gradients += parameter.grad.nbytes
-
-    def slope(self) -> tuple[int, int]:
-        """What the last layer left, all and in small blocks."""
-        if len(self._after) < 2:
-            return 0, 0
-        (one, one_small), (two, two_small) = self._after[-2:]
-        return two - one, two_small - one_small
-
-    def layer_gradients(self) -> tuple[int, int]:
-        from ..compat.memory import HEAP_BLOCK
-
-        sizes = [parameter.nbytes for parameter in self._trained]
-        return sum(sizes), sum(size for size in sizes if size < HEAP_BLOCK)
-
-
-class _Forward(NamedTuple):
-    """What a backward starts from, what the head's tiles add, and what of its buffer nothing is written to."""
-
-    values: torch.Tensor
-    tiles: int = 0
-    unwritten: int = 0
-
-
-def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings) -> _Forward:
+def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> tuple[torch.Tensor, int]:
+    """What a backward starts from, and what the head's tiles add."""
+    causal = causal_model(model)
     mask = torch.ones((1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length), dtype=torch.bool)
     ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
-    positions = torch.zeros_like(ids)
-    weight = _head_weight(skeleton.causal_model(model)) if shape.scored else None
-    out = skeleton.backbone(model)(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-    ).last_hidden_state
+    weight = _head_weight(causal) if shape.scored else None
+    arguments = {"attention_mask": mask, "position_ids": torch.zeros_like(ids), "use_cache": False}
+    out = causal.base_model(input_ids=ids, **arguments).last_hidden_state
     if not shape.scored:
-        return _Forward(out)
+        return out, 0
     hidden = out.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
     del out
-    before = tracker.now()
-    values, unwritten = _head(hidden, weight, shape, on_gpu, tracker, settings)
-    return _Forward(values, max(0, tracker.peak() - before), unwritten)
+    before = tracker.now
+    values = _head(hidden, weight, shape, on_gpu, tracker, settings)
+    return values, max(0, tracker.peak - before)
 
 
 def _head_weight(causal: nn.Module) -> torch.Tensor:
@@ -304,8 +269,7 @@ def _head_weight(causal: nn.Module) -> torch.Tensor:
     return weight
 
 
-def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> tuple[torch.Tensor, int]:
-    """Log-probabilities, and the bytes of the kernel's buffer that nothing is written to."""
+def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> torch.Tensor:
     kernel = choose_head_kernel(
         settings.lm_head_kernel,
         "cuda" if on_gpu else "cpu",
@@ -316,34 +280,22 @@ def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: S
     )
     if shape.packed and kernel != "trl":
         keep = torch.is_grad_enabled() and hidden_NH.requires_grad
-        tiles = stand_ins.tiles(on_gpu)
-        return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, tiles, keep, tracker), 0
-    from ..compat.memory import TRL_TOKEN_CHUNK, TRL_VOCABULARY_CHUNK
+        return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, stand_ins.tiles(on_gpu), keep, tracker)
+    from ..compat.memory import TRL_VOCABULARY_CHUNK
     from ..compat.trl import ChunkedLogProbFunction
 
     chunk = VOCABULARY_TILE if shape.packed else TRL_VOCABULARY_CHUNK
     if on_gpu:
-        return stand_ins.TrainedHead.apply(hidden_NH, weight_VH, chunk, tracker), 0
-
-    # The buffer is as wide as the chunk, however small the vocabulary: a host never gives the pages that nothing is written to.
-    written = min(chunk, -(-len(weight_VH) // _PAGE) * _PAGE)
-    unwritten = min(TRL_TOKEN_CHUNK, len(hidden_NH)) * (chunk - written) * 4
+        return stand_ins.TrainedHead.apply(hidden_NH, weight_VH, chunk, tracker)
     targets = torch.zeros(len(hidden_NH), dtype=torch.long)
-    tracker.place = "head"
+    # The buffer is as wide as the chunk; of what a smaller vocabulary never writes to, a host gives no page.
+    chunk = min(chunk, len(weight_VH))
+    tracker.in_head = True
     values, *_ = ChunkedLogProbFunction.apply(
-        hidden_NH, weight_VH, None, targets, 1.0, written, None, 1.0, ("log_probs", "entropy")
+        hidden_NH, weight_VH, None, targets, 1.0, chunk, None, 1.0, ("log_probs", "entropy")
     )
-    tracker.place = None
-    return values, unwritten
-
-
-def _as_trained(model: nn.Module, settings: Settings) -> None:
-    model.train()
-    if settings.gradient_checkpointing:
-        causal = skeleton.causal_model(model)
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if hasattr(model, "peft_config"):
-            model.enable_input_require_grads()
+    tracker.in_head = False
+    return values
 
 
 def fake(model: nn.Module, mode) -> None:
@@ -360,9 +312,3 @@ def fake(model: nn.Module, mode) -> None:
             for name, old in module._buffers.items():
                 if old is not None:
                     module._buffers[name] = torch.empty(old.shape, dtype=old.dtype)
-
-
-def _autocast(settings: Settings):
-    if settings.mixed is None:
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", getattr(torch, settings.mixed))

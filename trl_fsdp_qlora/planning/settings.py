@@ -4,6 +4,7 @@ A config cannot be built for another machine's hardware (`bf16: true` is refused
 the fields and takes what is not set from the defaults of TRL's own dataclasses.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -18,16 +19,9 @@ from ..recipe.arguments import ConfigError, ScriptArguments, check_key, read_yam
 from ..run.accelerate_configs import accelerate_config, names
 from ..run.config_fields import SWITCHES, spelled
 
-PROMPT_TOKENS = 256  # where nothing better is known; `--prompt_tokens`
-# Fields of this package's configs and of A*-PO's that are read where they are set.
-_OWN = {
-    "prefix_sharing": "auto",
-    "lm_head_kernel": "auto",
-    "compact_generation": True,
-    "fsdp_gather": "auto",
-    "fsdp_keep_gathered": False,
-    "rollout_sync": "auto",
-}
+# Fields of this package's configs that are read where they are set.
+_OWN = {"prefix_sharing": "auto", "lm_head_kernel": "auto", "compact_generation": True, "fsdp_gather": "auto"}
+_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length")
 
 
 @dataclass(frozen=True)
@@ -55,21 +49,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Settings:
-    """One run, as far as its memory depends on it.
-
-    Attributes:
-        model: TRL's `ModelConfig`: name, dtype, quantization, LoRA.
-        values: the trainer's fields by name.
-        launch: how it is spread.
-        prompt_tokens: of the longest prompt of a batch.
-        prompt_source: where that figure comes from, in words.
-    """
+    """One run, as far as its memory depends on it; `values` are the trainer's fields, and attributes too."""
 
     model: ModelConfig
     values: dict[str, Any] = field(repr=False)
     launch: Launch
-    prompt_tokens: int = PROMPT_TOKENS
-    prompt_source: str = "assumed; --prompt_tokens sets it"
+    prompt_tokens: int = 256  # of the longest prompt of a batch
+    prompt_source: str = "--prompt_tokens sets it"
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -117,45 +103,27 @@ class Settings:
         return self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
 
 
-def _defaults(kind: type) -> dict[str, Any]:
-    values = {}
-    for item in fields(kind):
-        if item.default is not MISSING:
-            values[item.name] = item.default
-        elif item.default_factory is not MISSING:
-            values[item.name] = item.default_factory()
-    return values
+def _defaults() -> dict[str, Any]:
+    values = {item.name: item.default for item in fields(GRPOConfig) if item.default is not MISSING}
+    made = {item.name: item.default_factory() for item in fields(GRPOConfig) if item.default_factory is not MISSING}
+    return values | made | _OWN
 
 
 def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
-    """The settings of a run that is about to start, from its parsed arguments.
-
-    Args:
-        config: an `EfficientGRPOConfig` or one derived from it.
-        model: TRL's.
-        more: `prompt_tokens` and `prompt_source`, where the prompts are known.
-    """
-    values = {name: getattr(config, name) for name in _defaults(GRPOConfig) if hasattr(config, name)}
-    values |= {name: getattr(config, name, default) for name, default in _OWN.items()}
+    """The settings of a run that is about to start, from its parsed arguments; `more`: `prompt_tokens`, `prompt_source`."""
+    values = {name: getattr(config, name, default) for name, default in _defaults().items()}
     kind = config.distributed_state.distributed_type.value
-    zero = getattr(config.deepspeed_plugin, "zero_stage", None)
-    kinds = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{zero}", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
     if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
         kind = "FSDP"  # which accelerate says of itself only once a trainer has made its `Accelerator`; on a CPU it makes DDP of it
+    kinds = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{getattr(config.deepspeed_plugin, 'zero_stage', None)}"}
     launch = Launch(
         kinds.get(kind, "single" if config.world_size == 1 else "ddp"),
         config.world_size,
-        _offloads(),
+        os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true",
         config.device.type == "cpu",
         None if config.bf16 or config.fp16 else "no",
     )
     return Settings(model, values, launch, **more)
-
-
-def _offloads() -> bool:
-    import os
-
-    return os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
 
 
 def read_launch(path: str | None, processes: int | None = None) -> Launch:
@@ -176,14 +144,13 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
             raise ConfigError(f"--accelerate_config {path}: no such file or name{hint}")
         path = str(accelerate_config(path))
     content = read_yaml(path, "--accelerate_config")
-    fsdp = content.get("fsdp_config") or {}
-    zero = (content.get("deepspeed_config") or {}).get("zero_stage")
     ranks = int(processes or content.get("num_processes") or 1)
+    zero = (content.get("deepspeed_config") or {}).get("zero_stage")
     kind = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{zero}"}.get(str(content.get("distributed_type")), "ddp")
     return Launch(
         "single" if ranks == 1 and kind == "ddp" else kind,
         ranks,
-        bool(fsdp.get("fsdp_offload_params")),
+        bool((content.get("fsdp_config") or {}).get("fsdp_offload_params")),
         bool(content.get("use_cpu")),
         content.get("mixed_precision"),
     )
@@ -207,39 +174,19 @@ def from_yaml(
     content = {} if path is None else read_yaml(path)
     content.pop("env", None)
     content |= {key: yaml.safe_load(value) if isinstance(value, str) else value for key, value in overrides.items()}
-    known = {item.name for kind in (GRPOConfig, ModelConfig, ScriptArguments, *types) for item in fields(kind)}
-    known |= _OWN.keys()
     if types:
+        known = {item.name for kind in (GRPOConfig, ModelConfig, ScriptArguments, *types) for item in fields(kind)}
         for key in content:
             check_key(key, known, "command line" if key in overrides else path)
-    model_fields = {item.name for item in fields(ModelConfig)}
-    model = ModelConfig(**{key: value for key, value in content.items() if key in model_fields})
-    values = _defaults(GRPOConfig) | _OWN | {key: value for key, value in content.items() if key not in model_fields}
-    for name in (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_generations",
-        "max_completion_length",
-    ):
-        values[name] = count(name, values[name])
-    values |= {
-        name: spelled(values[name]) for name in SWITCHES if name in values
-    }  # no config is built that would do it
+    of_model = {item.name for item in fields(ModelConfig)}
+    model = ModelConfig(**{key: value for key, value in content.items() if key in of_model})
+    values = _defaults() | {key: value for key, value in content.items() if key not in of_model}
+    for name in _COUNTS:
+        if not str(values[name]).isdigit() or not int(values[name]):
+            raise ConfigError(f"{name}={values[name]!r} is not a whole number of at least 1")
+        values[name] = int(values[name])
+    # No config is built that would read what YAML makes of `off`.
+    values |= {name: spelled(values[name]) for name in SWITCHES if name in values}
     if launch.kind == "single" and launch.mixed_precision is None and values.get("use_cpu"):
         launch = Launch(launch.kind, launch.processes, use_cpu=True)
     return Settings(model, values, launch, **more)
-
-
-def count(name: str, value: Any) -> int:
-    """`value` as a positive whole number.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name}={value!r} is not a whole number") from None
-    if number < 1:
-        raise ConfigError(f"{name}={number} must be at least 1")
-    return number

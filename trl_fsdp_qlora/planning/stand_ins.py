@@ -1,12 +1,15 @@
-"""What fake tensors cannot run, as functions that allocate and keep the same bytes: flash attention, 4-bit layers, head.
+"""What fake tensors cannot run, as functions that allocate and keep the same bytes: flash attention, 4-bit layers, experts, head.
 
-A kernel's choice hangs on the device (a plan for a GPU is made without one), the frozen head asks its logits a question, and
-bitsandbytes may not be installed. Each function here names what it stands for; tests/planning compares with it.
+Which kernel runs depends on the device (a plan for a GPU is made without one), the frozen head reads a value of its logits,
+experts look which of them got tokens, and bitsandbytes may not be installed. Each function names what it stands for;
+tests/planning compares with it.
 """
 
+from types import MethodType
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from transformers import AttentionInterface
 
 from ..scoring.frozen_head import TOKEN_TILE, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
@@ -64,8 +67,35 @@ def install() -> None:
     AttentionInterface.register(ATTENTION, _attention)
 
 
+def stand_in_for(experts: nn.Module) -> None:
+    """Give transformers' experts a forward on `(tokens, hidden)` in which one expert computes all rows of tokens times k."""
+    first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
+    shapes = {name: tuple(p.shape[1:]) for name, p in experts.named_parameters(recurse=False) if p.ndim == 3}
+    shapes = {name: shape[::-1] if experts.is_transposed else shape for name, shape in shapes.items()}  # (out, in)
+
+    def project(self, name, x):
+        weight = getattr(self, name)
+        if weight.dtype == torch.uint8:
+            return FourBitMatmul.apply(x, weight, shapes[name])
+        one = weight.to(x.dtype)[0]
+        return x @ (one if self.is_transposed else one.t())
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        rows = hidden.repeat_interleave(top_k_index.shape[-1], 0)
+        inner = project(self, first, rows)
+        if inner.shape[-1] > shapes["down_proj"][1]:
+            gate, up = inner.chunk(2, -1)
+            inner = nn.functional.silu(gate) * up
+        else:
+            inner = nn.functional.silu(inner)
+        out = project(self, "down_proj", inner) * top_k_weights.reshape(-1, 1)
+        return out.view(len(hidden), -1, out.shape[-1]).sum(1).to(hidden.dtype)
+
+    experts.forward = MethodType(forward, experts)
+
+
 class Tiles(NamedTuple):
-    """Sizes of the frozen head's buffers, and where it is computed."""
+    """Sizes of the frozen head's buffers."""
 
     tokens: int
     vocabulary: int
@@ -82,7 +112,7 @@ class FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, tiles: Tiles, keep_jacobian, tracker):
-        tracker.place = "head"
+        tracker.in_head = True
         device = hidden_NH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
@@ -94,7 +124,7 @@ class FrozenHead(torch.autograd.Function):
         ctx.dtype = hidden_NH.dtype
         if keep_jacobian:
             ctx.save_for_backward(jacobian_NH)
-        tracker.place = None
+        tracker.in_head = False
         return log_probs_N
 
     @staticmethod
@@ -106,8 +136,7 @@ class FrozenHead(torch.autograd.Function):
 def _head_tile(tile_TH, weight_VH, dtype, tiles: Tiles, keep_jacobian: bool) -> None:
     tokens, hidden = tile_TH.shape
     chunk = min(tiles.vocabulary, len(weight_VH))
-    held = [tile_TH.new_empty(tokens, chunk, dtype=torch.float32)]
-    held.append(tile_TH.new_empty(tokens, chunk, dtype=torch.float32))
+    held = [tile_TH.new_empty(tokens, chunk, dtype=torch.float32) for _ in range(2)]
     if keep_jacobian:
         held.append(tile_TH.new_empty(tokens, hidden, dtype=torch.float32))
     held.append(weight_VH[:chunk].to(dtype))
@@ -137,10 +166,10 @@ class TrainedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, chunk, tracker):
-        tracker.place, ctx.tile = "head", (min(len(hidden_NH), 4096), chunk)
+        tracker.in_head, ctx.tile = True, (min(len(hidden_NH), 4096), chunk)
         ctx.save_for_backward(hidden_NH, weight_VH)
         hidden_NH.new_empty(ctx.tile)
-        tracker.place = None
+        tracker.in_head = False
         return hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
 
     @staticmethod

@@ -1,0 +1,154 @@
+"""Static bytes against modules that were really built, and 4-bit bytes against a model that was really quantized."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.planning.models import config, folder, settings
+from trl_fsdp_qlora.planning import components, model
+from trl_fsdp_qlora.planning.hardware import Hardware
+from trl_fsdp_qlora.planning.plan import GATHERED, make_plan
+from trl_fsdp_qlora.planning.settings import Launch
+from trl_fsdp_qlora.recipe.checks import lora_config
+
+
+def nbytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def planned(run) -> dict[str, int]:
+    return model.whole_bytes(model.build(run, model.read_config(run.model.model_name_or_path)), run)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_base_adapter_gradients_and_optimizer_are_those_of_the_built_model(tmp_path, dtype):
+    run = settings(folder(tmp_path), dtype=dtype)
+    built = AutoModelForCausalLM.from_config(config(), dtype=getattr(torch, dtype))
+    base = nbytes([*built.parameters(), *built.buffers()])
+    built = get_peft_model(built, lora_config(run.model))
+    trained = [parameter for parameter in built.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+    whole = planned(run)
+    assert whole[model.BASE] == base
+    assert whole[model.TRAINED] == nbytes(trained)
+    assert whole[model.GRADIENTS] == nbytes(parameter.grad for parameter in trained)
+    assert whole[model.OPTIMIZER] == nbytes(states)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_counts_once_and_full_training_has_a_reference(tmp_path, tied):
+    run = settings(folder(tmp_path, tie_word_embeddings=tied), use_peft=False, beta=0.1)
+    built = AutoModelForCausalLM.from_config(config(tie_word_embeddings=tied))
+    whole = planned(run)
+    assert whole[model.TRAINED] == nbytes(built.parameters())
+    assert whole[model.REFERENCE] == nbytes([*built.parameters(), *built.buffers()])
+    assert planned(settings(tmp_path, use_peft=False))[model.REFERENCE] == 0
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_4_bit_bytes_are_those_of_a_quantized_model(tmp_path, nested):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    built = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    layers = [module for module in built.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    states = [layer.weight.quant_state for layer in layers]
+    packed = {id(layer.weight) for layer in layers}
+    maxima = [state.absmax for state in states]
+    if nested:
+        maxima += [state.state2.absmax for state in states] + [state.offset for state in states]
+    whole = planned(settings(tmp_path, load_in_4bit=True, use_bnb_nested_quant=nested, dtype="float32"))
+    assert whole[model.BASE_4BIT] == nbytes(layer.weight for layer in layers)
+    assert whole[model.STATE] == nbytes(maxima)
+    others = [parameter for parameter in built.parameters() if id(parameter) not in packed]
+    assert whole[model.BASE] == nbytes([*others, *built.buffers()])
+
+
+def test_what_is_spread_over_the_ranks(tmp_path):
+    folder(tmp_path)
+    one = planned(settings(tmp_path))
+    for kind, spread in (
+        ("fsdp2", one.keys()),
+        ("zero2", {model.GRADIENTS, model.OPTIMIZER}),
+        ("ddp", set()),
+    ):
+        run = settings(tmp_path, Launch(kind, 4))
+        whole = planned(run)
+        held = model.rank_bytes(whole, run)
+        assert {name for name in held if whole[name] and held[name] < whole[name]} == {n for n in spread if whole[n]}
+        assert all(held[name] == -(-whole[name] // 4) for name in spread)
+    assert planned(settings(tmp_path, Launch("ddp", 2)))[model.BUCKETS] == one[model.TRAINED]
+    assert one[model.BUCKETS] == 0
+
+
+def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
+    """What was measured of two ranks: the shards stay, and gloo receives a layer in two buffers."""
+    run = settings(folder(tmp_path), Launch("fsdp2", 2, use_cpu=True))
+    built = model.build(run, model.read_config(run.model.model_name_or_path))
+    layers = [module for module in built.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    layer = sum(parameter.nbytes for parameter in layers[0].parameters())
+    whole = sum(parameter.nbytes for parameter in built.parameters())
+    root = whole - len(layers) * layer
+    assert components.gathered_bytes(built, run, False) == (root + 2 * layer, whole, 2 * layer, 3 * root)
+    assert components.gathered_bytes(built, run, True) == (root + 2 * layer, whole, layer, 2 * root)
+    assert components.gathered_bytes(built, settings(tmp_path), True) == (0, 0, 0, 0)
+    for gather, there in (("once", whole), ("per_layer", root + 3 * layer)):
+        values = run.values | {"fsdp_gather": gather, "beta": 0.1}
+        phases = make_plan(replace(run, values=values), hardware=Hardware("a card", 2**40, 2)).phases
+        assert phases["generate"][GATHERED] == phases["score"][GATHERED] == there
+        assert phases["forward_backward"][GATHERED] == root + 3 * layer and GATHERED not in phases["optimizer"]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_experts_in_4_bits_are_those_that_this_package_loads(tmp_path, nested):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig, Qwen3MoeConfig
+
+    from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
+    from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
+
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+    }
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(tmp_path)
+    fields = {"load_in_4bit": True, "use_bnb_nested_quant": nested, "dtype": "float32"}
+    run = settings(tmp_path, lora_target_modules=["q_proj", "v_proj"], **fields)
+    whole = planned(run)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    with experts_in_4bit():
+        built = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.float32
+        )
+    experts = sum(
+        layer.layouts[name].total_bytes * layer.num_experts
+        for layer in packed_experts(built).values()
+        for name in layer.layouts
+    )
+    linear = nbytes(p for p in built.parameters() if type(p).__name__ == "Params4bit")
+    # An expert's row has its own shared maximum and offset beside the blocks'.
+    assert whole[model.BASE_4BIT] + whole[model.STATE] == pytest.approx(
+        experts + linear * (1 + 2 / 64 * (1 if nested else 4)), rel=0.02
+    )
+    assert make_plan(run, hardware="24GB").fits  # its pass is planned, too
