@@ -90,8 +90,7 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
     plain = _SHORT.get(name, name.replace("-", "") if name.startswith("rtx") else name)
     plain = f"rtx{plain}" if f"rtx{plain}" in CARDS else plain
     if plain not in CARDS:
-        near = difflib.get_close_matches(plain, [*CARDS, "cpu"], 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(plain, [*CARDS, "cpu"], 0.3)
         raise ConfigError(
             f"--hardware {text!r} is not known{hint}; there are {', '.join(CARDS)}, cpu, or its memory: '24GB x2'"
         )
