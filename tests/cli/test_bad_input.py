@@ -41,7 +41,7 @@ def said_in_one_line(words: str, capsys) -> tuple[int, str]:
         ("recipes small-base/grpo/quickstart --copi", "unknown option '--copi'; did you mean '--copy'?"),
         ("config cpi", "did you mean 'cpu'?"),
         ("launch --config_file ddpp x.py", "no accelerate config named 'ddpp'; did you mean 'ddp'?"),
-        ("publish nothing_here --repo me/sums", "'nothing_here' is no folder"),
+        ("publish nothing_here --repo me/sums", "'nothing_here' has no adapter_config.json"),
         ("grpo --config small-base/grpo/quikstart", "did you mean 'small-base/grpo/quickstart'?"),
         (f"grpo {QUICK} --num_procesess 2", "unknown key '--num_procesess'; did you mean '--num_processes'?"),
         ("plan", "plan needs a recipe: --config FILE.yaml"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from tests.distributed.launch import run_code
 from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_model, trainer
@@ -265,40 +264,28 @@ def test_the_licence_is_looked_up_once_per_run(tmp_path, monkeypatch, caplog):
     assert ModelCard.load(str(tmp_path / "README.md")).data.license == "mit"
 
 
-@pytest.mark.parametrize("error", [OfflineModeIsEnabled("offline"), HFValidationError("no such name"), TimeoutError()])
-def test_a_licence_that_cannot_be_looked_up_is_said_once(error, monkeypatch):
+def test_a_licence_that_cannot_be_looked_up_is_said_once(monkeypatch, caplog):
     def fail(self, *_, **__):
-        raise error
+        raise TimeoutError
 
-    said = []
     monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(card.HfApi, "model_info", fail)
-    monkeypatch.setattr(card.logger, "warning", lambda text, *values: said.append(text % values))
     card.base_model_license.cache_clear()
     assert card.base_model_license("someone/model") is card.base_model_license("someone/model") is None
-    assert len(said) == 1 and "someone/model" in said[0] and "--license" in said[0]
+    assert caplog.text.count("looking up the licence of the base (say which it is: --license") == 1
 
 
-def test_an_error_in_the_look_up_that_is_our_own_is_not_swallowed(monkeypatch):
-    def broken(self, *_, **__):
-        raise AttributeError("renamed upstream")
-
-    monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(card.HfApi, "model_info", broken)
-    card.base_model_license.cache_clear()
-    with pytest.raises(AttributeError):
-        card.base_model_license("someone/model")
-
-
-def test_a_card_is_redacted_whatever_field_a_secret_came_in_by(tmp_path):
-    args = config(EfficientGRPOConfig, tmp_path, hub_token="a plain token", run_name="x")
+def test_no_secret_enters_a_card(tmp_path):
+    args = config(EfficientGRPOConfig, tmp_path, hub_token="a plain token")
     info = CardInfo(
         dataset="https://bob:passw0rd@host/data",
-        results={"accuracy with a plain token": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"},
         command=["accelerate", "launch", "a script.py", "--hub_token", "a plain token"],
-        quickstart_prompt="Bearer 0123456789abcdef",
     )
     text = str(adapter_card("base", "name", args, info, None, None))
-    for secret in ("a plain token", "passw0rd", "hf_AbCd", "0123456789abcdef"):
-        assert secret not in text
+    assert "a plain token" not in text and "passw0rd" not in text
     assert "accelerate launch 'a script.py' --hub_token \"$HUB_TOKEN\"\n" in text
+
+
+def test_the_quick_start_of_a_whole_model_loads_it_without_peft(tmp_path):
+    text = str(adapter_card("o/base", "x", config(EfficientGRPOConfig, tmp_path), CardInfo(), None, "me/model"))
+    assert "model = AutoModelForCausalLM.from_pretrained(adapter)\n" in text and "PeftModel" not in text

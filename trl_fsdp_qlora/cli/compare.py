@@ -27,7 +27,6 @@ from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe
 from ..recipe.data import load_data
 from ..recipe.runner import build_trainer, model_arguments, reward_functions
-from ..run.redaction import redact
 from ..telemetry import terminal
 from ..telemetry.phases import PeakMemory
 from ..telemetry.startup import StartupCallback
@@ -91,7 +90,7 @@ def compare(words: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             compared = _compared(rest, int(steps), folder)
     except UserError as error:
-        return refuse(redact(str(error)))
+        return refuse(str(error))
     equal, line = verdict(*compared)
     print(line)
     return 0 if equal else 1

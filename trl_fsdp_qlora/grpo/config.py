@@ -191,7 +191,7 @@ class EfficientGRPOConfig(GRPOConfig):
         return twin
 
     def to_dict(self):
-        return redaction.clean(super().to_dict())
+        return redaction.without_secrets(super().to_dict())
 
     def __repr__(self):
-        return redaction.redact(str(self))
+        return str(self)

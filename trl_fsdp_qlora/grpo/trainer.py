@@ -19,8 +19,8 @@ from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, card_of, keeping_card, write_card
-from ..publishing.pushing import checks_push, push
-from ..publishing.saving import record
+from ..publishing.logits import record
+from ..publishing.publish import checks_push, push
 from ..rollout.correction import (
     importance_weights,
     sampled_mask,
@@ -428,6 +428,6 @@ class EfficientGRPOTrainer(GRPOTrainer):
             write_card(self, model_name, tags)
 
     def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **others):
-        """Publish the adapter, see [`trl_fsdp_qlora.publishing.pushing.push`]; a whole model goes TRL's way."""
+        """Publish the adapter, see [`trl_fsdp_qlora.publishing.publish.push`]; a whole model goes TRL's way."""
         how = partial(push, self) if checks_push(self, blocking) else super().push_to_hub
         return how(commit_message, blocking, token, revision, **others)

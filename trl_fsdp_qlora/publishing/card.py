@@ -1,4 +1,4 @@
-"""The model card of a trained adapter: what it is, how it was made, and a quick start that runs as printed."""
+"""The model card of what a trainer trained: what it is, how it was made, and a quick start that runs as printed."""
 
 import functools
 import os
@@ -14,15 +14,11 @@ import torch
 import yaml
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants
-from huggingface_hub.errors import HTTPError
-from transformers.utils import logging
 
 from ..compat.transformers import auto_class_of, model_name
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
-from ..run.redaction import clean, command_line, is_secret_name, portable, redact, secret_values
-
-logger = logging.get_logger(__name__)
+from ..run.redaction import command_line, is_secret_name, portable
 
 TAGS = ["trl", "grpo", "lora", "trl-fsdp-qlora"]
 # What a run sets that says nothing about the result.
@@ -34,35 +30,66 @@ _NOTHING = (None, "", [], {}, "none", ["none"])
 _HUB_SECONDS = 5  # for asking the Hub for a licence: a card must not wait for a network that does not answer
 
 _TEMPLATE = """---
-{metadata}
+{{ card_data }}
 ---
 
-# {name}
+# {{ name }}
 
-{kind} `{base}`, trained with {method} by trl-fsdp-qlora, an extension of TRL.
+{{ "A LoRA adapter for" if is_adapter else "A model fine-tuned from" }} `{{ base }}`, trained with {{ method }} by \
+trl-fsdp-qlora, an extension of TRL.
 
 ## Quick start
 
 ```python
-{quick_start}```
+{% if is_adapter %}from peft import PeftModel
+{% endif %}from transformers import {{ auto_class }}, AutoTokenizer
+
+base = {{ base_code }}
+adapter = {{ folder_code }}
+tokenizer = AutoTokenizer.from_pretrained(base)
+{% if is_adapter %}model = PeftModel.from_pretrained({{ auto_class }}.from_pretrained(base), adapter)
+{% else %}model = {{ auto_class }}.from_pretrained(adapter)
+{% endif %}{% if prompt is string %}inputs = tokenizer({{ prompt_code }}, return_tensors='pt')
+{% else %}messages = {{ prompt_code }}
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors='pt', return_dict=True
+)
+{% endif %}output = model.generate(**inputs, max_new_tokens={{ max_new_tokens }}, do_sample=False)
+print(tokenizer.decode(output[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True))
+```
 
 ## Results
 
-{results}
-
+{% if results %}| measured | result |
+|---|---|
+{% for what, value in results.items() %}| {{ what }} | {{ value }} |
+{% endfor %}{% if picture %}
+![reward, accuracy and seconds over the run]({{ picture }})
+{% endif %}{% else %}No accuracy was measured in this run.
+{% endif %}
 ## What it was not tested on
 
-{untested}
+{% if accuracy %}It was measured on {{ accuracy.n }} {{ problems }}, decoded greedily with at most {{ max_new_tokens }} new \
+tokens in the prompt of the quick start. Not tested: {{ rest }}.\
+{% elif accuracy_step is not none %}These weights: what was measured is of the steps that the table names. Nor {{ rest }}.\
+{% else %}Anything: neither the data it was trained on nor {{ rest }}.{% endif %}
 
 ## How it was made
 
-{made}
-
-{settings}
+{% for what, value in made.items() if value %}- {{ what }}: {{ value }}
+{% endfor %}{% if command %}
+```bash
+{{ command }}
+```
+{% endif %}
+Every setting that differs from its default{{ ", as `recipes/` take it with `--config`" if from_recipe else "" }}:
 
 ```yaml
-{recipe}```
+{{ recipe }}```
 """
+_REST = (
+    "other data, tasks, languages and prompts, sampled answers, and whatever else its base can do and may have lost"
+)
 
 
 @dataclass
@@ -116,27 +143,15 @@ def software() -> str:
 
 @functools.lru_cache(maxsize=8)  # once per run: a card is written with every checkpoint
 def base_model_license(base_model: str) -> str | None:
-    """SPDX id from the card of a local folder or of the Hub; `None` where none is stated.
-
-    Where the card cannot be read (private, malformed, the Hub out of reach) the reason is logged.
-    """
+    """SPDX id from the card of a local folder or of the Hub; `None` where there is none, or it cannot be read."""
     local = Path(base_model) / "README.md"
-    try:
+    with nonfatal("looking up the licence of the base (say which it is: --license, `card_info.license`)"):
         if local.is_file():
             return ModelCard.load(str(local)).data.license
-        if Path(base_model).exists() or constants.HF_HUB_OFFLINE:
-            return None
-        data = HfApi().model_info(base_model, timeout=_HUB_SECONDS).card_data
-        return None if data is None else data.license
-    except (OSError, HTTPError, ValueError, yaml.YAMLError) as error:
-        reason = redact(str(error)).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        logger.warning(
-            "the card will say `license: other`: the licence of %s could not be looked up (%s). "
-            "Set license (`--license` of a recipe) to the right one.",
-            portable(base_model),
-            reason,
-        )
-        return None
+        if not Path(base_model).exists() and not constants.HF_HUB_OFFLINE:
+            data = HfApi().model_info(base_model, timeout=_HUB_SECONDS).card_data
+            return None if data is None else data.license
+    return None
 
 
 def changed_arguments(args: Any) -> dict[str, Any]:
@@ -146,24 +161,15 @@ def changed_arguments(args: Any) -> dict[str, Any]:
     """
     changed = {}
     for item in fields(args):
+        if not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
+            continue
         value = plain(getattr(args, item.name, None))
         default = plain(item.default_factory() if item.default_factory is not MISSING else item.default)
         # A config turns "" and None into [] or {} when it is made.
         same = value == default or (value in _NOTHING and default in _NOTHING)
-        if not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
-            continue
         if not same or item.name in _ALWAYS:
-            changed[item.name] = _portable(value)
-    return clean(changed)
-
-
-def _portable(value: Any) -> Any:
-    """Paths, alone or in a list or a dictionary, without what is of one machine."""
-    if isinstance(value, list):
-        return [_portable(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _portable(item) for key, item in value.items()}
-    return portable(value) if isinstance(value, str) else value
+            changed[item.name] = portable(value)
+    return changed
 
 
 def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:
@@ -188,54 +194,6 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
     return recipe
 
 
-def _place(name: str, path: str, is_folder: bool, hint: str) -> str:
-    """The line of a quick start that says where `name` is; what is no id on the Hub is to be filled in."""
-    return f"{name} = {path!r}" + (f"  # fill in: {hint}" if is_folder else "")
-
-
-def quick_start(
-    base_model: str,
-    adapter: str,
-    prompt: Any,
-    max_new_tokens: int,
-    local_base: bool,
-    local_adapter: bool,
-    auto_class: str = "AutoModelForCausalLM",
-) -> str:
-    """Python that loads the adapter with plain PEFT and answers `prompt`.
-
-    Args:
-        base_model: id on the Hub, or the folder as it may be published.
-        adapter: the same.
-        prompt: text or messages.
-        max_new_tokens: of the answer.
-        local_base: `base_model` is a folder: a reader is told to fill in where it lies.
-        local_adapter: `adapter` is a folder.
-        auto_class: of transformers, that loads the base.
-    """
-    if prompt is None:
-        prompt = [{"role": "user", "content": "What is 12 + 30?"}]
-    if isinstance(prompt, str):
-        encode = f"inputs = tokenizer({prompt!r}, return_tensors='pt')"
-    else:
-        encode = (
-            f"messages = {prompt!r}\n"
-            "inputs = tokenizer.apply_chat_template(\n"
-            "    messages, add_generation_prompt=True, return_tensors='pt', return_dict=True\n)"
-        )
-    return (
-        "from peft import PeftModel\n"
-        f"from transformers import {auto_class}, AutoTokenizer\n\n"
-        f"{_place('base', base_model, local_base, 'the folder of the base model')}\n"
-        f"{_place('adapter', adapter, local_adapter, 'the folder that this card is in')}\n"
-        "tokenizer = AutoTokenizer.from_pretrained(base)\n"
-        f"model = PeftModel.from_pretrained({auto_class}.from_pretrained(base), adapter)\n"
-        f"{encode}\n"
-        f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)\n"
-        "print(tokenizer.decode(output[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True))\n"
-    )
-
-
 def adapter_card(
     base_model: str,
     name: str,
@@ -246,7 +204,7 @@ def adapter_card(
     steps: tuple[int, int] | None = None,
     auto_class: str = "AutoModelForCausalLM",
 ) -> ModelCard:
-    """The card of an adapter.
+    """The card of an adapter, or of a whole model.
 
     Args:
         base_model: Hub id or folder of the base model.
@@ -258,103 +216,59 @@ def adapter_card(
         steps: optimizer steps that were taken, and that were asked for.
         auto_class: of transformers, that loads the base.
     """
-    base = portable(base_model)
-    license_id = info.license or base_model_license(base_model)
-    is_adapter = peft_config is not None
+    base, data = portable(base_model), portable(info.dataset)
+    is_adapter, is_local = peft_config is not None, os.path.isabs(base_model) or Path(base_model).exists()
     # The Hub takes owner/name or a bare name: of a folder on this machine, only the name.
     base_id = Path(base).name if Path(base_model).exists() else base
-    data = ModelCardData(
+    on_hub = data is not None and data.count("/") == 1 and ":" not in data and not Path(info.dataset).exists()
+    problems = "held-out problems" if info.accuracy_on == "test" else "validation problems"
+    evaluation = None
+    if info.accuracy is not None and data is not None:
+        low, high = (100 * bound for bound in info.accuracy["interval"])
+        evaluation = EvalResult(
+            task_type="text-generation",
+            dataset_type=data,
+            dataset_name=f"{Path(data).name}, {problems}",
+            metric_type="accuracy",
+            metric_name=f"greedy pass@1 (n={info.accuracy['n']}, 95% interval {low:.1f}-{high:.1f})",
+            metric_value=round(100 * info.accuracy["pass_at_1"], 1),
+        )
+    card_data = ModelCardData(
         base_model=base_id,
-        datasets=[info.dataset] if info.dataset and _is_hub_id(info.dataset) else None,
+        datasets=[data] if on_hub and not Path(data).suffix else None,
         library_name="peft" if is_adapter else "transformers",
-        license=license_id or "other",
+        license=info.license or base_model_license(base_model) or "other",
         pipeline_tag="text-generation",
         tags=[*TAGS, f"base_model:adapter:{base_id}"] if is_adapter else [tag for tag in TAGS if tag != "lora"],
         model_name=name,
-        eval_results=_evaluation_metadata(info),
+        eval_results=evaluation and [evaluation],
     )
-    rows = "\n".join(f"| {what} | {value} |" for what, value in info.results.items())
-    made = {
-        "data": info.dataset and f"`{portable(info.dataset)}`, licence {info.data_license or 'not stated'}",
-        "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
-        "software": software(),
-        "seed": args.seed,
-        "optimizer steps": steps and (str(steps[0]) if steps[0] == steps[1] else f"{steps[0]} of {steps[1]}"),
-        "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",
-    }
-    command = f"\n\n```bash\n{command_line(info.command)}\n```" if info.command else ""
-    text = _TEMPLATE.format(
-        metadata=data.to_yaml(),
+    prompt = info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
+    folder = hub_model_id or portable(str(args.output_dir))
+    return ModelCard.from_template(
+        card_data,
+        template_str=_TEMPLATE,
+        **vars(info) | {"accuracy": info.accuracy, "command": info.command and command_line(info.command)},
         name=name,
-        kind="A LoRA adapter for" if is_adapter else "A model fine-tuned from",
         base=base,
-        method=info.method,
-        quick_start=quick_start(
-            base,
-            hub_model_id or portable(str(args.output_dir)),
-            info.quickstart_prompt,
-            info.max_new_tokens,
-            local_base=os.path.isabs(base_model) or Path(base_model).exists(),
-            local_adapter=hub_model_id is None,
-            auto_class=auto_class,
-        ),
-        results=_results(rows, info),
-        untested=_untested(info),
-        made="\n".join(f"- {key}: {value}" for key, value in made.items() if value is not None) + command,
-        settings=(
-            "Every setting that differs from its default, as `recipes/` take it with `--config`:"
-            if info.settings
-            else "Every setting that differs from its default:"
-        ),
+        is_adapter=is_adapter,
+        auto_class=auto_class,
+        base_code=repr(base) + ("  # fill in: the folder of the base model" if is_local else ""),
+        folder_code=repr(folder) + ("" if hub_model_id else "  # fill in: the folder that this card is in"),
+        prompt=prompt,
+        prompt_code=repr(prompt),
+        problems=problems,
+        rest=_REST,
+        made={
+            "data": data and f"`{data}`, licence {info.data_license or 'not stated'}",
+            "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
+            "software": software(),
+            "seed": str(args.seed),
+            "optimizer steps": steps and (str(steps[0]) if steps[0] == steps[1] else f"{steps[0]} of {steps[1]}"),
+            "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",
+        },
+        from_recipe=bool(info.settings),
         recipe=yaml.safe_dump(_recipe(args, info.settings, peft_config), sort_keys=True, allow_unicode=True),
-    )
-    # Whatever field a secret came in by: a card is what gets published.
-    return ModelCard(redact(text, secret_values(vars(args))))
-
-
-def _is_hub_id(dataset: str) -> bool:
-    """Whether a reader finds `dataset` on the Hub: it is no file, and none of the made-up tasks."""
-    return dataset.count("/") == 1 and ":" not in dataset and not Path(dataset).exists() and not Path(dataset).suffix
-
-
-def _evaluation_metadata(info: CardInfo) -> list[EvalResult] | None:
-    """The accuracy after training as the Hub reads it (`model-index`)."""
-    if info.accuracy is None or info.dataset is None:
-        return None
-    low, high = info.accuracy["interval"]
-    data = portable(info.dataset)
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=data,
-            dataset_name=f"{Path(data).name}, {_measured_on(info)}",
-            metric_type="accuracy",
-            metric_name=f"greedy pass@1 (n={info.accuracy['n']}, 95% interval {100 * low:.1f}-{100 * high:.1f})",
-            metric_value=round(100 * info.accuracy["pass_at_1"], 1),
-        )
-    ]
-
-
-def _measured_on(info: CardInfo) -> str:
-    return "held-out problems" if info.accuracy_on == "test" else "validation problems"
-
-
-def _results(rows: str, info: CardInfo) -> str:
-    if not rows:
-        return "No accuracy was measured in this run."
-    picture = f"\n\n![reward, accuracy and seconds over the run]({info.picture})" if info.picture else ""
-    return f"| measured | result |\n|---|---|\n{rows}{picture}"
-
-
-def _untested(info: CardInfo) -> str:
-    rest = "other data, tasks, languages and prompts, sampled answers, and whatever else its base can do and may have lost"
-    if info.accuracy is None and info.accuracy_step is not None:
-        return f"These weights: what was measured is of the steps that the table names. Nor {rest}."
-    if info.accuracy is None:
-        return f"Anything: neither the data it was trained on nor {rest}."
-    return (
-        f"It was measured on {info.accuracy['n']} {_measured_on(info)}, decoded greedily with at most "
-        f"{info.max_new_tokens} new tokens in the prompt of the quick start. Not tested: {rest}."
     )
 
 
@@ -380,8 +294,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
 def write_card(trainer: Any, name: str | None, tags: str | list[str] | None = None) -> None:
     """Write [`card_of`] `trainer` into its output folder, with `tags` beside the usual ones."""
     card = card_of(trainer, name)
-    if tags:
-        card.data.tags = [*card.data.tags, *([tags] if isinstance(tags, str) else tags)]
+    card.data.tags = [*card.data.tags, *([tags] if isinstance(tags, str) else tags or ())]
     Path(trainer.args.output_dir).mkdir(parents=True, exist_ok=True)
     card.save(Path(trainer.args.output_dir, "README.md"))
 

@@ -4,45 +4,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType, is_peft_model
 from peft import PeftModel
 
 from ..checkpoints.disk import read_json, write_json
 from ..compat.transformers import auto_class_of
-from ..run.errors import CheckpointError
-from ..run.redaction import redact
+from ..errors import UserError
+from ..fsdp2_qlora.prepare import has_sharded_adapter
+from ..run.nonfatal import nonfatal
 
 LOGITS = "logits.json"
 _TOKENS, _ENTRIES = 8, 32
 # Rounding of two ways through the same layers, in units of the dtype's own: sums in float32 differ in their order by some
 # dozens of them over a deep model, half precision rounds every layer's output anew, by a few.
 _UNITS = {"float32": 64, "bfloat16": 4, "float16": 4}
-
-
-class LogitsError(ValueError):
-    """The recorded logits cannot be used, or plain PEFT gives others."""
-
-
-def spread(count: int, size: int) -> list[int]:
-    """`count` different numbers spread over `range(size)`: the same ones whenever, wherever."""
-    count = min(count, size)
-    return [(2 * i + 1) * size // (2 * count) for i in range(count)]
-
-
-@contextmanager
-def _own_forward(model: torch.nn.Module) -> Iterator[None]:
-    """The class's forward: accelerate's, on the object, computes in the precision of training."""
-    accelerates = model.__dict__.pop("forward", None)
-    try:
-        yield
-    finally:
-        if accelerates is not None:
-            model.forward = accelerates
+_WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 
 
 def few_logits(
@@ -50,8 +30,13 @@ def few_logits(
 ) -> list[list[float]]:
     """Logits of `entries` of the vocabulary after each of the tokens `ids`, `(len(ids), len(entries))`."""
     input_ids = torch.tensor([ids], device=device or next(model.parameters()).device)
-    with torch.no_grad(), _own_forward(model):
-        logits_LV = model(input_ids=input_ids).logits[0]
+    accelerates = model.__dict__.pop("forward", None)  # computes in the precision of training; the class's does not
+    try:
+        with torch.no_grad():
+            logits_LV = model(input_ids=input_ids).logits[0]
+    finally:
+        if accelerates is not None:
+            model.forward = accelerates
     return logits_LV[:, entries].float().cpu().tolist()
 
 
@@ -74,7 +59,7 @@ def record_logits(
         dtype: that it computes in, by default that of its weights.
     """
     size = model.config.get_text_config().vocab_size
-    ids, entries = spread(_TOKENS, size), spread(_ENTRIES, size)
+    ids, entries = ([(2 * i + 1) * size // (2 * n) for i in range(n)] for n in (_TOKENS, min(_ENTRIES, size)))
     quantization = getattr(model.config, "quantization_config", None)
     training = model.training
     model.eval()
@@ -93,6 +78,24 @@ def record_logits(
         plain = quantization if isinstance(quantization, dict) else quantization.to_dict()
         content["quantization"] = {name: value for name, value in plain.items() if not name.startswith("_")}
     write_json(Path(folder) / LOGITS, content)
+
+
+@nonfatal("recording logits for `publish`")
+def record(folder: str | Path, trainer: Any) -> None:
+    """[`record_logits`] of the adapter that `trainer` has saved in `folder`. Every rank calls it.
+
+    Where FSDP2 shards the weights all ranks compute together; under DeepSpeed nothing is recorded.
+    """
+    accelerator, model = trainer.accelerator, trainer.accelerator.unwrap_model(trainer.model)
+    writes = trainer.args.should_save
+    if writes:
+        (Path(folder) / LOGITS).unlink(missing_ok=True)  # of an earlier save, they would be of another adapter
+    if is_peft_model(model) and accelerator.distributed_type in _WHOLE and writes:
+        record_logits(model, folder)
+    elif is_peft_model(model) and has_sharded_adapter(trainer.model):
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+        with trainer.sharding.gathered(trainer.model):
+            record_logits(trainer.model, folder, writes, accelerator.device, half)
 
 
 # What a reader of the card does, and nothing else: no name of this package.
@@ -115,51 +118,36 @@ print("LOGITS " + json.dumps(logits))
 """
 
 
-def _largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
-    # NaN compares with nothing: a maximum that meets one must not lose it.
-    difference = (torch.tensor(left, dtype=torch.float64) - torch.tensor(right, dtype=torch.float64)).abs()
-    return float("nan") if difference.isnan().any() else float(difference.max())
-
-
-def prove(adapter: str | Path, base: str, timeout: float = 1800.0) -> str:
+def prove(adapter: str | Path, base: str) -> str:
     """Load `adapter` on `base` with plain PEFT in a fresh process, on the CPU, and compare with `logits.json`.
 
     Args:
         adapter: folder with the adapter and its recorded logits.
         base: Hub id or folder of the base model.
-        timeout: seconds for the process.
 
     Returns:
         A line that says how close they are, and how far the adapter is from its base.
 
     Raises:
-        LogitsError: the process fails, or its logits are not the recorded ones.
+        UserError: the process fails, or its logits are not the recorded ones.
     """
-    try:
-        kept = read_json(Path(adapter) / LOGITS)
-        shown, of_base = kept["logits"], kept["logits_of_the_base"]
-        eps = torch.finfo(getattr(torch, kept["dtype"])).eps * _UNITS.get(kept["dtype"], 4)
-    except (CheckpointError, KeyError, AttributeError, TypeError) as error:
-        raise LogitsError(
-            f"{LOGITS} is not what was recorded with an adapter ({error}); save the adapter again"
-        ) from None
     adapter = Path(adapter).resolve()
-    command = [sys.executable, "-c", _PLAIN, base, str(adapter)]
+    kept = read_json(adapter / LOGITS)
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    # Not where a folder of this project stands in the way of what is imported.
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=adapter, env=environment)
-    except subprocess.TimeoutExpired:
-        raise LogitsError(f"plain PEFT had not loaded it on {base} after {timeout:.0f} s") from None
+    # In the adapter's folder, where nothing stands in the way of what is imported.
+    command = [sys.executable, "-c", _PLAIN, base, str(adapter)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=adapter, env=environment)
     line = next((line for line in run.stdout.splitlines() if line.startswith("LOGITS ")), None)
     if run.returncode or line is None:
         last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise LogitsError(f"plain PEFT cannot load it on {base}: {redact(last)}")
-    plain = json.loads(line.removeprefix("LOGITS "))
-    difference, effect = _largest_difference(plain, shown), _largest_difference(shown, of_base)
-    tolerance = eps * max(1.0, max(abs(value) for row in shown for value in row))
+        raise UserError(f"plain PEFT cannot load it on {base}: {last}")
+    plain = torch.tensor(json.loads(line.removeprefix("LOGITS ")), dtype=torch.float64)
+    recorded, of_base = (torch.tensor(kept[name], dtype=torch.float64) for name in ("logits", "logits_of_the_base"))
+    difference, effect = float((plain - recorded).abs().max()), float((recorded - of_base).abs().max())
+    eps = torch.finfo(getattr(torch, kept["dtype"])).eps * _UNITS.get(kept["dtype"], 4)
+    tolerance = eps * max(1.0, float(recorded.abs().max()))
     if not difference <= tolerance or difference > effect / 2 > 0:
-        raise LogitsError(
+        raise UserError(
             f"plain PEFT's logits differ from the recorded ones by up to {difference:.2g}, more than {tolerance:.2g} "
             f"or than half of the adapter's own effect, {effect:.2g}"
         )

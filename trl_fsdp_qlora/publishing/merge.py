@@ -1,26 +1,24 @@
 """An adapter merged into its unquantized base: an ordinary model folder, for servers that take no adapters."""
 
-import os
-import shutil
 from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 
-from ..checkpoints.disk import disk_errors
+from ..checkpoints.disk import disk_errors, written_whole
 from ..errors import UserError
-from .card import portable
-from .loading import LoadError, load_base, with_adapter
+from ..run.redaction import portable
+from .loading import load_base, with_adapter
 
 _CARD = """---
-{metadata}
+{{ card_data }}
 ---
 
-# {name}
+# {{ name }}
 
-The adapter `{adapter}` merged into `{base}` in {dtype} by trl-fsdp-qlora, with PEFT's `merge_and_unload`.
+The adapter `{{ adapter }}` merged into `{{ base }}` in {{ dtype }} by trl-fsdp-qlora, with PEFT's `merge_and_unload`.
 
 An adapter that was trained on a 4-bit base corrects that base's rounding too. Merged into the unquantized one, the model is
 close to the one that was trained and measured, not equal to it: measure it before you rely on it.
@@ -50,50 +48,35 @@ def merge_adapter(
         dtype: of the weights, while merging and in the folder.
 
     Raises:
-        MergeError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, or the merged
-            weights are not finite.
-        trl_fsdp_qlora.run.errors.CheckpointError: the disk is full.
+        MergeError: `output` exists, the base is quantized, or the merged weights are not finite.
+        UserError: base or adapter cannot be loaded, or the disk is full.
     """
     output = Path(output)
     if output.exists():
         raise MergeError(f"{output} exists; name a folder that does not")
+    try:
+        output.mkdir(parents=True)
+        output.rmdir()
+    except OSError as error:
+        raise MergeError(f"{output} cannot be made: {error.strerror}") from None
     base = base or PeftConfig.from_pretrained(adapter).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(base, revision=revision), "quantization_config", None) is not None:
         raise MergeError(
             f"{base} is quantized, and merging into it would round the adapter away; name the base it was made from"
         )
-    scratch = output.with_name(f".{output.name}.{os.getpid()}")
+    model = with_adapter(load_base(base, revision=revision, dtype=dtype), adapter, base)
+    try:
+        merged = model.merge_and_unload(safe_merge=True)
+    except ValueError as error:
+        raise MergeError(f"{adapter} cannot be merged into {base}: {error}") from error
     data = ModelCardData(
         base_model=portable(base), library_name="transformers", pipeline_tag="text-generation", tags=["trl-fsdp-qlora"]
     )
-    text = _CARD.format(
-        metadata=data.to_yaml(),
-        name=output.name,
-        adapter=portable(str(adapter)),
-        base=portable(base),
-        dtype=str(dtype).removeprefix("torch."),
-    )
-    try:
+    names = {"name": output.name, "adapter": portable(str(adapter)), "base": portable(base)}
+    card = ModelCard.from_template(data, template_str=_CARD, dtype=str(dtype).removeprefix("torch."), **names)
+    with disk_errors(output), written_whole(output) as scratch:
         scratch.mkdir(parents=True)
-    except OSError as error:
-        raise MergeError(f"{output} cannot be made: {error.strerror}") from None
-    try:
-        merged = _merged(adapter, base, revision, dtype)
-        with disk_errors(output):
-            merged.save_pretrained(scratch)
-            AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
-            ModelCard(text).save(scratch / "README.md")
-            os.replace(scratch, output)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        merged.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
+        card.save(scratch / "README.md")
     return output
-
-
-def _merged(adapter: str | Path, base: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model = with_adapter(load_base(base, revision=revision, dtype=dtype), adapter, base)
-        return model.merge_and_unload(safe_merge=True)
-    except LoadError as error:
-        raise MergeError(str(error)) from error
-    except ValueError as error:
-        raise MergeError(f"{adapter} cannot be merged into {base}: {error}") from error

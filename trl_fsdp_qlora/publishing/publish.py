@@ -1,59 +1,104 @@
 """Publish an adapter: check it, upload it in one commit, download it again, and prove that it loads."""
 
+import argparse
 import filecmp
 import json
+import re
+import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, get_token
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    RepositoryNotFoundError,
-    XetDownloadError,
-)
+import yaml
+from accelerate.utils import is_peft_model
+from huggingface_hub import CommitInfo, HfApi, ModelCard
+from huggingface_hub.errors import HFValidationError, HTTPError, XetDownloadError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
 
+from ..errors import UserError
 from ..run.one_line import OneLineParser
-from ..run.redaction import redact
-from .base import holds_the_same
-from .folder import CARD, CONFIG, PublishError, Staged, stage
-from .logits import LogitsError, prove
+from .logits import LOGITS, prove
 
-USER_ERROR = 2
+CONFIG, WEIGHTS, CARD, PICTURE = "adapter_config.json", "adapter_model.safetensors", "README.md", "training.png"
+# What is ever sent: no optimizer states, no pickles, no logs.
+FILES = (CONFIG, WEIGHTS, CARD, PICTURE, LOGITS)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
-class PublishIncomplete(PublishError):
-    """The Hub did not get everything, or it could not be checked; the same command again goes on."""
+class PublishError(UserError):
+    """Something is wrong with the folder, the card, the token, the connection or the repository."""
 
 
 @dataclass
 class Published:
-    """What was published.
+    """What was published: the commit as the Hub described it, names of files, and a line about the logits."""
 
-    Args:
-        url: of the repository.
-        commit: that was downloaded and checked, as the Hub described it.
-        files: names.
-        size: bytes of all files.
-        proof: a line about the logits.
-        seconds: of the download and the proof.
-    """
-
-    url: str
     commit: CommitInfo
     files: list[str]
-    size: int
     proof: str
-    seconds: float
+
+
+def stage(folder: str | Path, scratch: str | Path, repo: str, base: str | None = None) -> str:
+    """Check `folder` and copy what is to be published of it into `scratch`, with the base named as readers find it.
+
+    Args:
+        folder: with an adapter that PEFT saved, and its card.
+        scratch: an empty folder.
+        repo: that it is published as, for the card's quick start.
+        base: Hub id of the base model, needed where the adapter was trained on a folder.
+
+    Returns:
+        The Hub id of the base.
+
+    Raises:
+        PublishError: no adapter, no card, a card of another base, values that are not finite.
+    """
+    folder, scratch = Path(folder), Path(scratch)
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise PublishError(f"--repo {repo}: {_one_line(error)}; name it owner/name") from error
+    for name in (CONFIG, WEIGHTS, CARD):
+        if not (folder / name).is_file():
+            inside = sorted(path.parent.name for path in folder.glob(f"*/{name}"))
+            hint = f"; its folder {inside[-1]!r} has one" if inside else ""
+            raise PublishError(f"{str(folder)!r} has no {name}: name the folder that save_model() wrote{hint}")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        trained_on = str(config["base_model_name_or_path"])
+        card = ModelCard.load(folder / CARD)
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            broken = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise PublishError(f"{folder} cannot be read: {type(error).__name__}: {_one_line(error)}") from error
+    if broken:
+        raise PublishError(f"{folder / WEIGHTS} holds values that are not finite, in {broken[0]}")
+    base = base or trained_on
+    if Path(base).exists() or not _HUB_ID.fullmatch(base):
+        raise PublishError(
+            f"{folder / CONFIG} names the folder {Path(base).name!r} as the base, which no reader has; say which model on the "
+            "Hub it is: --base owner/name"
+        )
+    named = card.data.base_model
+    if named not in {base, trained_on, Path(trained_on).name}:
+        raise PublishError(f"{folder / CARD} says base_model: {named}, but the adapter was trained on {trained_on}")
+    if named != base:
+        card.data.base_model = base
+        card.data.tags = [tag.replace(f":{named}", f":{base}") for tag in card.data.tags or []]
+        card.text = card.text.replace(f"`{named}`", f"`{base}`")
+        card.text = re.sub(rf"(?m)(model_name_or_path:? ){re.escape(named)}(?=\s)", rf"\g<1>{base}", card.text)
+    for variable, place in (("base", base), ("adapter", repo)):
+        card.text = re.sub(rf"(?m)^{variable} = '[^'\n]*'  # fill in: .*$", f"{variable} = {place!r}", card.text)
+    for name in FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, scratch / name)
+    (scratch / CARD).write_text(str(card), encoding="utf-8")
+    config["base_model_name_or_path"] = base
+    (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    return base
 
 
 def publish_adapter(
@@ -63,15 +108,11 @@ def publish_adapter(
     base_folder: str | Path | None = None,
     private: bool | None = None,
     api: HfApi | None = None,
-    staged_as: Callable[[Staged], None] | None = None,
-    message: str | None = None,
+    message: str = "Adapter, card and recorded logits",
     revision: str | None = None,
     proves: bool = True,
 ) -> Published:
-    """Publish the adapter in `folder` as `repo`.
-
-    Everything that can be told to be wrong is looked at before anything is sent. What is sent becomes visible by one
-    commit, or not at all; files that the repository holds already are not sent twice.
+    """Publish the adapter in `folder` as `repo`: by one commit, or not at all.
 
     Args:
         folder: with adapter, config and card, as a trainer of this package leaves it.
@@ -80,158 +121,92 @@ def publish_adapter(
         base_folder: to load the base from for the proof, in place of the Hub.
         private: make a new repository private or public; by default as its owner's settings are.
         api: client; by default one with the token of `hf auth login` or `HF_TOKEN`.
-        staged_as: is shown what is to be published, before anything is sent.
         message: of the commit.
         revision: branch to commit to, by default `main`.
-        proves: compare logits in a fresh process with the recorded ones, too, and not the bytes alone; where `base` cannot be
-            told to be what the adapter was trained on, once before anything is sent.
+        proves: load the adapter with plain PEFT before anything is sent, and compare with the recorded logits.
 
     Raises:
-        PublishError: see [`stage`]; no token, no rights, a repository of another base, a base that no reader finds, or an
-            adapter that does not give the recorded logits on it.
-        PublishIncomplete: the connection or the Hub failed on the way.
+        PublishError: see [`stage`]; the adapter does not give the recorded logits on its base; whatever the Hub or the
+            connection refuses.
     """
     api = api or HfApi()
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as back:
-        staged = stage(folder, scratch, repo, base)
-        if staged_as is not None:
-            staged_as(staged)
-        if not (api.token or get_token()):
-            raise PublishError("there is no token to publish with: run `hf auth login`, or set HF_TOKEN")
-        with _hub_errors(repo):
-            _check_repository(api, repo, staged.base)
-            loaded = _Base(staged.base, staged.base, "")
-            if proves:
-                loaded = _base_of_the_proof(api, folder, staged.base, base_folder)
-                if staged.recorded and loaded.is_doubtful:
-                    _prove(staged.folder, loaded, f"nothing was sent to {repo}: ")
-            url = str(api.create_repo(repo, private=private, exist_ok=True))
-            commit = _upload(api, repo, staged, message or "Adapter, card and recorded logits", revision)
-        started = time.perf_counter()
-        with _hub_errors(repo, "it is uploaded, but could not be downloaded and checked: "):
+        base = stage(folder, scratch, repo, base)
+        files = sorted(path.name for path in Path(scratch).iterdir())
+        proof = "no logits were recorded when it was saved" if LOGITS not in files else "the logits were not compared"
+        if proves and LOGITS in files:
+            try:
+                proof = prove(scratch, str(Path(base_folder).resolve()) if base_folder else base)
+            except UserError as error:
+                raise PublishError(
+                    f"nothing was sent to {repo}: {error}; is {base} what it was trained on?"
+                ) from error
+        try:
+            api.create_repo(repo, private=private, exist_ok=True)
+            commit = api.upload_folder(repo_id=repo, folder_path=scratch, commit_message=message, revision=revision)
             api.snapshot_download(repo, revision=commit.oid, local_dir=back)
-        _check_download(staged, Path(back), repo)
-        proof = "only the bytes of what was downloaded are compared"
-        if not staged.recorded:
-            proof = f"no logits were recorded when it was saved: {proof}"
-        elif proves:
-            proof = _prove(Path(back), loaded, f"{repo} is uploaded, but not what was trained: ")
-        size = sum((staged.folder / name).stat().st_size for name in staged.files)
-        return Published(url, commit, staged.files, size, proof, time.perf_counter() - started)
+        except (HTTPError, OSError, ValueError, KeyError, RuntimeError, XetDownloadError) as error:
+            raise PublishError(
+                f"{repo}: {type(error).__name__}: {_one_line(error)}; nothing is lost, the same command again goes on"
+            ) from error
+        _, differ, missing = filecmp.cmpfiles(scratch, back, files, shallow=False)
+        if differ or missing:
+            raise PublishError(f"{repo} does not give back what was sent ({', '.join([*differ, *missing])})")
+        return Published(commit, files, proof)
 
 
-class _Base(NamedTuple):
-    """What the proof loads as the base: `place` for `name`, and what that leaves open."""
-
-    name: str
-    place: str
-    left_open: str
-    is_doubtful: bool = False
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")
 
 
-def _base_of_the_proof(api: HfApi, folder: str | Path, base: str, base_folder: str | Path | None) -> _Base:
-    """What a reader of the card loads, or a folder with the same weights; the folder that the caller names in any case.
+def push(
+    trainer: Any,
+    message: str | None = None,
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    private: bool | None = None,
+    **card: Any,
+) -> CommitInfo | None:
+    """A trainer's `push_to_hub` for an adapter: save it and its card, and [`publish_adapter`] without the proof.
+
+    Every rank calls it, as [`transformers.Trainer.push_to_hub`]; one of them publishes.
+
+    Returns:
+        The commit, on the rank that published.
 
     Raises:
-        PublishError: the base is not on the Hub.
+        PublishError: see [`publish_adapter`]; says that the adapter is in the output folder, and the command for later.
     """
-    trained_on = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    local = Path(base_folder or trained_on)
-    same = holds_the_same(api, base, local.resolve() if local.is_dir() else None)
-    if base_folder or same:
-        left_open = "" if same else f" (that {base} holds the weights of the folder was not shown)"
-        return _Base(base, str(local.resolve()), left_open)
-    return _Base(base, base, "", is_doubtful=base != trained_on)
-
-
-def _prove(adapter: Path, base: _Base, lead: str) -> str:
+    args = trainer.args
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    trainer.save_model(_internal_call=True)
+    if not trainer.is_world_process_zero():
+        return None
+    api = HfApi(token=args.hub_token if token is None else token)
+    private = args.hub_private_repo if private is None else private
+    if trainer.hub_model_id is None:  # without `push_to_hub` in the config
+        name = args.hub_model_id or Path(args.output_dir).absolute().name
+        trainer.hub_model_id = api.create_repo(name, private=private, exist_ok=True).repo_id
+        trainer.push_in_progress = None
+    trainer.create_model_card(**{"model_name": trainer.hub_model_id.split("/")[-1], **card})
+    if trainer.push_in_progress is not None and not trainer.push_in_progress.is_done():
+        trainer.push_in_progress.wait_until_done()  # a checkpoint on its way
     try:
-        return prove(adapter, base.place) + base.left_open
-    except LogitsError as error:
-        doubt = f"; is {base.name} what it was trained on?" if base.is_doubtful else ""
-        raise PublishError(f"{lead}{error}{doubt}") from error
+        revision = args.hub_revision if revision is None else revision
+        sent = publish_adapter(
+            args.output_dir, trainer.hub_model_id, private=private, api=api, revision=revision, proves=False,
+            **({} if message is None else {"message": message}),
+        )  # fmt: skip
+        return sent.commit
+    except PublishError as error:
+        later = f"trl-fsdp-qlora publish {Path(args.output_dir)} --repo {trainer.hub_model_id}"
+        raise PublishError(f"{error}. The adapter itself is saved: {later}") from error
 
 
-def _check_repository(api: HfApi, repo: str, base: str) -> None:
-    """Refuse a repository that holds something else: another base's adapter, or no adapter at all."""
-    try:
-        info = api.model_info(repo)
-    except RepositoryNotFoundError:
-        return  # or it is hidden from this token, which making it will show
-    names = {file.rfilename for file in info.siblings or []}
-    theirs = info.card_data.base_model if info.card_data is not None else None
-    if theirs not in (None, base, [base]):
-        raise PublishError(f"{repo} is there and belongs to the base {theirs}, not {base}; name another repository")
-    if CONFIG not in names and names & {"config.json", "model.safetensors", "model.safetensors.index.json"}:
-        raise PublishError(f"{repo} is there and holds a model, not an adapter; name another repository")
-
-
-def _upload(api: HfApi, repo: str, staged: Staged, message: str, revision: str | None) -> CommitInfo:
-    operations = [CommitOperationAdd(name, staged.folder / name) for name in staged.files]
-    return api.create_commit(repo, operations, commit_message=message, revision=revision)
-
-
-def _check_download(staged: Staged, back: Path, repo: str) -> None:
-    _, differ, missing = filecmp.cmpfiles(staged.folder, back, staged.files, shallow=False)
-    if differ or missing:
-        what = ", ".join([*differ, *missing])
-        raise PublishIncomplete(f"{repo} does not give back what was sent ({what}); the same command again goes on")
-
-
-@contextmanager
-def _hub_errors(repo: str, lead: str = "") -> Iterator[None]:
-    """What the Hub or the connection refuses, as one line with what to do."""
-    again = "nothing is lost, the same command again goes on"
-    try:
-        yield
-    except PublishError:
-        raise
-    except HFValidationError as error:
-        raise PublishError(f"--repo {repo}: {_first_line(error)}; name it owner/name") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 401 and not lead:
-            raise PublishError("the Hub does not take this token (401): log in again with `hf auth login`") from error
-        if status == 403 and not lead:
-            raise PublishError(
-                f"this token has no right to write to {repo} (403): take one with write access, or a name of your own"
-            ) from error
-        raise PublishIncomplete(
-            f"{repo} is incomplete: {lead}the Hub said {status}: {_first_line(error)}; {again}"
-        ) from error
-    # ValueError, KeyError: an answer that broke off, or of a proxy. RuntimeError: the client's around what ended a file's transfer,
-    # and Xet's own.
-    except (HTTPError, OSError, ValueError, KeyError, RuntimeError, EntryNotFoundError, XetDownloadError) as error:
-        inner = error.__cause__ if isinstance(error, RuntimeError) else None
-        cause = f" ({type(inner).__name__}: {_first_line(inner)})" if inner else ""
-        raise PublishIncomplete(
-            f"{repo} is incomplete: {lead}{type(error).__name__}: {_first_line(error)}{cause}; {again}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = redact(str(error)).strip().splitlines()
-    return lines[0].rstrip(".") if lines else "no reason given"
-
-
-def _check_names(repo: str, base_folder: str | None) -> None:
-    with _hub_errors(repo):
-        validate_repo_id(repo)
-    if base_folder is not None and not (Path(base_folder) / "config.json").is_file():
-        raise PublishError(f"--base-folder {base_folder} holds no config.json, so no model")
-
-
-def reader_sees(folder: str | Path) -> str:
-    """What the Hub shows of a card beside its text: base, licence, data, results."""
-    data = ModelCard.load(Path(folder) / CARD).data
-    lines = [
-        f"  adapter of {data.base_model}, licence {data.license}, data {', '.join(data.datasets or ['not stated'])}"
-    ]
-    for result in data.eval_results or []:
-        lines.append(f"  {result.metric_name or result.metric_type} on {result.dataset_name}: {result.metric_value}")
-    if not data.eval_results:
-        lines.append("  no results in its evaluation metadata")
-    return "\n".join(lines)
+def checks_push(trainer: Any, blocking: bool) -> bool:
+    """Whether [`push`] does it: an adapter, and nobody asked to have it sent in the background."""
+    return blocking and is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def run_publish(arguments: list[str]) -> int:
@@ -249,25 +224,23 @@ def run_publish(arguments: list[str]) -> int:
     parser.add_argument("--base-folder", help="folder to load the base from for the proof, in place of the Hub")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
-    given = parser.parse_args(arguments)
-
-    def show(staged: Staged) -> None:
-        print(f"to be published as {given.repo}: {', '.join(staged.files)}")
-        if staged.left_out:
-            print(f"left out: {', '.join(staged.left_out)}")
-        print(f"a reader of the card sees:\n{reader_sees(staged.folder)}", flush=True)
-
+    given: argparse.Namespace = parser.parse_args(arguments)
     try:
-        _check_names(given.repo, given.base_folder)
+        with tempfile.TemporaryDirectory() as scratch:
+            base = stage(given.adapter, scratch, given.repo, given.base)
+            files, data = {path.name for path in Path(scratch).iterdir()}, ModelCard.load(Path(scratch) / CARD).data
+        left_out = sorted(path.name for path in Path(given.adapter).iterdir() if path.name not in files)
+        print(f"to be published as {given.repo}: {', '.join(sorted(files))}")
+        print(f"left out: {', '.join(left_out) or 'nothing'}")
+        licence, sets = data.license, ", ".join(data.datasets or ["not stated"])
+        print(f"a reader of the card sees: adapter of {base}, licence {licence}, data {sets}", flush=True)
+        for result in data.eval_results or []:
+            print(f"  {result.metric_name} on {result.dataset_name}: {result.metric_value}", flush=True)
         if given.check:
-            with tempfile.TemporaryDirectory() as scratch:
-                show(stage(given.adapter, scratch, given.repo, given.base))
             return 0
-        where = (given.repo, given.base, given.base_folder, given.private)
-        done = publish_adapter(given.adapter, *where, staged_as=show)
-    except PublishError as error:
-        print(f"error: {redact(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    print(f"published: {done.url} at {done.commit.oid[:8]}, {len(done.files)} files, {done.size / 2**20:.1f} MiB")
-    print(f"downloaded and checked in {done.seconds:.0f} s; {done.proof}")
+        done = publish_adapter(given.adapter, given.repo, given.base, given.base_folder, given.private)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 2
+    print(f"published: {done.commit.repo_url} at {done.commit.oid[:8]}; downloaded and compared; {done.proof}")
     return 0

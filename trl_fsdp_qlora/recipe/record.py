@@ -8,7 +8,6 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from ..checkpoints import disk
-from ..run import redaction
 from ..run.errors import CheckpointError
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
@@ -89,7 +88,7 @@ class RunRecord:
 
     @nonfatal("metrics.json")
     def put(self, **values) -> None:
-        self.content |= redaction.clean(plain(values))
+        self.content |= plain(values)
         if PartialState().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             disk.write_json(self.path, self.content)

@@ -14,7 +14,7 @@ from accelerate import PartialState
 
 from ..checkpoints import checkpoints
 from ..errors import UserError
-from ..run import launch_line, quiet_end, redaction
+from ..run import launch_line, quiet_end
 from ..run.launch import USER_ERROR
 from ..telemetry import terminal
 from .arguments import DEBUG_ERRORS
@@ -42,7 +42,7 @@ def run_main(main: Callable[[], None]) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except KeyboardInterrupt as stop:
-        quiet_end.say_stopped(redaction.redact(str(stop)) or "stopped")
+        quiet_end.say_stopped(str(stop) or "stopped")
         sys.exit(quiet_end.INTERRUPTED)
     except BrokenPipeError:
         sys.exit(quiet_end.reader_gone())
@@ -52,7 +52,7 @@ def run_main(main: Callable[[], None]) -> None:
         rank = int(os.environ.get("RANK", "0"))
         if rank:
             time.sleep(PATIENCE)
-        line = redaction.redact(" ".join(str(error).split()))
+        line = " ".join(str(error).split())
         print(f"error: {line}" if not rank else f"error on rank {rank}: {line}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)
 
@@ -79,4 +79,4 @@ def resumable(trainer: Any) -> Iterator[None]:
 def say(text: str) -> None:
     """Print on the main rank."""
     if PartialState().is_main_process:
-        print(redaction.redact(text), flush=True)
+        print(text, flush=True)

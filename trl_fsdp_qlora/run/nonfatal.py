@@ -4,8 +4,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .redaction import redact
-
 logger = logging.getLogger(__name__)
 
 _warned: set[str] = set()
@@ -27,5 +25,5 @@ def nonfatal(what: str) -> Iterator[None]:
     except Exception as error:
         if what not in _warned:
             _warned.add(what)
-            reason = " ".join(redact(str(error)).split())
+            reason = " ".join(str(error).split())
             logger.warning("%s failed (%s: %s); the run goes on", what, type(error).__name__, reason, exc_info=True)
