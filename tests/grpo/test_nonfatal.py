@@ -115,7 +115,7 @@ def test_a_record_takes_any_value_and_is_no_error(tmp_path, monkeypatch):
 def test_no_logits_are_computed_for_a_checkpoint(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "trl_fsdp_qlora.publishing.saving.record_logits", lambda model, folder, *_: seen.append(str(folder))
+        "trl_fsdp_qlora.publishing.logits.record_logits", lambda model, folder, *_: seen.append(str(folder))
     )
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **SAVING)
     made.train()
