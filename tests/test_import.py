@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import trl_fsdp_qlora
 
@@ -44,3 +45,20 @@ def test_recipes_and_plans_need_no_optional_package(tmp_path):
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip().endswith("True True"), out.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["_fsdp_common", "_fsdp_collectives", "_fsdp_param"])
+def test_the_trainer_can_be_imported_where_a_private_module_of_fsdp_differs(name):
+    """Used by name where FSDP2 is switched on, and nowhere else."""
+    code = (
+        "import types, torch.distributed.fsdp, accelerate, transformers, peft, trl\n"
+        f"import sys; module = 'torch.distributed.fsdp._fully_shard.{name}'\n"
+        f"sys.modules[module] = sys.modules['torch.distributed.fsdp._fully_shard'].{name} = types.ModuleType(module)\n"
+        "from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer\n"
+        "from trl_fsdp_qlora.compat import fsdp\n"
+        "print(EfficientGRPOTrainer.__name__, fsdp.misfit())\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "EfficientGRPOTrainer" in out.stdout, out.stderr
+    assert f"torch {torch.__version__}" in out.stdout and name in out.stdout

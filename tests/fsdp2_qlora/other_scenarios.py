@@ -19,7 +19,7 @@ from tests.publishing.hub_server import TOKEN, hub
 from tests.rollout import whole_engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.fsdp import reshard_settings
-from trl_fsdp_qlora.fsdp2_qlora import adapters, generation
+from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.publishing import publish as publishing
@@ -74,7 +74,6 @@ def synced(model_path, out, world_size, quantized=0):
     policy = get_peft_model(load(model_path), tiny.lora(r=3))
     tiny.without_repacking(policy)  # whose products are bfloat16's
     start.start_engine = whole_engine.start_whole(policy)
-    adapters._AT_ONCE = 500  # elements: several collectives of several tensors each
     arguments = common(out, world_size, max_steps=3, num_generations=4, max_completion_length=12, learning_rate=1e-2)
     trainer = EfficientGRPOTrainer(
         model=load(model_path),

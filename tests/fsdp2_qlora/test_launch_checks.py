@@ -1,12 +1,15 @@
 """Known wrong combinations are told before a model is loaded, with the line to change."""
 
 import pytest
+import torch
 from peft import LoraConfig
+from torch import nn
 from transformers import BitsAndBytesConfig
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.fsdp2_qlora import generation, prepare
 from trl_fsdp_qlora.fsdp2_qlora.launch_checks import FLOORS, LaunchError, check_launch, check_reference, check_versions
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
@@ -96,3 +99,12 @@ def test_the_trainer_checks_before_it_loads(fsdp, tmp_path):
 def test_an_unknown_way_to_gather_is_told_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="fsdp_gather='twice' is unknown; use one of 'auto', 'once', 'per_layer'"):
         EfficientGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, fsdp_gather="twice")
+
+
+def test_another_release_of_torch_gathers_by_layer_and_shards_no_4_bit_base(monkeypatch):
+    monkeypatch.setattr(generation, "misfit", lambda: "torch 9.9 has no FSDPState._lazy_init")
+    monkeypatch.setattr(prepare, "misfit", generation.misfit)
+    for mode in ("auto", "once"):
+        assert generation.choose(nn.Linear(2, 2), torch.device("cpu"), mode) == "per_layer"
+    with pytest.raises(LaunchError, match=r"torch 9\.9 has no FSDPState\._lazy_init.*ddp\.yaml"):
+        prepare._prepare_quantized(None, None, None, None, (), {})

@@ -1,4 +1,7 @@
-"""The private parts of torch's FSDP2 that have no public counterpart, and what differs between torch 2.11 and 2.13."""
+"""The private parts of torch's FSDP2 that have no public counterpart, and what differs between torch 2.11 and 2.13.
+
+They are imported where they are used, so that another release of torch shuts out nobody who does not use FSDP2.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -11,20 +14,15 @@ from accelerate.utils import fsdp_utils
 from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-# The classes that torch itself uses where nothing was set; the setters (`set_custom_all_gather`) are public.
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "DefaultAllGather",
-    "DefaultReduceScatter",
+    "default_collectives",
     "filled_shard",
     "finds_final_norm",
     "initialise",
     "integer_shards",
+    "misfit",
     "param_groups",
     "plain_name",
     "reshard_settings",
@@ -34,6 +32,38 @@ __all__ = [
 
 # Torch 2.12 shards integer parameters as they are.
 SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
+
+
+@functools.cache
+def misfit() -> str | None:
+    """What of the installed torch's FSDP2 is not where this package looks for it; `None` where all is."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        default_collectives()
+    except ImportError as error:
+        return f"torch {torch.__version__}: {error}"
+    wanted = [
+        (FSDPModule, "_get_fsdp_state"),
+        (FSDPState, "_lazy_init"),
+        (FSDPState, "_fsdp_param_group"),
+        (FSDPParam, "init_dtype_attrs"),
+        (FSDPParamGroup, "reshard"),
+        (TrainingState, "IDLE"),
+    ]
+    missing = [f"{owner.__name__}.{name}" for owner, name in wanted if not hasattr(owner, name)]
+    missing += [] if callable(_from_local_no_grad) else ["_from_local_no_grad"]
+    return f"torch {torch.__version__} has no {', '.join(missing)}" if missing else None
+
+
+def default_collectives() -> tuple[type, type]:
+    """The all-gather and reduce-scatter that torch uses where none was set; the setters are public."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    return DefaultAllGather, DefaultReduceScatter
 
 
 def units(model: nn.Module) -> list[tuple[FSDPModule, object]]:
@@ -85,6 +115,8 @@ def filled_shard(parameter: DTensor, local: torch.Tensor) -> DTensor:
 
     `DTensor.from_local` would move it to the mesh's device: a shard that is offloaded to the host back to the GPU.
     """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+
     return _from_local_no_grad(local, parameter._spec)
 
 
@@ -98,6 +130,8 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
     if SHARDS_INTEGERS:
         yield
         return
+
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
@@ -156,6 +190,8 @@ def reducing(model: nn.Module) -> Iterator[None]:
 def forget_forward(model: nn.Module) -> None:
     """Let an FSDP2 model start a new forward after one that an error ended; nothing for other models."""
     for _, state in units(model):
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         for group in param_groups(state):

@@ -5,21 +5,16 @@ A checkpoint of a sharded run is `adapter_model.safetensors` plus `optimizer.pt`
 sharded or not, can go on from them.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..compat.fsdp import plain_name
 from .generation import reshard
-
-# Elements of the tensors whose shards travel in one collective: 64 MiB in float32.
-_AT_ONCE = 1 << 24
 
 
 def _is_writer() -> bool:
@@ -42,63 +37,6 @@ def _full(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
     return whole.detach().cpu() if keep else None
 
 
-def _sharded_axis(tensor: torch.Tensor) -> int | None:
-    """The mesh's axis over which FSDP2 cut the rows; `None` where a tensor is whole or cut otherwise."""
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    axes = [axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate)]
-    return axes[0] if len(axes) == 1 and type(placements[axes[0]]) is Shard and placements[axes[0]].dim == 0 else None
-
-
-def _all_full(tensors: list[torch.Tensor], keep: bool) -> list[torch.Tensor | None]:
-    """[`_full`] of every tensor. Shards that lie alike travel together: an adapter is hundreds of small tensors, and on
-    small messages a collective costs more than its bytes. Collective."""
-    whole: list[torch.Tensor | None] = [None] * len(tensors)
-    alike = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        if (axis := _sharded_axis(tensor)) is None:
-            whole[i] = _full(tensor, keep)
-        else:
-            alike[tensor.device_mesh, axis, tensor.dtype, tensor.to_local().device].append(i)
-    for (mesh, axis, *_), indices in alike.items():
-        for batch in _batches(indices, tensors):
-            gathered = _gather_rows([tensors[i] for i in batch], mesh, axis, keep)
-            for i, value in zip(batch, gathered, strict=True):
-                whole[i] = value
-    return whole
-
-
-def _batches(indices: list[int], tensors: list[torch.Tensor]) -> Iterator[list[int]]:
-    """`indices` in order, cut where the tensors together exceed `_AT_ONCE` elements."""
-    batch, size = [], 0
-    for i in indices:
-        if batch and size + tensors[i].numel() > _AT_ONCE:
-            yield batch
-            batch, size = [], 0
-        batch.append(i)
-        size += tensors[i].numel()
-    yield batch
-
-
-@torch.no_grad()
-def _gather_rows(tensors: list[DTensor], mesh, axis: int, keep: bool) -> list[torch.Tensor | None]:
-    """One all-gather of tensors whose rows are cut over one axis of the mesh, as `torch.chunk` cuts them."""
-    ranks = mesh.size(axis)
-    # Whole chunks first, then a shorter one, then none: padded at the end, they are the rows in order.
-    widths = [-(-tensor.shape[0] // ranks) * tensor.shape[1:].numel() for tensor in tensors]
-    local = tensors[0].to_local()
-    mine = local.new_zeros(sum(widths))
-    for part, tensor in zip(mine.split(widths), tensors, strict=True):
-        shard = tensor.to_local().flatten()
-        part[: shard.numel()] = shard
-    everyone = mine.new_empty(ranks, mine.numel())
-    torch.distributed.all_gather(list(everyone), mine, group=mesh.get_group(axis))
-    if not keep:
-        return [None] * len(tensors)
-    parts = everyone.cpu().split(widths, dim=1)
-    # Copies, for alone a rank's parts are views of one buffer.
-    return [part.reshape(-1, *t.shape[1:])[: t.shape[0]].clone() for part, t in zip(parts, tensors, strict=True)]
-
-
 def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`whole`, which every rank has, cut and placed as `target` is."""
     whole = whole.to(target.dtype)
@@ -117,7 +55,7 @@ def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
         `model.save_pretrained(..., state_dict=...)`; elsewhere an empty dictionary.
     """
     is_writer, parameters = _is_writer(), _adapter_parameters(model)
-    gathered = dict(zip(parameters, _all_full(list(parameters.values()), is_writer), strict=True))
+    gathered = {name: _full(parameter, is_writer) for name, parameter in parameters.items()}
     return gathered if is_writer else {}
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..compat.fsdp import DefaultAllGather, DefaultReduceScatter
+from ..compat.fsdp import default_collectives
 from .mesh import replicate_group
 
 
@@ -72,27 +72,20 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class _CountingAllGather(DefaultAllGather):
-    def __init__(self, traffic: Traffic):
-        self.traffic = traffic
-
-    def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):
-        self.traffic.count_gather(_bytes(output_tensor) - _bytes(input_tensor), group)
-        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
-
-
-class _CountingReduceScatter(DefaultReduceScatter):
-    def __init__(self, traffic: Traffic):
-        self.traffic = traffic
-
-    def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):
-        self.traffic.count_reduction(_bytes(input_tensor) - _bytes(output_tensor), group)
-        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
-
-
 def count_traffic(model: nn.Module) -> Traffic:
     """Count every all-gather and reduction of an FSDP2 model from now on. The collectives stay torch's own."""
     traffic, replicas = Traffic(), replicate_group(model)
+    all_gather, reduce_scatter = default_collectives()
+
+    class CountingAllGather(all_gather):
+        def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):
+            traffic.count_gather(_bytes(output_tensor) - _bytes(input_tensor), group)
+            return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
+
+    class CountingReduceScatter(reduce_scatter):
+        def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):
+            traffic.count_reduction(_bytes(input_tensor) - _bytes(output_tensor), group)
+            return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
 
     def count_all_reduce(gradients: torch.Tensor) -> None:
         # Under HSDP torch calls this after its own all-reduce, with what that has summed.
@@ -100,8 +93,8 @@ def count_traffic(model: nn.Module) -> Traffic:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_CountingAllGather(traffic))
-            module.set_custom_reduce_scatter(_CountingReduceScatter(traffic))
+            module.set_custom_all_gather(CountingAllGather())
+            module.set_custom_reduce_scatter(CountingReduceScatter())
             if replicas is not None:
                 module.set_all_reduce_hook(count_all_reduce)
     return traffic

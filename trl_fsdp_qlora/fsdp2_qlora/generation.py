@@ -12,8 +12,11 @@ import psutil
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.utils import logging
 
-from ..compat.fsdp import initialise, param_groups, reshard_settings, restore_reshard_settings, units
+from ..compat.fsdp import initialise, misfit, param_groups, reshard_settings, restore_reshard_settings, units
+
+logger = logging.get_logger(__name__)
 
 MODES = ("auto", "once", "per_layer")
 # Of the memory that is free, the share that gathered weights may take: the rest is for the cache and activations.
@@ -57,6 +60,9 @@ def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
         ValueError: an unknown mode.
     """
     check_mode(mode)
+    if mode != "per_layer" and misfit() is not None:
+        logger.warning_once("weights are gathered layer by layer, as torch does: %s", misfit())
+        return "per_layer"
     if mode != "auto":
         return mode
     fits = torch.tensor(float(bytes_to_gather(model) <= FREE_SHARE * free_bytes(device)), device=device)

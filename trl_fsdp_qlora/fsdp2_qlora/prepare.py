@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers.utils import is_bitsandbytes_available
 
-from ..compat.fsdp import finds_final_norm
+from ..compat.fsdp import finds_final_norm, integer_shards, misfit
+from .launch_checks import LaunchError
 
 if TYPE_CHECKING:
     from .accounting import BaseBytes
@@ -127,13 +128,17 @@ def _has_4bit_layers(model: nn.Module) -> bool:
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
-    from ..compat.fsdp import integer_shards
     from .accounting import check_sharded
     from .communication import count_traffic
     from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta
     from .mesh import check_replicas, shard_size
     from .packed_linear import pack_model
 
+    if misfit() is not None:
+        raise LaunchError(
+            f"{misfit()}, which sharding a 4-bit base needs: install a torch that this package was tested with, or launch "
+            "with accelerate_configs/ddp.yaml"
+        )
     plugin, device = accelerator.state.fsdp_plugin, accelerator.device
     offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
