@@ -45,31 +45,13 @@ _UNFINISHED = ".being-written"  # in a folder that a version with format 2 did n
 
 # Of `TrainingArguments`, what a resumed run should know of.
 _TRAINING = [
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "bf16",
-    "data_seed",
-    "fp16",
-    "learning_rate",
-    "lr_scheduler_kwargs",
-    "lr_scheduler_type",
-    "max_grad_norm",
-    "max_steps",
-    "num_train_epochs",
-    "optim",
-    "optim_args",
-    "seed",
-    "warmup_ratio",
-    "warmup_steps",
-    "weight_decay",
-]
+    "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "fp16", "learning_rate", "lr_scheduler_kwargs",
+    "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim", "optim_args", "seed", "warmup_ratio",
+    "warmup_steps", "weight_decay",
+]  # fmt: skip
 _LAYOUT = [
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-]
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+]  # fmt: skip
 # Of a method's own config, what completions are not made by.
 _BESIDE = re.compile(
     r"vllm_(?!importance)|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|model_init"
