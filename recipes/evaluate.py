@@ -33,6 +33,7 @@ from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option
 from trl_fsdp_qlora.recipe.data import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.run.redaction import portable
 
 FORMERLY = {
     "--model": "--model_name_or_path",
@@ -41,6 +42,9 @@ FORMERLY = {
     "--max_new_tokens": "--max_completion_length",
     "--samples": "--accuracy_samples",
 }
+# What of a run's settings says nothing about another dataset.
+OF_THE_DATA = ("dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "validation")
+OF_THE_DATA += ("accuracy_on", "eval_problems", "question_column", "answer_column")
 
 
 @dataclass
@@ -78,8 +82,13 @@ def settings_of_run(argv: list[str]) -> dict[str, Any]:
     words = [part for word in argv for part in word.split("=", 1)]
     for name in ("--adapter", "--model_name_or_path"):
         folder = Path(words[words.index(name) + 1]) if name in words[:-1] else None
-        if folder is not None and (folder / "metrics.json").is_file():
-            return read_json(folder / "metrics.json").get("settings", {})
+        if folder is None or not (folder / "metrics.json").is_file():
+            continue
+        settings = read_json(folder / "metrics.json").get("settings", {})
+        other = words[words.index("--dataset") + 1] if "--dataset" in words[:-1] else None
+        if other is not None and portable(other) != settings.get("dataset"):
+            settings = {name: value for name, value in settings.items() if name not in OF_THE_DATA}
+        return settings
     return {}
 
 

@@ -17,7 +17,8 @@ METHODS = {
 
 
 def command(script: str, output: str, *more: str) -> list[str]:
-    settings = re.sub(r"--(num_generations|loss_type|max_steps) \S+", "", " ".join(SETTINGS)).split()
+    settings = re.sub(r"--(num_generations|loss_type|max_steps) \S+", "", " ".join(SETTINGS))
+    settings = settings.replace("--bf16 false", f"--bf16 {str(script == 't_spmo.py').lower()}").split()
     method = METHODS[script].split()
     prompt = [
         "--prompt_template",
@@ -66,6 +67,10 @@ def test_a_finished_run_says_so_and_changes_nothing(folder, script):  # noqa: F8
     after, found = (json.loads((folder / name).read_text()) for name in (f"{output}/metrics.json", "measured.json"))
     same = set(after["after"]) - {"seconds"}
     assert {name: found[name] for name in same} == {name: after["after"][name] for name in same}
+    if script == "grpo.py":  # of another dataset all is measured, whatever the run held out of its own
+        (folder / "other.jsonl").write_text("\n".join((folder / "data.jsonl").read_text().splitlines()[:9]))
+        other = run_script("recipes/evaluate.py", *words, "--dataset", "other.jsonl", cwd=folder)
+        assert other.returncode == 0 and json.loads((folder / "measured.json").read_text())["n"] == 9, other.stderr
     further = run_script(f"recipes/{script}", *command(script, output, "--max_steps", "3"), cwd=folder)
     assert further.returncode == 0, further.stdout + further.stderr
     record = json.loads((folder / output / "metrics.json").read_text())
