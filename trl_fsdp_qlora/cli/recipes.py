@@ -5,8 +5,12 @@ from pathlib import Path
 from ..checkpoints.disk import written_whole
 from ..errors import UserError
 from ..run.one_line import OneLineParser
-from .catalog import Recipe, all_recipes, find
+from .catalog import all_recipes, find
 from .words import refuse
+
+_LEGEND = """
+run: whether it ran here as it stands, shortened, or never; `recipes NAME` prints one with what to expect of it,
+`recipes NAME --copy` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
 
 
 def recipes(words: list[str]) -> int:
@@ -20,49 +24,26 @@ def recipes(words: list[str]) -> int:
     if options.name is None:
         if options.copy:
             return refuse("--copy needs a recipe's name; `trl-fsdp-qlora recipes` lists them")
-        print(table(all_recipes()))
+        rows = [("recipe", "command", "run", "hardware")]
+        rows += [(recipe.name, recipe.command, recipe.was_run, recipe.hardware) for recipe in all_recipes()]
+        name, command, run, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        print("\n".join(f"{row[0]:<{name}}  {row[1]:<{command}}  {row[2]:<{run}}  {row[3]}" for row in rows))
+        print(_LEGEND)
         return 0
     try:
-        recipe = find(options.name)
-        if options.copy:
-            print(copied(recipe, options.to, options.overwrite))
-        else:
+        recipe, to = find(options.name), options.to
+        if not options.copy:
             print(recipe.path.read_text(encoding="utf-8"), end="")
+            return 0
+        target = to / recipe.path.name if to.is_dir() or to.suffix != ".yaml" else to
+        if target.exists() and not options.overwrite:
+            raise UserError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(target) as scratch:
+            scratch.write_bytes(recipe.path.read_bytes())
     except UserError as error:
         return refuse(str(error))
     except OSError as error:
-        return refuse(f"{options.to}: {error.strerror}")
+        return refuse(f"{to}: {error.strerror}")
+    print(f"{target} is {recipe.name}; run it: trl-fsdp-qlora {recipe.command} --config {target}")
     return 0
-
-
-def table(found: list[Recipe]) -> str:
-    """A line per recipe."""
-    rows = [("recipe", "command", "run", "hardware")]
-    rows += [(recipe.name, recipe.command, recipe.was_run, recipe.hardware) for recipe in found]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [
-        "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
-    ]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "run: whether it ran here as it stands, shortened, or never; `recipes NAME` prints one with what to expect of it,",
-            "`recipes NAME --copy` puts one here to edit, `COMMAND --config NAME` runs it as it is.",
-        ]
-    )
-
-
-def copied(recipe: Recipe, to: Path, overwrite: bool) -> str:
-    """Write `recipe` to the folder or file `to`; returns what to say about it.
-
-    Raises:
-        UserError: there is such a file.
-    """
-    target = to / recipe.path.name if to.is_dir() or to.suffix != ".yaml" else to
-    if target.exists() and not overwrite:
-        raise UserError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(target) as scratch:
-        scratch.write_bytes(recipe.path.read_bytes())
-    return f"{target} is {recipe.name}; run it: trl-fsdp-qlora {recipe.command} --config {target}"
