@@ -184,6 +184,8 @@ def tables() -> list[dict]:
 
 
 def worker(path: str, out: str, layout: str) -> None:
+    from traffic import count_traffic
+
     from trl_fsdp_qlora.fsdp2_qlora.generation import gathered
     from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 
@@ -196,8 +198,7 @@ def worker(path: str, out: str, layout: str) -> None:
         model = with_lora(load_quantized_base(path, quantization(True), dtype="float32"))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
         model, _ = accelerator.prepare(model, optimizer)
-        traffic = model.fsdp_traffic
-        traffic.take()
+        traffic = count_traffic(model)
         with gathered(model), torch.no_grad():
             model(input_ids=ids)
         generation = traffic.take()
@@ -228,7 +229,7 @@ def use_mesh(accelerator: Accelerator, replicas: int, shards: int) -> None:
 
 def ddp_counted(path: str, ids: torch.Tensor) -> dict[str, int]:
     """A step of DDP whose buckets are counted on their way into torch's own all-reduce."""
-    from trl_fsdp_qlora.fsdp2_qlora.communication import all_reduce_bytes, crosses_nodes
+    from traffic import all_reduce_bytes, crosses_nodes
 
     torch.distributed.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(with_lora(AutoModelForCausalLM.from_pretrained(path)))

@@ -28,9 +28,9 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, PeftModel, get_peft_model
+from traffic import count_traffic
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
-from trl_fsdp_qlora.fsdp2_qlora.communication import count_traffic
 from trl_fsdp_qlora.fsdp2_qlora.generation import gathered, keep_gathered, reshard
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base

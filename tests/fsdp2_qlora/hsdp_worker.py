@@ -5,6 +5,7 @@ hsdp_worker.py MODEL OUT scenario[:option=value,...] ...; options in capitals ar
 
 import os
 import sys
+from dataclasses import asdict
 
 from trl import SFTConfig
 
@@ -44,13 +45,14 @@ def grpo(model_path, out, world_size):
 def moved(model_path, out, world_size):
     """What the counters say of a step of two micro-batches, and what is cut."""
     run = trainer(tiny.load(model_path), out, world_size, max_steps=2, gradient_accumulation_steps=2)
+    counted = parts.CountTraffic()
+    run.add_callback(counted)
     run.train()
-    entry = next(entry for entry in run.state.log_history if entry.get("step") == 2)
     trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
     shards = trained[0].device_mesh.shape[-1]
     padded = sum(-(-p.shape[0] // shards) * shards * p.shape[1] * 4 for p in trained)  # FSDP2 pads rows, float32
     return {
-        **{name: value for name, value in entry.items() if name.startswith("fsdp/")},
+        **asdict(counted.steps[1]),
         "padded": padded,
         "mesh": tuple(trained[0].device_mesh.shape),
         "placements": [type(placement).__name__ for placement in trained[0].placements],

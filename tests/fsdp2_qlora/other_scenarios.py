@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig
 
+from tests.benchmark_modules import benchmark
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.parts import FixedCompletions, ShardedSFTTrainer, as_reference, common, reward
 from tests.grpo.empty_rank_worker import measure
@@ -117,16 +118,16 @@ def gather_context(model_path, out, world_size):
         before = model(input_ids=ids).logits
     generation.reshard(model)
     flags, counts = [flags_of(model)], {}
-    model.fsdp_traffic.take()
+    traffic = benchmark("traffic").count_traffic(model)
     with torch.no_grad():
         model.generate(ids, max_new_tokens=8, do_sample=False)
     generation.reshard(model)
-    counts["per_layer"] = model.fsdp_traffic.take().gathers
+    counts["per_layer"] = traffic.take().gathers
     with generation.gathered(model), torch.no_grad():
         inside = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         with generation.gathered(model):  # nested: nothing more to do
             model.generate(ids, max_new_tokens=8, do_sample=False)
-    counts["once"] = model.fsdp_traffic.take().gathers
+    counts["once"] = traffic.take().gathers
     flags.append(flags_of(model))
     raised = False
     try:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+from tests.benchmark_modules import benchmark
 from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
@@ -38,6 +39,20 @@ class FixedCompletions(EfficientGRPOTrainer):
 
 def reward(completions, **kwargs):
     return [(zlib.crc32(str(completion).encode()) % 1000) / 1000 for completion in completions]
+
+
+class CountTraffic(TrainerCallback):
+    """What FSDP2 moved in each step, see benchmarks/traffic.py."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.steps, self.traffic = (
+            [],
+            benchmark("traffic").count_traffic(model) if isinstance(model, FSDPModule) else None,
+        )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.traffic is not None:
+            self.steps.append(self.traffic.take())
 
 
 class Record(TrainerCallback):

@@ -117,22 +117,22 @@ class TestFourRanks:
         for rank in runs["four"]:
             moved = rank["moved"]
             assert moved["mesh"] == (2, 2) and moved["placements"] == ["Replicate", "Shard"]
-            assert moved["fsdp/gathered_mib"] > 0 and moved["fsdp/gathered_between_nodes_mib"] == 0
+            assert moved["gathered_bytes"] > 0 and moved["gathered_between_nodes"] == 0
             # Of G bytes of gradients the reduce-scatter sends half to the other shard, and the all-reduce, as a ring of
             # two, a rank's half twice by halves.
-            gradients = moved["padded"] / 2**20
-            assert moved["fsdp/reduced_mib"] == pytest.approx(gradients / 2 + gradients / 2, rel=1e-12)
-            assert moved["fsdp/reduced_between_nodes_mib"] == pytest.approx(gradients / 2, rel=1e-12)
+            gradients = moved["padded"]
+            assert moved["reduced_bytes"] == pytest.approx(gradients / 2 + gradients / 2, rel=1e-12)
+            assert moved["reduced_between_nodes"] == pytest.approx(gradients / 2, rel=1e-12)
 
     def test_a_replica_of_all_ranks_gathers_over_the_network(self, runs):
         for number, rank in enumerate(runs["four"]):
             moved = rank["moved_one_row"]
             assert moved["mesh"] == (4,)
             # In the ring 0 1 2 3 over nodes {0, 1} and {2, 3}, ranks 0 and 2 receive from another node, 1 and 3 send.
-            between = moved["fsdp/gathered_mib"] if number in (0, 2) else 0
-            assert moved["fsdp/gathered_between_nodes_mib"] == between
-            between = moved["fsdp/reduced_mib"] if number in (1, 3) else 0
-            assert moved["fsdp/reduced_between_nodes_mib"] == between
+            between = moved["gathered_bytes"] if number in (0, 2) else 0
+            assert moved["gathered_between_nodes"] == between
+            between = moved["reduced_bytes"] if number in (1, 3) else 0
+            assert moved["reduced_between_nodes"] == between
 
     def test_replicas_that_loaded_other_weights_are_refused_on_every_rank(self, runs):
         for rank in runs["four"]:

@@ -12,6 +12,7 @@ from trl import SFTConfig
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.parts import (
     ON_GPU,
+    CountTraffic,
     Fail,
     FirstLogits,
     FixedCompletions,
@@ -113,7 +114,7 @@ def by_name(model_path, out, world_size, double=1, stored="", experts=0, **optio
         # Half of the vocabulary ends a completion: some rank is always finished before the other.
         generation_kwargs={"eos_token_id": list(range(3, 35))} if int(options.get("uneven", 0)) else None,
     )
-    record, first = Record(), FirstLogits()
+    record, first, counted = Record(), FirstLogits(), CountTraffic()
     trainer = EfficientGRPOTrainer(
         model=stored or model_path,
         reward_funcs=reward,
@@ -122,7 +123,7 @@ def by_name(model_path, out, world_size, double=1, stored="", experts=0, **optio
         quantization_config=tiny.quantization(double=bool(int(double))),
         peft_config=tiny.lora(init_lora_weights=False, **(ON_EXPERTS if experts else {})),
         processing_class=tiny.make_tokenizer(),
-        callbacks=[record, first],
+        callbacks=[record, first, counted],
     )
     meta = any(parameter.is_meta for parameter in trainer.model.parameters())
     as_reference(trainer.model)
@@ -135,7 +136,7 @@ def by_name(model_path, out, world_size, double=1, stored="", experts=0, **optio
 
     trainer._generate_single_turn = measured
     trainer.train()
-    gathers = [entry["fsdp/gathers"] for entry in trainer.state.log_history if "fsdp/gathers" in entry]
+    gathers = [step.gathers for step in counted.steps]
     found = {"meta": meta, "gathers": gathers, "longest": longest, "first_logits": first.logits}
     return {**result(trainer, record), **found}
 

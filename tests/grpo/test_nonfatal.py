@@ -69,7 +69,6 @@ def raises(*_arguments, **_named):
 
 BESIDE = {
     "card": "trl_fsdp_qlora.publishing.card.adapter_card",
-    "traffic": "trl_fsdp_qlora.fsdp2_qlora.sharding.Sharding.traffic",
     "memory": "trl_fsdp_qlora.telemetry.phases.PeakMemory.read",
     "deferred": "trl_fsdp_qlora.telemetry.phases.AsyncMetrics.flush",
     "peaks": "trl_fsdp_qlora.telemetry.phases.PhaseTimer.drain_peaks",

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "default_collectives",
     "filled_shard",
     "finds_final_norm",
     "initialise",
@@ -42,8 +41,6 @@ def misfit() -> str | None:
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-        default_collectives()
     except ImportError as error:
         return f"torch {torch.__version__}: {error}"
     wanted = [
@@ -57,13 +54,6 @@ def misfit() -> str | None:
     missing = [f"{owner.__name__}.{name}" for owner, name in wanted if not hasattr(owner, name)]
     missing += [] if callable(_from_local_no_grad) else ["_from_local_no_grad"]
     return f"torch {torch.__version__} has no {', '.join(missing)}" if missing else None
-
-
-def default_collectives() -> tuple[type, type]:
-    """The all-gather and reduce-scatter that torch uses where none was set; the setters are public."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-
-    return DefaultAllGather, DefaultReduceScatter
 
 
 def units(model: nn.Module) -> list[tuple[FSDPModule, object]]:

@@ -16,16 +16,8 @@ class BaseNotSharded(RuntimeError):
 
 @dataclass(frozen=True)
 class BaseBytes:
-    """Bytes of the frozen base on one rank. All figures are bytes.
-
-    Attributes:
-        quantized_local: 4-bit weights and their quantization state held by this rank.
-        quantized_full: the same, of the whole model.
-        state_full: share of `quantized_full` that is quantization state.
-        other_local: frozen parameters that are not 4-bit (embeddings, norms, head) held by this rank.
-        other_full: the same, of the whole model.
-        world_size: ranks over which the base is spread.
-    """
+    """Bytes of the frozen base on one rank and of the whole model: 4-bit weights with their quantization state, of which
+    `state_full` is the latter, and the other frozen weights; spread over `world_size` ranks."""
 
     quantized_local: int
     quantized_full: int
@@ -40,21 +32,16 @@ class BaseBytes:
         return self.quantized_local / self.quantized_full if self.quantized_full else 1.0
 
     def __str__(self) -> str:
-        mb = 1024**2
+        mib = 2**20
         return (
-            f"4-bit base: {self.quantized_local / mb:.2f} of {self.quantized_full / mb:.2f} MiB on this rank "
+            f"4-bit base: {self.quantized_local / mib:.2f} of {self.quantized_full / mib:.2f} MiB on this rank "
             f"(ratio {self.ratio:.3f} on {self.world_size} ranks; quantization state is "
             f"{self.state_full / max(self.quantized_full, 1):.1%} of it); other frozen weights: "
-            f"{self.other_local / mb:.2f} of {self.other_full / mb:.2f} MiB"
+            f"{self.other_local / mib:.2f} of {self.other_full / mib:.2f} MiB"
         )
 
     def to_dict(self) -> dict[str, float]:
         return {**asdict(self), "ratio": self.ratio}
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    # Bytes of the storage, not of the view: a shard that is a view into the whole weight would not be a shard.
-    return tensor.untyped_storage().nbytes()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,50 +51,43 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     """Measure a sharded model. Call it while the parameters are in their sharded state."""
-    layers = quantized_layers(model)
-    packed_parameters = {id(layer.weight) for layer in layers.values()}
-    quantized_local = quantized_full = state_full = 0
+    packed = []  # parameter, bytes of the whole, quantization state in it, and beside it where it is not packed
     for experts in packed_experts(model).values():
-        for name, layout in experts.layouts.items():
-            rows = getattr(experts, name)
-            packed_parameters.add(id(rows))
-            quantized_local += _storage_bytes(local_tensor(rows))
-            quantized_full += experts.num_experts * layout.total_bytes
-            state_full += experts.num_experts * layout.state_bytes
-    for layer in layers.values():
-        quantized_local += _storage_bytes(local_tensor(layer.weight))
+        sizes = ((name, layout.total_bytes, layout.state_bytes) for name, layout in experts.layouts.items())
+        packed += [
+            (getattr(experts, name), experts.num_experts * n, experts.num_experts * s, 0) for name, n, s in sizes
+        ]
+    for layer in quantized_layers(model).values():
         if isinstance(layer, PackedLinear4bit):
-            quantized_full += layer.layout.total_bytes
-            state_full += layer.layout.state_bytes
+            packed.append((layer.weight, layer.layout.total_bytes, layer.layout.state_bytes, 0))
         else:
-            state = layer.weight.quant_state.as_dict(packed=True) if layer.weight.quant_state else {}
-            state_bytes = sum(value.numel() * value.element_size() for value in state.values())
-            quantized_local += state_bytes
-            quantized_full += layer.weight.numel() * layer.weight.element_size() + state_bytes
-            state_full += state_bytes
-    other_local = other_full = 0
-    for parameter in model.parameters():
-        if not parameter.requires_grad and id(parameter) not in packed_parameters:
-            other_local += local_tensor(parameter).numel() * parameter.element_size()
-            other_full += parameter.numel() * parameter.element_size()
-    return BaseBytes(quantized_local, quantized_full, state_full, other_local, other_full, world_size)
+            parts = layer.weight.quant_state.as_dict(packed=True) if layer.weight.quant_state else {}
+            state = sum(part.nbytes for part in parts.values())
+            packed.append((layer.weight, layer.weight.nbytes + state, state, state))
+    known = {id(parameter) for parameter, *_ in packed}
+    others = [p for p in model.parameters() if not p.requires_grad and id(p) not in known]
+    return BaseBytes(
+        # Of the storage, not of the view: a shard that is a view into the whole weight would not be a shard.
+        sum(local_tensor(parameter).untyped_storage().nbytes() + beside for parameter, _, _, beside in packed),
+        sum(whole for _, whole, _, _ in packed),
+        sum(state for _, _, state, _ in packed),
+        sum(local_tensor(parameter).nbytes for parameter in others),
+        sum(parameter.numel() * parameter.element_size() for parameter in others),
+        world_size,
+    )
 
 
 def check_sharded(model: nn.Module, world_size: int) -> BaseBytes:
     """Measure the base and insist that it is spread over `world_size` ranks.
 
     Raises:
-        BaseNotSharded: with the layers that are whole on this rank, or with the bytes, where they are more than an even
-            split allows.
+        BaseNotSharded: names layers that are whole on this rank, or the bytes, where they are more than an even split allows.
     """
-    measured = measure_base(model, world_size)
-    if world_size == 1 or measured.quantized_full == 0:
-        return measured
-    layers = quantized_layers(model)
+    measured, layers = measure_base(model, world_size), quantized_layers(model)
     whole = [name for name, layer in layers.items() if not isinstance(layer.weight, DTensor)]
     # An even split rounds up by less than one byte per layer and rank; FSDP2 pads by as much.
     allowed = measured.quantized_full / world_size + len(layers) * world_size
-    if whole or measured.quantized_local > allowed:
+    if world_size > 1 and measured.quantized_full and (whole or measured.quantized_local > allowed):
         raise BaseNotSharded(
             f"this rank holds {measured.quantized_local} of the {measured.quantized_full} bytes of the 4-bit base, and "
             f"an even split over {world_size} ranks is {round(allowed)}. Not sharded: "

@@ -129,7 +129,6 @@ def _has_4bit_layers(model: nn.Module) -> bool:
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
     from .accounting import check_sharded
-    from .communication import count_traffic
     from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta
     from .mesh import check_replicas, shard_size
     from .packed_linear import pack_model
@@ -166,7 +165,6 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     measured = check_sharded(model, per_replica)
     logger.info(str(measured), main_process_only=False)
     model.base_bytes = measured
-    model.fsdp_traffic = count_traffic(model)
     return result
 
 

@@ -18,7 +18,6 @@ from transformers.utils import logging
 
 from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
-from .communication import ranks_per_node
 from .generation import choose, gathered, keep_gathered
 from .prepare import has_sharded_adapter, has_sharded_base, shard_quantized_base, sharded_base_bytes
 
@@ -42,7 +41,6 @@ class Sharding:
     def __init__(self, args: TrainingArguments, accelerator: Accelerator):
         self.args = args
         self.accelerator = accelerator
-        self.traffic_step = 0
         shard_quantized_base(accelerator)
 
     def base_bytes(self, model: nn.Module) -> "BaseBytes | None":
@@ -101,22 +99,6 @@ class Sharding:
             yield
         finally:
             del language_model.get_output_embeddings
-
-    def traffic(self, model: nn.Module, step: int) -> dict[str, float]:
-        """What this rank received and sent per optimizer step since the last call."""
-        if not has_sharded_base(model):
-            return {}
-        found, steps = model.fsdp_traffic.take(), max(step - self.traffic_step, 1)
-        self.traffic_step = step
-        moved = {
-            "fsdp/gathers": found.gathers / steps,
-            "fsdp/gathered_mib": found.gathered_bytes / 2**20 / steps,
-            "fsdp/reduced_mib": found.reduced_bytes / 2**20 / steps,
-        }
-        if ranks_per_node() < self.accelerator.num_processes:
-            moved["fsdp/gathered_between_nodes_mib"] = found.gathered_between_nodes / 2**20 / steps
-            moved["fsdp/reduced_between_nodes_mib"] = found.reduced_between_nodes / 2**20 / steps
-        return moved
 
     def save_adapter(self, model: nn.Module, output_dir: str, write: Callable) -> bool:
         """Gather a sharded adapter and let one rank `write(output_dir, state_dict=...)` it."""

@@ -47,11 +47,6 @@ class ShardedQLoRAMixin:
             self.model_wrapped = self.model
         return super().evaluation_loop(*args, **kwargs)
 
-    def log(self, logs, *args, **kwargs):
-        if "loss" in logs:
-            logs.update(self.sharding.traffic(self.model, self.state.global_step))
-        return super().log(logs, *args, **kwargs)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.sharding.save_adapter(self.model, output_dir or self.args.output_dir, self._save):
             return super().save_model(output_dir, _internal_call)

@@ -395,9 +395,6 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def log(self, logs, *args, **kwargs):
         self.telemetry.flush()
         drop_missing(self._metrics["train"])
-        with nonfatal("the traffic metric"):
-            if "loss" in logs:
-                logs.update(self.sharding.traffic(self.model, self.state.global_step))
         return super().log(logs, *args, **kwargs)
 
     @property

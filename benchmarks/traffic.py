@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from ..compat.fsdp import default_collectives
-from .mesh import replicate_group
+from trl_fsdp_qlora.fsdp2_qlora.mesh import replicate_group
 
 
 @dataclass
@@ -75,14 +75,13 @@ def _bytes(tensor: torch.Tensor) -> int:
 def count_traffic(model: nn.Module) -> Traffic:
     """Count every all-gather and reduction of an FSDP2 model from now on. The collectives stay torch's own."""
     traffic, replicas = Traffic(), replicate_group(model)
-    all_gather, reduce_scatter = default_collectives()
 
-    class CountingAllGather(all_gather):
+    class CountingAllGather(DefaultAllGather):
         def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):
             traffic.count_gather(_bytes(output_tensor) - _bytes(input_tensor), group)
             return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
 
-    class CountingReduceScatter(reduce_scatter):
+    class CountingReduceScatter(DefaultReduceScatter):
         def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):
             traffic.count_reduction(_bytes(input_tensor) - _bytes(output_tensor), group)
             return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
