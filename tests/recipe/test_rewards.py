@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from trl_fsdp_qlora.recipe import rewards
@@ -27,7 +28,12 @@ def test_a_completion_of_content_parts_is_read():
     assert rewards.tag_format_reward(completions) == [0, 0]
 
 
-@pytest.mark.parametrize("gold", ["no answer", "", "about five", "1 or 2"])
+def test_numbers_of_numpy_are_numbers():
+    golds = [np.int64(7), np.float32(0.5), 7, 0.5]
+    assert rewards.exact_answer_reward("hash")(completions=["#### 7", "#### 1/2"] * 2, answer=golds) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("gold", ["no answer", "", "about five", "1 or 2", ["7"], {"value": 7}])
 def test_an_unparsable_gold_answer_is_an_error_that_names_the_row(gold):
     with pytest.raises(UnparsableGoldAnswer, match="row 17"):
         rewards.exact_answer_reward()(completions=["1", "2"], answer=["1", gold], row=[3, 17])

@@ -6,6 +6,7 @@ LaTeX is compared by math-verify in another process with a deadline ([`trl_fsdp_
 
 import functools
 import math
+import numbers
 import re
 from collections import deque
 from collections.abc import Callable
@@ -95,10 +96,10 @@ def parse_number(text: str | int | float) -> Fraction | None:
     `"5.0"` -> 5, `"$1,234"` -> 1234, `"3/4"` -> 3/4, `"1e3"` -> 1000, `"12 apples"` -> 12, `"no answer"` -> None,
     `"1 or 2"` -> None, `"1/0"` -> None, `"1/2/3"` -> None.
     """
-    if isinstance(text, float):
-        return Fraction(str(text)) if math.isfinite(text) else None
-    if isinstance(text, int):
-        return Fraction(text) if abs(text) < 10**MAX_DIGITS else None
+    if isinstance(text, numbers.Integral):  # of numpy, too
+        return Fraction(int(text)) if abs(text) < 10**MAX_DIGITS else None
+    if isinstance(text, numbers.Real):
+        return Fraction(str(float(text))) if math.isfinite(text) else None
     matches = NUMBER.finditer(text)
     first = next(matches, None)
     return None if first is None or next(matches, None) is not None else _value(first)
@@ -192,7 +193,7 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     text = answer
     if isinstance(answer, str):
         text = (extract_answer(answer, "hash") or "") if "####" in answer else answer
-    number = parse_number(text)
+    number = parse_number(text) if isinstance(text, (str, numbers.Real)) else None
     if number is not None and (not isinstance(text, str) or "\\" not in text):
         return number
     if isinstance(text, str) and _is_latex(text) and math_worker.installed() and _parses(text):
