@@ -1,5 +1,9 @@
 """Imported before the libraries by a script that ends in `run_main`: Ctrl-C meanwhile is one word, not their traceback."""
 
+import logging
+
 from .quiet_end import stop_at_once
 
+# Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 stop_at_once()
