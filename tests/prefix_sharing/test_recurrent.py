@@ -171,6 +171,27 @@ def test_nf4_qlora(tmp_path):
     assert_equal_gradients(ours[1], stock[1], tolerance=2e-5)
 
 
+def granite(experts: int):
+    sizes = family("granitemoehybrid").config.to_dict() | {"num_local_experts": experts}
+    return build(lambda: tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**sizes)))
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_granites_router_loss(experts, tmp_path):
+    """TRL 1.16 looks for `num_experts` alone: where it is told, it is the reference."""
+    trainers = [make_trainer(cls, granite(experts), tmp_path) for cls in (GRPOTrainer, EfficientGRPOTrainer)]
+    assert trainers[0].aux_loss_enabled and trainers[1].aux_loss_enabled == bool(experts)
+    trainers[0].model.config.num_experts = experts
+    trainers[0].aux_loss_enabled = bool(experts)
+    stock, ours = losses(trainers, loss_inputs(*awkward_batch()))
+    assert trainers[1].prefix_sharing.active(), trainers[1].prefix_sharing.describe()
+    assert ours[0] == pytest.approx(stock[0], rel=1e-5)
+    assert_equal_gradients(ours[1], stock[1], tolerance=2e-5)
+    if experts:
+        aux_losses = [trainer._metrics["train"]["aux_loss"][-1] for trainer in trainers]
+        assert aux_losses[1] == pytest.approx(aux_losses[0]) and aux_losses[0] > 0
+
+
 def request_of(model, batch, **asked):
     ids, mask = batch
     batch_size = asked.pop("batch_size", None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import trl
 from packaging.version import Version
+from transformers import PretrainedConfig
 from trl.chat_template_utils import parse_response
 from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
@@ -182,3 +183,14 @@ def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any
     apart, rows = split_pixel_values_by_grid(vision), [int(row) for row in rows]
     chosen = {n: x[rows] if isinstance(x, torch.Tensor) else [x[row] for row in rows] for n, x in apart.items()}
     return unsplit_pixel_values_by_grid(chosen)
+
+
+def counts_experts(text_config: PretrainedConfig) -> bool:
+    """Whether there is a router to take a loss of; the number of experts is then where TRL's fused forward looks for it.
+
+    Granite's, among others, call it otherwise (an AttributeError in TRL 1.16), and dense ones of theirs have a coefficient too.
+    """
+    if not hasattr(text_config, "num_experts"):
+        names = ("num_local_experts", "n_routed_experts")
+        text_config.num_experts = next(filter(None, (getattr(text_config, name, None) for name in names)), 0)
+    return bool(text_config.num_experts)

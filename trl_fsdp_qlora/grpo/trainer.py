@@ -13,7 +13,14 @@ from trl import GRPOTrainer
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
-from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SAMPLING_METRICS, unsplit_pixel_values_by_grid
+from ..compat.trl import (
+    IMPORTANCE_RATIO,
+    OLD_LOGPS,
+    SAMPLED_LOGPS,
+    SAMPLING_METRICS,
+    counts_experts,
+    unsplit_pixel_values_by_grid,
+)
 from ..fsdp2_qlora.coverage import experts_in_16_bit
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.sharding import Sharding
@@ -79,6 +86,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         engine = trl_starts_engine(call["args"], self.sync)
         with checks.explained_lora_targets(call["model"]), experts_in_4bit(), engine:
             super().__init__(**call)
+        self.aux_loss_enabled = self.aux_loss_enabled and counts_experts(self.model.config.get_text_config())
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
