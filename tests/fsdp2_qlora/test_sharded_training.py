@@ -30,7 +30,7 @@ GRPO = {
     "trained_head_no_sharing": "head=1,sharing=off",
     "bf16": "bf16=1,dtype=bfloat16",
 }
-FLOAT32 = [name for name in GRPO if name not in ("bf16", "whole_base")]
+FLOAT32 = [*(name for name in GRPO if name not in ("bf16", "whole_base")), "hybrid"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ def runs(tmp_path_factory, request):
     """Results by number of processes (1, 2) and of two plain DDP processes ("ddp"), of rank 0 where it does not say."""
     root, alone = tmp_path_factory.mktemp("sharded"), chosen_by_name(request.config)
     model, small = tiny.make_checkpoint(root / "model"), save_tiny_model(root / "small")
-    grpo = {name: f"grpo:{options}" for name, options in GRPO.items()}
+    hybrid = f"base={tiny.make_hybrid(root / 'hybrid')}"
+    grpo = {name: f"grpo:{options}" for name, options in {**GRPO, "hybrid": hybrid}.items()}
     both = {
         "lora": "sft:steps=6,save=3,quantized=0",
         "publish": "publish",
@@ -98,8 +99,8 @@ def test_grpo_equals_one_process(runs, scenario):
     assert len(one["gradients"]) == len(two["gradients"]) == 5
     for step, (expected, found) in enumerate(zip(one["gradients"], two["gradients"], strict=True)):
         assert difference(expected, found) <= 1e-5, f"step {step}"
-        # A and B of seven projections in two layers, and the head where it is trained.
-        assert len(expected) == 2 * 7 * 2 + ("head" in scenario)
+        # A and B of seven projections in two layers (eight in a recurrent one), and the head where it is trained.
+        assert len(expected) == 2 * 7 * 2 + ("head" in scenario) + 2 * (scenario == "hybrid")
     assert difference(one["adapter"], two["adapter"]) <= 1e-5
     # `trainer.evaluate()` before training, at steps 2, 4 and 5, and after training.
     assert len(one["eval"]) == len(two["eval"]) == (4 if scenario == "kl" else 0)

@@ -8,11 +8,14 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -66,6 +69,33 @@ def make_checkpoint(
             model.lm_head.weight[tokenizer.convert_tokens_to_ids(list("0123456789"))] *= 4
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_hybrid(folder: str | Path) -> str:
+    """Write a Qwen3.5-architecture checkpoint, one recurrent layer and one of attention; returns its path."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(make_checkpoint(folder)).to_dict()
+    shape = {name: config[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
+    recurrent = {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")}
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            **shape,
+            **recurrent,
+            **heads,
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "full_attention"],
+            max_position_embeddings=512,
+            pad_token_id=config["pad_token_id"],
+            eos_token_id=config["eos_token_id"],
+        )
+    ).save_pretrained(folder)
     return str(folder)
 
 

@@ -65,7 +65,20 @@ def sft(
     return result(trainer, record)
 
 
-def grpo(model_path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", quantized=1, head=0, **options):
+def grpo(
+    model_path,
+    out,
+    world_size,
+    evaluate=0,
+    bf16=0,
+    dtype="float32",
+    sharing="",
+    quantized=1,
+    head=0,
+    base="",
+    **options,
+):
+    model_path = base or model_path
     options = {name: type_(options[name]) for name, type_ in GRPO_OPTIONS.items() if name in options}
     if bf16:
         options["bf16"] = True

@@ -6,18 +6,19 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from prefix_sharing.helpers import SUPPORTED, awkward_batch, build, loss_inputs, make_trainer
+from prefix_sharing.helpers import RECURRENT, SUPPORTED, awkward_batch, build, loss_inputs, make_trainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, name: str) -> None:
+    make = SUPPORTED.get(name) or RECURRENT[name][0]
     results = {}
     for choice in ("off", "auto"):
         torch.manual_seed(0)
         trainer = make_trainer(
             EfficientGRPOTrainer,
-            build(SUPPORTED["qwen3"]),
+            build(make),
             folder,
             prefix_sharing=choice,
             per_device_train_batch_size=4,
@@ -47,4 +48,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -225,9 +225,10 @@ def test_generation_sees_the_models_own_implementation(tmp_path, monkeypatch):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_two_processes_with_uneven_work_equal_the_padded_path(tmp_path):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_two_processes_with_uneven_work_equal_the_padded_path(name, tmp_path):
     """DDP on gloo; on one rank every completion is masked out, so it has nothing to compute but must not hang."""
-    launch(Path(__file__).with_name("ddp_run.py"), tmp_path)
+    launch(Path(__file__).with_name("ddp_run.py"), tmp_path, name)
     results = torch.load(tmp_path / "results.pt")
     packed, padded = results["auto"], results["off"]
     assert packed["packed"] and not padded["packed"]
@@ -239,6 +240,7 @@ def test_two_processes_with_uneven_work_equal_the_padded_path(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_fsdp2_with_different_rows_on_each_rank():
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "falcon_h1"])
+def test_fsdp2_with_different_rows_on_each_rank(name):
     """Ranks cut an old-policy pass into different numbers of rows and must still gather the same shards."""
-    launch(Path(__file__).with_name("fsdp_run.py"))
+    launch(Path(__file__).with_name("fsdp_run.py"), name)

@@ -53,6 +53,9 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
         model = next((argument for argument in args if isinstance(argument, nn.Module)), None)
         if not accelerator.is_fsdp2 or model is None or isinstance(model, FSDPModule):
             return stock_prepare(*args, **kwargs)
+        # A text model's class may name the blocks of a vision tower that it does not have (Qwen3.5), which accelerate refuses.
+        there = {type(module).__name__ for module in model.modules()}
+        model._no_split_modules = [x for x in getattr(model, "_no_split_modules", None) or () if x in there]
         with _trained_head_in_root(model):
             if not _has_4bit_layers(model):
                 with _whole_outputs(accelerator.state.fsdp_plugin):
