@@ -166,7 +166,9 @@ def write(rows: list[dict], args) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", choices=SHAPES, help="of Qwen3; else a small one, on CUDA 0.6B")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="of Qwen3, 'hybrid' of Qwen3.5; else a small one, on CUDA 0.6B"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=9, help="timed runs of each contestant a batch")
     parser.add_argument("--draws", type=int, default=4, help="batches of a point with random lengths")

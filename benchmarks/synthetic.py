@@ -13,7 +13,14 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from trl_fsdp_qlora import EfficientGRPOConfig
 
@@ -25,11 +32,23 @@ SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 16),
     "0.6B": (1024, 3072, 28, 16, 8, 128),
     "1.7B": (2048, 6144, 28, 16, 8, 128),
+    "hybrid": (256, 768, 4, 4, 2, 64),
+}
+# Of Qwen3.5: three recurrent layers to one of attention; values twice as wide as keys.
+RECURRENT = {
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 
 
-def make_model(args) -> Qwen3ForCausalLM:
-    """Random weights in a shape of Qwen3: `args.shape`, else hidden 256 x 4 layers, or that of the 0.6B model on CUDA."""
+def make_model(args) -> PreTrainedModel:
+    """Random weights in a shape of Qwen3: `args.shape`, else hidden 256 x 4 layers, or that of the 0.6B model on CUDA.
+
+    "hybrid" is one of Qwen3.5.
+    """
     default = "0.6B" if args.device == "cuda" else "cpu"
     hidden, mlp, layers, heads, kv_heads, head = SHAPES[getattr(args, "shape", None) or default]
     shape = {
@@ -40,9 +59,11 @@ def make_model(args) -> Qwen3ForCausalLM:
     }
     shape |= {"num_key_value_heads": kv_heads, "head_dim": head}
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=args.vocabulary, max_position_embeddings=8192, tie_word_embeddings=True, **shape)
+    shape |= {"vocab_size": args.vocabulary, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+    hybrid = getattr(args, "shape", None) == "hybrid"
+    config = Qwen3_5TextConfig(**shape, **RECURRENT) if hybrid else Qwen3Config(**shape)
     config.pad_token_id, config.eos_token_id = 0, 1
-    return Qwen3ForCausalLM(config)
+    return Qwen3_5ForCausalLM(config) if hybrid else Qwen3ForCausalLM(config)
 
 
 def make_batch(vocabulary: int, prompt: int, completion: int, group: int, kind: str, device: str, seed: int) -> dict:
