@@ -12,22 +12,9 @@ from ..recipe.arguments import ConfigError
 GIB = 2**30
 # GiB of memory by the name of a card, as its maker states it.
 CARDS = {
-    "b200": 180,
-    "h200": 141,
-    "h100": 80,
-    "a100-80": 80,
-    "a100-40": 40,
-    "l40s": 48,
-    "a6000": 48,
-    "a10": 24,
-    "l4": 24,
-    "t4": 16,
-    "v100": 32,
-    "rtx5090": 32,
-    "rtx4090": 24,
-    "rtx3090": 24,
-    "rtx3070": 8,
-}
+    "b200": 180, "h200": 141, "h100": 80, "a100-80": 80, "a100-40": 40, "l40s": 48, "a6000": 48, "a10": 24, "l4": 24, "t4": 16,
+    "v100": 32, "rtx5090": 32, "rtx4090": 24, "rtx3090": 24, "rtx3070": 8,
+}  # fmt: skip
 _SHORT = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "a10g": "a10", "h100-80gb": "h100"}
 CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs by card and driver
 SLACK = 0.05  # share of what comes and goes that the caching allocator holds beside it; assumed

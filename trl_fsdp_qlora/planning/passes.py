@@ -8,6 +8,7 @@ are there. The larger of the two is the peak. Nothing is allocated and no weight
 import contextlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -167,8 +168,7 @@ def _measure(modules: _Modules, shape: Shape, grad: bool, on_gpu: bool, first: b
     return PassBytes(peak, run.tiles if in_head else 0, gradients, run.slope)
 
 
-@dataclass
-class _Run:
+class _Run(NamedTuple):
     """A pass of few layers, in bytes above what lay there before it.
 
     Attributes:
