@@ -211,7 +211,7 @@ def test_equals_stock(name, frozen):
     stock = Stock(model)
     request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
     expected, wanted, _ = scored(model, lambda: stock(request), mask)
-    sharing = PrefixSharing(temperature=0.9)
+    sharing = PrefixSharing(temperature=0.9, expects_images=True)
     sharing.prepare("policy", model)
     assert sharing.active(), sharing.describe()
     figures = {}
@@ -222,14 +222,14 @@ def test_equals_stock(name, frozen):
         return values
 
     found, ours, reached_tower = scored(model, packed, mask)
-    assert figures.get("tokens_share", 1) < 0.6, sharing._states["policy"].images_reason
+    assert figures.get("tokens_fraction", 1) < 0.6, sharing._states["policy"].images_reason
     assert (found - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
 
 
 def prepared(model):
-    sharing = PrefixSharing(temperature=0.9)
+    sharing = PrefixSharing(temperature=0.9, expects_images=True)
     sharing.prepare("policy", model)
     return sharing
 
@@ -375,8 +375,8 @@ def test_training_on_pictures_equals_stock(tmp_path):
             [{k: row[k] for k in ("loss", "grad_norm", "kl") if k in row} for row in trainer.state.log_history]
         )
         pixels.append(trainer._buffered_inputs)
-    figures = [row for row in trainer.state.log_history if "prefix_sharing/policy/tokens_share" in row]
-    assert len(figures) == 4 and max(row["prefix_sharing/policy/tokens_share"] for row in figures) < 0.8
+    figures = [row for row in trainer.state.log_history if "prefix_sharing/policy/tokens_fraction" in row]
+    assert len(figures) == 4 and max(row["prefix_sharing/policy/tokens_fraction"] for row in figures) < 0.8
     for mine, theirs in zip(runs[1], runs[0], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     # A generation batch holds each of its two pictures once.

@@ -111,6 +111,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
 
+    @property
+    def _expects_images(self) -> bool:
+        columns = getattr(self.train_dataset, "column_names", None) or ()
+        return self._is_vlm and bool({"image", "images"} & set(columns) or self.tools or self.environments)
+
     def _start_scoring(self) -> None:
         policy = self.accelerator.unwrap_model(self.model)
         self.prefix_sharing = PrefixSharing(
@@ -120,6 +125,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             autocast=self.accelerator.autocast,
             entropy_gradient=self._entropy_bonus_enabled,
             head_kernel=self.args.lm_head_kernel,
+            expects_images=self._expects_images,
         )
         self.prefix_sharing.prepare("policy", policy)
         if self.ref_model is not None:

@@ -71,13 +71,13 @@ def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
-    """Three sums of a tensor's bits that differ where the tensor does; whole numbers, which wrap around."""
-    bits = (
-        x.detach().contiguous().view(torch.uint8 if x.element_size() == 1 else torch.int16).flatten().to(torch.int32)
-    )
-    place = torch.arange(1, bits.numel() + 1, device=x.device)
-    mixed = (bits + 40503) * (place % 65521 + 1)  # a position's weight; 65521 and 40503 are odd and coprime
-    return torch.stack([place.new_tensor(bits.numel()), mixed.sum(), (mixed * (place % 32749 + 7)).sum()])
+    """Three sums of a tensor's bits, which wrap around: a change of any one number changes the last."""
+    bits = x.detach().contiguous().flatten().view(torch.uint8)
+    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    kind = next(kind for kind in kinds if bits.numel() % kind.itemsize == 0)
+    bits = (bits.clone() if bits.storage_offset() % kind.itemsize else bits).view(kind)
+    odd = 2 * torch.arange(bits.numel(), device=x.device) + 1
+    return torch.stack([odd.new_tensor(bits.numel()), bits.sum(dtype=torch.int64), (bits * odd).sum()])
 
 
 def positions(model: PreTrainedModel, request, layout: PackedLayout, heads: np.ndarray, group_B: np.ndarray):

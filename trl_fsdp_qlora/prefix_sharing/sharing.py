@@ -61,6 +61,7 @@ class PrefixSharing:
         temperature, cast_lm_head_to_fp32: as the trainer's.
         autocast: context manager factory that the trainer wraps forwards in.
         entropy_gradient: the loss has a term in the policy's entropy.
+        expects_images: prompts may have images, on some ranks earlier than on others.
         head_kernel: what scores the positions, see `scoring/head_choice.py`.
 
     Raises:
@@ -75,6 +76,7 @@ class PrefixSharing:
         autocast: Callable = contextlib.nullcontext,
         entropy_gradient: bool = False,
         head_kernel: str = "auto",
+        expects_images: bool = False,
     ):
         if choice not in CHOICES:
             raise PrefixSharingError(f"prefix_sharing={choice!r} is not known; use one of {', '.join(CHOICES)}")
@@ -84,6 +86,7 @@ class PrefixSharing:
         self.autocast = autocast
         self.entropy_gradient = entropy_gradient
         self.head_kernel = head_kernel
+        self.expects_images = expects_images
         self._states: dict[str, _ModelState] = {}
         self._warned: set[str] = set()
 
@@ -179,9 +182,10 @@ class PrefixSharing:
             (`tokens_fraction`), seconds until the forward returned (on CUDA: was queued), and the share of attention
             layers that each backend served (`layers_<backend>`).
         """
-        if self._runs_packed(request):
+        state = self._states[request.role]
+        if state.reason is None:
             self._check_once(request, padded)
-        if not self._runs_packed(request):
+        if state.reason is not None:
             return PassResult(padded(request), {})
         start = time.perf_counter()
         facts = self._read(request)
@@ -203,10 +207,6 @@ class PrefixSharing:
         figures = {"tokens_fraction": sum(layout.tokens for layout in layouts) / request.input_ids.numel()}
         figures |= {f"layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
         return PassResult(values, {**figures, "seconds": time.perf_counter() - start})
-
-    def _runs_packed(self, request: PassRequest) -> bool:
-        state = self._states[request.role]
-        return state.reason is None and not (request.has_images and state.images_reason is not None)
 
     def forget_images(self) -> None:
         """Give the memory of the image features back, which were kept for the passes over one generation batch."""
@@ -232,14 +232,19 @@ class PrefixSharing:
         Again before the first pass with gradients where that was one without, and with nested rows before the first of those.
         """
         state = self._states[request.role]
-        nests = request.nested and state.pairs_per_token is not None and not request.has_images
-        gradients = compares_gradients(request.model)
-        if any(
-            gradients <= with_gradients and nests <= nested and request.has_images == with_images
-            for with_gradients, nested, with_images in state.checked
+        nests = request.nested and state.pairs_per_token is not None and not self.expects_images
+        gradients, device = compares_gradients(request.model), request.input_ids.device
+        with_images = request.has_images and state.images_reason is None
+        wanted = all(gradients > g or nests > n or with_images > i for g, n, i in state.checked)
+        if (
+            self.expects_images
+            and state.images_reason is None
+            and not any(i and g >= gradients for g, _, i in state.checked)
         ):
+            # The first images come to some ranks earlier than to others.
+            wanted, with_images = map(bool, largest_over_ranks([int(wanted), int(with_images)], device))
+        if not wanted:
             return
-        device = request.input_ids.device
         with self.autocast():
             half = torch.is_autocast_enabled(device.type)
         dtypes = {torch.get_autocast_dtype(device.type)} if half else state.dtypes
@@ -260,8 +265,8 @@ class PrefixSharing:
                     unit,
                 )
         if problem is None:
-            state.checked.add((gradients, nests, request.has_images))
-        elif request.has_images and self.choice == "auto":  # text may do
+            state.checked.add((gradients, nests, with_images))
+        elif with_images and self.choice == "auto":  # text may do
             state.images_reason = problem
             if is_main_rank():
                 logger.warning("Batches with images run padded as in stock TRL: %s.", problem)
@@ -298,16 +303,18 @@ class PrefixSharing:
 
     def _read(self, request: PassRequest) -> BatchFacts | None:
         """The batch as the host sees it; `None` and a line where it cannot be packed, an error where a backend was named."""
-        width, limit = request.input_ids.shape[1], self._states[request.role].position_limit
-        with_ids = request.nested and self._states[request.role].pairs_per_token is not None and not request.has_images
+        state = self._states[request.role]
+        if request.has_images and state.images_reason is not None:
+            return None
+        width, limit = request.input_ids.shape[1], state.position_limit
+        with_ids = request.nested and state.pairs_per_token is not None and not self.expects_images
         try:
             if width > limit:
                 raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {limit}")
             batch = request.input_ids, request.attention_mask, request.logits_to_keep, request.scored_BC
             pictures = None
             if request.has_images:
-                base = self._states[request.role].base
-                pictures = images.fingerprints(request.vision), images.image_token(base)
+                pictures = images.fingerprints(request.vision), images.image_token(state.base)
             return read_batch(*batch, with_ids, pictures)
         except UnpackableBatch as error:
             if self.choice != "auto":
