@@ -74,7 +74,10 @@ def test_a_batch_with_images_runs_as_stock():
     def padded(request):
         return *stock_log_probs(model, request.input_ids, request.attention_mask), None
 
-    for fields, packed in (({"pixel_values": torch.zeros(1)}, False), ({"mm_token_type_ids": ids * 0}, True)):
+    for fields, packed in (
+        ({"pixel_values": torch.zeros(len(ids), 3, 4, 4), "num_images": [1] * len(ids)}, False),
+        ({"mm_token_type_ids": ids * 0}, True),
+    ):
         request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **fields)
         _, figures = sharing.log_probs(request, padded)
         assert bool(figures) == packed

@@ -114,7 +114,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     @property
     def _expects_images(self) -> bool:
         columns = getattr(self.train_dataset, "column_names", None) or ()
-        return self._is_vlm and bool({"image", "images"} & set(columns) or self.tools or self.environments)
+        return bool({"image", "images"} & set(columns) or self.tools or self.environments)
 
     def _start_scoring(self) -> None:
         policy = self.accelerator.unwrap_model(self.model)

@@ -127,9 +127,8 @@ class PrefixSharing:
         # A state goes from token to token: a prompt's can branch into completions, a trie's is not kept at every node.
         nests = can_nest(base, self.choice) and not state.recurrent_layers
         state.pairs_per_token = 6.0 * base.config.get_text_config().hidden_size if nests else None
-        if base.config.get_text_config(decoder=True) is not base.config:
-            state.images_reason = images.images_reason(base)
-            state.tower = images.FrozenTower(base) if state.images_reason is None else None
+        state.images_reason = images.images_reason(base)
+        state.tower = images.FrozenTower(base) if state.images_reason is None else None
         state.dtypes = frozenset(
             [parameter.dtype for parameter in base.parameters()]
             + [module.compute_dtype for module in base.modules() if hasattr(module, "compute_dtype")]
