@@ -7,16 +7,71 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
+import transformers as tf
+from safetensors.torch import load_file
 
 pytest.importorskip("bitsandbytes")
 
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+PATCHES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+DELTA = {
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "num_local_experts": 0}
+
+
+def qwen3_5(shape):
+    config = tf.Qwen3_5Config(text_config=shape | DELTA, vision_config=VISION)
+    return tf.Qwen3_5ForConditionalGeneration(config)
+
+
+def gemma3(shape):
+    config = tf.Gemma3Config(text_config=shape | {"head_dim": 32}, vision_config=PATCHES)
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+def granite(shape):
+    states = STATES | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 64}
+    return tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**shape, **states))
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+DELTA_RULE = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
+# A tiny model of each, and what LoRA adapts.
 ARCHITECTURES = {
-    "Qwen2.5-32B-Instruct": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "Llama-3.1-70B-Instruct": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "Qwen2.5-32B-Instruct": (
+        lambda shape: tf.Qwen2ForCausalLM(tf.Qwen2Config(**shape)),
+        ATTENTION | {"o_proj"} | MLP,
+    ),
+    "Llama-3.1-70B-Instruct": (
+        lambda shape: tf.LlamaForCausalLM(tf.LlamaConfig(**shape)),
+        ATTENTION | {"o_proj"} | MLP,
+    ),
+    "Qwen3.5-4B": (qwen3_5, ATTENTION | {"o_proj"} | MLP | DELTA_RULE),
+    "Qwen3.5-9B": (qwen3_5, ATTENTION | {"o_proj"} | MLP | DELTA_RULE),
+    "gemma-3-4b-it": (gemma3, ATTENTION | {"o_proj"} | MLP),
+    "LFM2-1.2B": (
+        lambda shape: tf.Lfm2ForCausalLM(tf.Lfm2Config(**shape, layer_types=["conv", "full_attention"])),
+        ATTENTION | {"in_proj", "out_proj", "w1", "w2", "w3"},
+    ),
+    "granite-4.0-h-micro": (granite, ATTENTION | {"o_proj", "in_proj", "input_linear", "output_linear"}),
 }
 
 
@@ -25,15 +80,12 @@ ARCHITECTURES = {
     sorted(path for name in ARCHITECTURES for path in (RECIPES / name).glob("*/*.yaml")),
     ids=lambda path: f"{path.parents[1].name}/{path.parent.name}",
 )
-def test_it_trains_a_tiny_model_of_its_architecture(path, tmp_path, monkeypatch):
-    config_class, model_class = ARCHITECTURES[path.parents[1].name]
+def test_it_trains_a_tiny_model_of_its_architecture(path, tmp_path, monkeypatch, capsys):
+    build, adapted = ARCHITECTURES[path.parents[1].name]
     tokenizer = character_tokenizer()
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    model_class(
-        config_class(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=256, **shape, **ids)
-    ).save_pretrained(tmp_path / "base")
+    build(SHAPE | ids | {"vocab_size": len(tokenizer)}).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(6)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -46,7 +98,7 @@ def test_it_trains_a_tiny_model_of_its_architecture(path, tmp_path, monkeypatch)
     runpy.run_path(str(RECIPES / "grpo.py"), run_name="__main__")
     (step,) = [row for row in json.loads((tmp_path / "out" / "metrics.json").read_text())["history"] if "loss" in row]
     assert step["step"] == 1
-    adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert {name.split(".")[-1] for name in adapter["target_modules"]} == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-    }  # fmt: skip
+    assert "prefix sharing: auto" in capsys.readouterr().out
+    weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name.split(".lora_")[0].split(".")[-1] for name in weights} == adapted
+    assert not any(part in name for name in weights for part in ("visual", "vision"))
