@@ -3,9 +3,6 @@
 import pytest
 
 from tests.benchmark_modules import benchmark
-from trl_fsdp_qlora.planning import plan, static
-
-MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -19,34 +16,26 @@ def cases():
 
 
 def found(measured: float) -> dict:
-    """A case of 400 MiB of process, 100 of weights and 300 that come and go, where `measured` MiB came."""
-    process = {plan.PROCESS: 360 * MIB, plan.LIBRARIES: 40 * MIB}
-    lying = {static.BASE: 90 * MIB, static.TRAINED: 5 * MIB, static.OPTIMIZER: 5 * MIB}
-    forward = process | lying | {plan.ACTIVATIONS: 290 * MIB, static.GRADIENTS: 10 * MIB, static.BUCKETS: 7 * MIB}
-    planned = {"forward_backward": forward, "optimizer": process | lying}
-    resident = {phase: sum(parts.values()) / MIB for phase, parts in planned.items()}
+    """A case of 100 MiB that lie there and 300 planned to come and go in a step, where `measured` MiB came."""
     return {
-        "planned": planned,
-        "resident_planned": resident,
-        "resident": {"forward_backward": 500 + measured, "optimizer": 500.0, "prepare": 9000.0},
+        "planned": {"lying": 100.0, "generate": 2.0, "score": 50.0, "forward_backward": 300.0, "optimizer": 1.0},
         "lying": 100.0,
-        "rises": {"forward_backward": measured, "optimizer": 1.0},
+        "rises": {"forward_backward": measured, "old_policy_pass": 40.0, "reference_pass": 50.0, "prepare": 9000.0},
     }
 
 
-def test_tensors_and_resident_sets_are_compared_with_their_own_parts_of_the_plan(plan_error):
-    pairs = plan_error.pairs(found(200))
-    assert pairs["components"] == {"lying": (100.0, 100.0), "forward_backward": (300.0, 200)}
-    assert pairs["resident"] == {"forward_backward": (807.0, 700), "optimizer": (500.0, 500.0)}
-    assert pairs["peak"] == {"peak": (807.0, 700)}
+def test_phases_are_compared_with_their_own_parts_of_the_plan(plan_error):
+    # The larger of two passes that score; no phase that was not measured, and none that the plan does not have.
+    compared = {"lying": (100.0, 100.0), "score": (50.0, 50.0), "forward_backward": (300.0, 200)}
+    assert plan_error.pairs(found(200)) == compared
 
 
 def test_the_worst_and_the_lowest_error_keep_their_signs_and_failures_count_for_nothing(plan_error):
-    told = plan_error.summary({"a": found(300), "b": found(400), "c": {"failed": "exit codes [1]"}})
-    components = told["components"]
-    assert components["compared"] == 4 and components["median"] == 0.0
-    assert components["worst"] == components["lowest"] == pytest.approx(300 / 400 - 1)
-    assert told["peak"]["worst"] == pytest.approx(807 / 900 - 1)
+    told = plan_error.summary({"a": found(250), "b": found(400), "c": {"failed": "exit codes [1]"}})
+    assert (told["compared"], told["within 5%"], told["median"]) == (6, 4, 0.0)
+    assert told["lowest"] == pytest.approx(300 / 400 - 1)
+    assert told["worst"] == pytest.approx(-0.25)
+    assert plan_error.summary({"a": found(100), "b": found(400)})["worst"] == pytest.approx(2.0)
 
 
 def test_every_case_differs_and_there_are_enough(cases):
