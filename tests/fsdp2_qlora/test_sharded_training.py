@@ -44,6 +44,7 @@ def runs(tmp_path_factory, request):
         "lora": "sft:steps=6,save=3,quantized=0",
         "publish": "publish",
         "publish_whole": "publish:quantized=0",
+        "in_memory": "in_memory",
         **grpo,
     }
     sft = f"sft:steps=6,save=3,final={root}"
@@ -62,6 +63,7 @@ def runs(tmp_path_factory, request):
             "from_one": f"sft:steps=6,resume={root}/one/sft/checkpoint-3",
             "single_quantization": "sft:steps=1,double=0",
             "full_state_dict": f"{sft}/two/final_full,FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
+            "in_memory_full": "in_memory:full=1,FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
         },
         alone,
         environment=fsdp_environment(),
@@ -187,6 +189,15 @@ def test_resumed_run_equals_the_uninterrupted_one(runs, resumed, uninterrupted):
     for step in range(3):
         assert difference(expected["gradients"][3 + step], found["gradients"][step]) <= 1e-5
     assert difference(expected["adapter"], found["adapter"]) <= 1e-5
+
+
+def test_a_model_object_without_a_folder_is_saved_at_each_step_and_resumed(runs):
+    """The base's weight files were once looked for; where there are none, one rank alone sliced sharded weights."""
+    for run, scenario in (("two", "in_memory"), ("rank1", "in_memory"), ("two", "in_memory_full")):
+        assert runs[run][scenario]["incomplete"] == [None] * 3
+    one, two = (runs[run]["in_memory"]["gradients"] for run in ("one", "two"))
+    assert len(one) == len(two) == 1  # of the step after resuming
+    assert difference(one[0], two[0]) <= 1e-5
 
 
 @pytest.mark.parametrize("scenario", ["empty_rank", "empty_rank_padded"])

@@ -35,15 +35,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_checkpoint(
-    folder: str | Path,
-    hidden: int = 64,
-    layers: int = 2,
-    intermediate: int = 128,
-    likes_digits: bool = False,
-    **config,
-) -> str:
-    """Write a Qwen3-architecture checkpoint with seeded weights; returns its path.
+def make_model(
+    hidden: int = 64, layers: int = 2, intermediate: int = 128, likes_digits: bool = False, **config
+) -> PreTrainedModel:
+    """A Qwen3-architecture model with seeded weights.
 
     With `likes_digits` its completions are mostly numbers, which differ from prompt to prompt.
     """
@@ -67,8 +62,13 @@ def make_checkpoint(
     if likes_digits:
         with torch.no_grad():
             model.lm_head.weight[tokenizer.convert_tokens_to_ids(list("0123456789"))] *= 4
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return model
+
+
+def make_checkpoint(folder: str | Path, **shape) -> str:
+    """Write what [`make_model`] makes; returns its path."""
+    make_model(**shape).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return str(folder)
 
 

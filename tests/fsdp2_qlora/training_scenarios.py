@@ -7,6 +7,7 @@ import runpy
 import sys
 
 import torch
+from torch.distributed.tensor import DTensor
 from trl import SFTConfig
 
 from tests.fsdp2_qlora import tiny
@@ -24,6 +25,7 @@ from tests.fsdp2_qlora.parts import (
     reward,
 )
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.checkpoints.checkpoints import checkpoints_in, why_incomplete
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 
 GRPO_OPTIONS = {
@@ -152,6 +154,26 @@ def by_name(model_path, out, world_size, double=1, stored="", experts=0, **optio
     gathers = [step.gathers for step in counted.steps]
     found = {"meta": meta, "gathers": gathers, "longest": longest, "first_logits": first.logits}
     return {**result(trainer, record), **found}
+
+
+def in_memory(_model_path, out, world_size, full=0):
+    """A model object that no folder has the weights of, saved after every step; its third step in a resumed run."""
+    for steps in (2, 3):
+        arguments = common(out, world_size, num_generations=4, max_completion_length=16, max_steps=steps)
+        record = Record()
+        trainer = FixedCompletions(
+            model=tiny.make_model(),
+            reward_funcs=reward,
+            args=EfficientGRPOConfig(**arguments | {"save_strategy": "steps", "save_steps": 1}),
+            train_dataset=tiny.prompt_data(32),
+            peft_config=None if int(full) else tiny.lora(init_lora_weights=False),
+            processing_class=tiny.make_tokenizer(),
+            callbacks=[record],
+        )
+        trainer.train(resume_from_checkpoint="auto")
+    found = [why_incomplete(path) for path in checkpoints_in(out)]
+    sharded = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    return {"incomplete": found, "gradients": record.gradients, "dtensors": sharded}
 
 
 def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1):

@@ -29,6 +29,7 @@ SCENARIOS = {
         training.sft,
         training.grpo,
         training.by_name,
+        training.in_memory,
         training.recipe,
         other.empty_rank,
         other.publish,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import get_peft_model
+from torch.distributed.fsdp import FSDPModule
 
 from tests.tiny import lora
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, cascade
@@ -158,6 +159,19 @@ def test_gradients_are_left_alone_under_an_engine_with_its_own_backward(monkeypa
     assert sharing.active()
     next(model.parameters()).ds_id = 0  # what ZeRO-3 puts on each parameter
     assert not compares_gradients(model)
+
+
+def test_another_release_of_torch_runs_padded_under_fsdp2(monkeypatch):
+    """Where FSDP2's private parts differ, none of them is touched: this model has no state of FSDP2 at all."""
+    model, sharing = prepared()
+    model.__class__ = type("Sharded", (FSDPModule, type(model)), {})
+    expected = stock_log_probs(model, *awkward_batch())[0]
+    monkeypatch.setattr(
+        "trl_fsdp_qlora.prefix_sharing.sharing.misfit", lambda: "torch 9.9 has no FSDPState._lazy_init"
+    )
+    found, padded = one_pass(model, sharing)
+    assert torch.equal(found, expected) and padded == 1
+    assert "torch 9.9 has no FSDPState._lazy_init" in sharing.describe()
 
 
 def test_gradients_are_compared_though_values_were():

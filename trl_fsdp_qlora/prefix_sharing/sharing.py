@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ..compat.fsdp import forget_forward
+from ..compat.fsdp import forget_forward, misfit
 from ..errors import UserError
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
@@ -230,6 +231,8 @@ class PrefixSharing:
 
         Again before the first pass with gradients where that was one without, and with nested rows before the first of those.
         """
+        if isinstance(request.model, FSDPModule) and misfit() is not None:
+            return self._give_up(request.role, f"{misfit()}, which the comparison of gradients under FSDP2 needs")
         state = self._states[request.role]
         nests = request.nested and state.pairs_per_token is not None and not self.expects_images
         gradients, device = compares_gradients(request.model), request.input_ids.device
