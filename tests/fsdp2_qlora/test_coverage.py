@@ -2,22 +2,30 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    Qwen3MoeConfig,
+)
 
 from trl_fsdp_qlora.fsdp2_qlora.coverage import experts_in_16_bit
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 
 pytest.importorskip("bitsandbytes")
 
+TINY = Qwen3MoeConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_experts=4,
+    num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+)  # fmt: skip
+
 
 def test_what_four_bits_leave_of_experts_is_what_bitsandbytes_leaves(tmp_path):
     """Counted over the weights that bitsandbytes' own state says it has packed."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_experts=4,
-        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(TINY).save_pretrained(tmp_path)
     with torch.device("meta"):
         dense = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert experts_in_16_bit(dense) is None  # nothing is asked to be in 4 bit
@@ -29,7 +37,34 @@ def test_what_four_bits_leave_of_experts_is_what_bitsandbytes_leaves(tmp_path):
     experts = sum(p.numel() for name, p in dense.named_parameters() if ".experts." in name)
     assert 0 < packed < total and experts > 0
     said = f"{2 * experts / 2**30:.2f} GiB of experts stay in 16 bit: 4-bit covers {100 * packed / total:.1f}% of the weights"
-    assert experts_in_16_bit(loaded).startswith(said)
+    assert experts_in_16_bit(loaded).startswith(said) and "experts_in_4bit()" in experts_in_16_bit(loaded)
     with experts_in_4bit():
         whole = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit)
     assert experts_in_16_bit(whole) is None
+
+
+def test_eight_bits_leave_experts_too(tmp_path):
+    AutoModelForCausalLM.from_config(TINY).save_pretrained(tmp_path)
+    with experts_in_4bit():
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+        )
+    line = experts_in_16_bit(loaded)
+    assert "8-bit covers" in line and "load_in_4bit by the model's name packs experts, too" in line
+
+
+def test_experts_of_another_kind_are_named_and_convolutions_are_none(tmp_path):
+    llama4 = Llama4TextConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=2,
+    )  # fmt: skip
+    mamba = MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, state_size=8)
+    lines = []
+    for name, config in (("llama4", llama4), ("mamba", mamba)):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        with experts_in_4bit():
+            loaded = AutoModelForCausalLM.from_pretrained(
+                tmp_path / name, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+            )
+        lines.append(experts_in_16_bit(loaded))
+    assert "Llama4TextExperts holds has no 4-bit form here" in lines[0] and lines[1] is None

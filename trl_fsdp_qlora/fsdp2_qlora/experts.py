@@ -91,7 +91,11 @@ class PackedExperts(nn.Module):
     def _project(self, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
         weight, state = self._views(name, expert)
         bias = getattr(self, f"{name}_bias", None) if self.has_bias else None
-        out = matmul_4bit(x, weight, bias=None if bias is None else bias[expert].to(x.dtype), quant_state=state)
+        bias = None if bias is None else bias[expert].to(x.dtype)
+        if x.device.type == "cpu" and state.shape[1] % state.blocksize:
+            out = nn.functional.linear(x, _dequantize(weight, state).to(x.dtype), bias)
+        else:
+            out = matmul_4bit(x, weight, bias=bias, quant_state=state)
         for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
             low = nn.functional.linear(x.to(rhs_ERI.dtype), rhs_ERI[expert])
             out = out + scaling * nn.functional.linear(low, lhs_EOR[expert]).to(out.dtype)
@@ -102,9 +106,15 @@ class PackedExperts(nn.Module):
 
     def dense(self, name: str) -> torch.Tensor:
         """A projection's weights as numbers, in transformers' own orientation: `(experts, out, in)`, or transposed."""
-        rows = [dequantize_4bit(*self._views(name, expert)) for expert in range(self.num_experts)]
+        rows = [_dequantize(*self._views(name, expert)) for expert in range(self.num_experts)]
         weight = torch.stack(rows)
         return weight.transpose(1, 2).contiguous() if self.is_transposed else weight
+
+
+def _dequantize(weight: torch.Tensor, state: QuantState) -> torch.Tensor:
+    # As one row: bitsandbytes 0.50's AVX-512 kernel gives wrong weights for rows of 16, 48 or 80, but not of 64.
+    shape, state.shape = state.shape, torch.Size((1, state.shape.numel()))
+    return dequantize_4bit(weight, state).view(shape)
 
 
 @cache
@@ -154,6 +164,11 @@ def _convert(module: nn.Module, config) -> None:
 
 class ExpertsQuantizer(Bnb4BitHfQuantizer):
     """Transformers' 4-bit loading, for experts too."""
+
+    def get_modules_to_not_convert(self, *args, **kwargs):
+        found = super().get_modules_to_not_convert(*args, **kwargs)
+        # One number a token weighs the shared expert, as a router's do; a stored checkpoint says itself what it packed.
+        return found if self.pre_quantized else [*found, "shared_expert_gate"]
 
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
         super()._process_model_before_weight_loading(model, device_map, **kwargs)

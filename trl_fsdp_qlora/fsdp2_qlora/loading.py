@@ -56,7 +56,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
         trainer with [`ShardedQLoRAMixin`], or to an accelerator after [`shard_quantized_base`].
 
     Raises:
-        ValueError: the checkpoint is not quantized and no 4-bit configuration was given.
+        ValueError: the checkpoint is not quantized and no 4-bit configuration was given, or it is quantized by something else.
     """
     dtype = from_pretrained.pop("dtype", torch.bfloat16)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
@@ -66,6 +66,12 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
         model_id, **{k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
     )
     stored = getattr(config, "quantization_config", None)
+    method = "bitsandbytes" if stored is None else stored.get("quant_method", "bitsandbytes")
+    if method != "bitsandbytes":
+        raise ValueError(
+            f"{model_id} is quantized by {method}, which bitsandbytes cannot pack again: take the checkpoint in 16 bit that it "
+            "was made from, or one that bitsandbytes has quantized to 4 bits"
+        )
     if stored is None and not getattr(quantization_config, "load_in_4bit", False):
         raise ValueError(
             f"{model_id} is not quantized and quantization_config is {quantization_config!r}; pass "
