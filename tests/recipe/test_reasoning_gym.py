@@ -25,9 +25,10 @@ def arguments(dataset=SUMS, rewards=("reasoning_gym",), **more):
 
 def test_problems_are_the_generators_own():
     theirs = gym.create_dataset("chain_sum", max_terms=3, seed=0, size=40)
-    for problem in read_problems(SUMS):
+    for problem in read_problems(SUMS, whole_rows=True):
         entry = theirs[problem["row"]]
         assert (problem["question"], problem["answer"]) == (entry["question"], entry["answer"])
+        assert theirs.score_answer(problem["columns"]["answer"], entry) == 1
         assert json.loads(problem["difficulty"]) == json.loads(json.dumps(entry["metadata"]["difficulty"]))
 
 

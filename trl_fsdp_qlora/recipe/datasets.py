@@ -111,7 +111,8 @@ def read_problems(
         trl_fsdp_qlora.recipe.answers.UnparsableGoldAnswer: names the row.
     """
     if reasoning_gym.is_generated(source):
-        return reasoning_gym.read_problems(source, split)
+        problems = reasoning_gym.read_problems(source, split)
+        return [{**problem, "columns": problem} for problem in problems] if whole_rows else problems
     rows = [dict(row) for row in _rows(source, split, config)]
     if len(rows) == 1:  # of a JSON file with an object that holds the list, {"data": [...]}
         lists = [

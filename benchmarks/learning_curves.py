@@ -1,0 +1,283 @@
+"""What a real model learns per second: this package's trainers and stock TRL's on problems of reasoning-gym, picture and table.
+
+    python benchmarks/learning_curves.py run --method grpo --seed 0 --model HuggingFaceTB/SmolLM2-135M-Instruct --seconds 150
+    python benchmarks/learning_curves.py report       # of every run in --runs: the table, the JSON and the picture
+
+Every trainer has the settings of recipes/SmolLM2-135M-Instruct/grpo/config_chain_sum.yaml, the same prompts in the same order and
+the same reward. Seconds are the training process's own on a processor (`time.process_time`) with one thread, from the
+beginning of an optimizer step to its end, rollouts included, measuring and saving not: on a machine with other work on it they say what a
+step costs, and wall seconds say what else ran. Both are kept. A*-PO's seconds include its first stage.
+
+What is measured, every `--every` seconds: 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is chosen by it:
+the settings are the same for all, and a curve ends where its seconds end. A run that was interrupted goes on with the same line.
+"""
+
+import argparse
+import json
+import re
+import resource
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from trl_fsdp_qlora.publishing.card import hardware, software
+from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.recipe.reasoning_gym import accepts
+from trl_fsdp_qlora.recipe.rewards import get_reward
+from trl_fsdp_qlora.recipe.stats import wilson_interval
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "smollm2_chain_sum.json"
+SOURCE = "reasoning_gym:chain_sum(min_terms=2, max_terms=2, min_digits=2, max_digits=2)"
+MEASURED = 300
+LENGTH = 5  # tokens of a completion
+METHODS = {
+    "grpo": "GRPO, this package",
+    "stock": "GRPO, stock TRL",
+    "s_grpo": "S-GRPO",
+    "t_spmo": "T-SPMO",
+    "a_star_po": "A*-PO",
+}
+# What each method changes of GRPO's settings. Stock TRL takes 10 GB for the 128 rows of a step at once (this package 1.8), so it
+# gets them in four parts; generation is not cut. A*-PO draws one completion per prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
+CHANGES: dict[str, dict[str, Any]] = {
+    "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
+    "s_grpo": {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
+}
+KEPT = (
+    "reward",
+    "entropy",
+    "frac_reward_zero_std",
+    "loss",
+    "grad_norm",
+    "num_tokens",
+    "tokens/scored_share",
+    "step_time",
+)
+
+
+def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
+    """Greedy completions: right ones by the verifier on the first line (strict), and with the answer among the numbers (lenient)."""
+    texts, was_training = [], model.training
+    model.eval()
+    with torch.inference_mode():
+        for start in range(0, len(problems), 100):
+            batch = problems.select(range(start, min(start + 100, len(problems))))
+            inputs = tokenizer(batch["prompt"], return_tensors="pt", padding=True)
+            ids = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+            texts += tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    model.train(was_training)
+    first_lines = [text.strip().split("\n", 1)[0].strip() for text in texts]
+    strict = sum(accepts(entry)(line) for entry, line in zip(problems["entry"], first_lines, strict=True))
+    lenient = sum(gold in re.findall(r"-?\d+", text) for gold, text in zip(problems["answer"], texts, strict=True))
+    return {"strict": strict, "lenient": lenient, "n": len(texts)}
+
+
+class Curve(TrainerCallback, ExportableState):
+    """Measures every so many seconds of training, and stops it when they are spent."""
+
+    def __init__(self, folder: Path, seconds: float, every: float, stage_one: bool, measured):
+        self.folder, self.seconds, self.every, self.measured = folder, seconds, every, measured
+        self.stage_one = stage_one
+        self.cpu = self.wall = 0.0
+        self.start()
+
+    def state(self) -> dict:
+        return {"args": {}, "attributes": {"cpu": self.cpu, "wall": self.wall}}
+
+    def start(self) -> None:
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def spent(self) -> tuple[float, float]:
+        return time.process_time() - self._cpu, time.perf_counter() - self._wall
+
+    def write(self, name: str, state, **values) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        row = {
+            "step": state.global_step,
+            "cpu": round(self.cpu, 2),
+            "wall": round(self.wall, 2),
+            "peak_mib": peak,
+            **values,
+        }
+        with open(self.folder / name, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        kept = state.stateful_callbacks.setdefault("Curve", self.state())
+        self.cpu, self.wall = kept["attributes"]["cpu"], kept["attributes"]["wall"]
+        if state.global_step == 0:
+            if self.stage_one:
+                self.cpu, self.wall = self.spent()
+            self.write("points.jsonl", state, **self.measured())
+        self.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        cpu, wall = self.spent()
+        due = (self.cpu + cpu) // self.every > self.cpu // self.every
+        self.cpu, self.wall = self.cpu + cpu, self.wall + wall
+        if self.cpu >= self.seconds:
+            control.should_training_stop = control.should_save = due = True
+        if due:
+            self.write("points.jsonl", state, **self.measured())
+        self.start()
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.write("steps.jsonl", state, **{name: logs[name] for name in KEPT if name in logs})
+
+    def on_save(self, args, state, control, **kwargs):
+        self.start()
+
+
+def run(method: str, seed: int, model: str, seconds: float, every: float, folder: Path) -> None:
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    train = to_prompts(read_problems(SOURCE), chat=False)
+    test = to_prompts(read_problems(SOURCE, "test")[:MEASURED], chat=False)
+    settings = {
+        "output_dir": str(folder), "seed": seed, "per_device_train_batch_size": 128, "num_generations": 8,
+        "max_completion_length": LENGTH, "learning_rate": 2e-4, "lr_scheduler_type": "constant", "beta": 0.0,
+        "max_steps": 10_000, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1,
+        "save_steps": 10, "save_total_limit": 1, "report_to": "none", "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": "float32"},
+    }  # fmt: skip
+    settings.update(CHANGES.get(method, {}))
+    if method == "stock":
+        from trl import GRPOConfig as Config
+        from trl import GRPOTrainer as Trainer
+    elif method == "t_spmo":
+        from trl_fsdp_qlora import TSPMOConfig as Config
+        from trl_fsdp_qlora import TSPMOTrainer as Trainer
+    elif method == "a_star_po":
+        from trl_fsdp_qlora import AStarPOConfig as Config
+        from trl_fsdp_qlora import AStarPOTrainer as Trainer
+
+        train = train.select(range(512))
+        del settings["num_generations"], settings["beta"]
+        settings |= {"value_samples": 8, "value_batch_size": 128, "value_cache": str(folder / "values")}
+        settings |= {"value_estimator": "log_mean_exp", "objective": "regression", "per_device_train_batch_size": 64}
+    else:
+        from trl_fsdp_qlora import EfficientGRPOConfig as Config
+        from trl_fsdp_qlora import EfficientGRPOTrainer as Trainer
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    padded = AutoTokenizer.from_pretrained(model, padding_side="left")
+    trainer = Trainer(
+        model,
+        get_reward("reasoning_gym", "first_line"),
+        Config(**settings),
+        train,
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    curve = Curve(folder, seconds, every, method == "a_star_po", lambda: measure(trainer.model, padded, test))
+    trainer.add_callback(curve)
+    about = {"method": method, "seed": seed, "dataset": SOURCE, "hardware": hardware(), "software": software()}
+    (folder / "about.json").write_text(json.dumps(about))
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
+
+
+def read_runs(folder: Path) -> list[dict[str, Any]]:
+    """What `run` left in the folders of `folder`: of a step that an interruption repeated, the last."""
+    runs = []
+    for path in sorted(folder.glob("*/points.jsonl")):
+        rows = {
+            name: list(
+                {row["step"]: row for row in map(json.loads, (path.parent / name).read_text().splitlines())}.values()
+            )
+            for name in ("points.jsonl", "steps.jsonl")
+        }
+        about = json.loads((path.parent / "about.json").read_text())
+        runs.append({**about, "points": rows["points.jsonl"], "steps": rows["steps.jsonl"]})
+    return sorted(runs, key=lambda each: (list(METHODS).index(each["method"]), each["seed"]))
+
+
+def percent(point: dict[str, Any]) -> str:
+    low, high = wilson_interval(point["strict"], point["n"])
+    return f"{100 * point['strict'] / point['n']:.1f}% ({100 * low:.1f}–{100 * high:.1f})"
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"| method | seed | steps | CPU seconds | completions drawn | tokens in the loss | greedy accuracy, n={MEASURED} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in runs:
+        first, last = each["points"][0], each["points"][-1]
+        shares = [step["tokens/scored_share"] for step in each["steps"] if "tokens/scored_share" in step]
+        share = f"{100 * sum(shares) / len(shares):.0f}%" if shares else "all"
+        drawn = 64 * last["step"] + 8 * 512 if each["method"] == "a_star_po" else 128 * last["step"]
+        lines.append(
+            f"| {METHODS[each['method']]} | {each['seed']} | {last['step']} | {last['cpu']:.0f} | {drawn:,} | {share} | "
+            f"{percent(first)} → {percent(last)} |"
+        )
+    return lines
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
+    for each in runs:
+        points, number = each["points"], list(METHODS).index(each["method"])
+        shares = [100 * point["strict"] / point["n"] for point in points]
+        bounds = [wilson_interval(point["strict"], point["n"]) for point in points]
+        axes.errorbar(
+            [point["cpu"] / 60 for point in points],
+            shares,
+            [
+                [share - 100 * low for share, (low, _) in zip(shares, bounds, strict=True)],
+                [100 * high - share for share, (_, high) in zip(shares, bounds, strict=True)],
+            ],
+            marker="o",
+            capsize=3,
+            color=f"C{number}",
+            linestyle="-" if each["seed"] == 0 else "--",
+            label=f"{METHODS[each['method']]}, seed {each['seed']}",
+        )
+    axes.set_title("SmolLM2-135M, sums and differences of two-digit numbers, LoRA, one CPU thread", fontsize=10)
+    axes.set_xlabel("minutes of one processor core spent in training")
+    axes.set_ylabel(f"held-out problems solved, greedy, % (n={MEASURED})")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument("--method", choices=list(METHODS), default="grpo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--every", type=float, default=50.0)
+    parser.add_argument("--runs", type=Path, default=Path("runs/chain_sum"))
+    parser.add_argument("--note", default="", help="what else ran on the machine, for the JSON")
+    args = parser.parse_args()
+    if args.what == "run":
+        folder = args.runs / f"{args.method}-{args.seed}"
+        run(args.method, args.seed, args.model, args.seconds, args.every, folder)
+        return
+    runs = read_runs(args.runs)
+    if not runs:
+        sys.exit(f"error: no run in {args.runs}")
+    print("\n".join(table(runs)))
+    RESULTS.write_text(
+        json.dumps({"date": date.today().isoformat(), "note": args.note, "runs": runs}, indent=1) + "\n"
+    )
+    draw(runs, RESULTS.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
