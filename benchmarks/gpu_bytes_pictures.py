@@ -11,9 +11,16 @@ import sys
 from math import prod
 from pathlib import Path
 
-from rollouts_vllm_pictures import axes_of
-
 GIB = 2**30
+
+
+def axes_of(width: float, height: float, columns: int = 1):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(1, columns, figsize=(width, height), layout="constrained")
 
 
 def cell(row: dict | None) -> str:

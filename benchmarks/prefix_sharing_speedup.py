@@ -1,4 +1,4 @@
-"""Time and saved bytes of `compute_loss` + backward: this package against stock TRL and against PrefixGrouper.
+"""Time and saved bytes of `compute_loss` + backward: this package against stock TRL.
 
     python benchmarks/prefix_sharing_speedup.py                 # the table of the documentation, two CPU threads, minutes
     python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and completions
@@ -184,12 +184,6 @@ def main() -> None:
         trainers = {"stock": make_trainer(GRPOTrainer, model, "off", args, group)}
         for backend in args.backends:
             trainers[backend] = make_trainer(EfficientGRPOTrainer, model, backend, args, group)
-        if importlib.util.find_spec("prefix_grouper") is None:
-            print("prefix-grouper is not installed and left out: pip install prefix-grouper")
-        else:
-            from prefix_grouper_trainer import PrefixGrouperTrainer
-
-            trainers["prefix_grouper"] = make_trainer(PrefixGrouperTrainer, model, "off", args, group)
         return trainers
 
     points = CPU_POINTS if args.device == "cpu" else CUDA_POINTS

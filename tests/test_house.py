@@ -134,7 +134,7 @@ def test_what_is_imported_is_declared():
     declared = {canonical(Requirement(line).name) for line in [*project["dependencies"], *extras]}
     distributions = packages_distributions()
     own = {PACKAGE.name, *(path.stem for path in BENCHMARKS)}
-    contestants = {"prefix_grouper", "unsloth"}  # of a benchmark, which says so when it is not there
+    contestants = {"unsloth"}  # of a benchmark, which says so when it is not there
     optional = {"triton"}  # comes with torch's CUDA build; `scoring/head_choice.py` asks whether it is there
     undeclared = {}
     for path in [*FILES, *(ROOT / "recipes").glob("*.py"), *BENCHMARKS]:

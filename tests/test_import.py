@@ -48,7 +48,7 @@ def test_recipes_and_plans_need_no_optional_package(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["_fsdp_common", "_fsdp_collectives", "_fsdp_param"])
+@pytest.mark.parametrize("name", ["_fsdp_common", "_fsdp_param"])
 def test_the_trainer_can_be_imported_where_a_private_module_of_fsdp_differs(name):
     """Used by name where FSDP2 is switched on, and nowhere else."""
     code = (

@@ -34,18 +34,17 @@ def test_a_kernel_out_of_memory_leaves_the_point_to_the_others(lm_head, tmp_path
             raise torch.OutOfMemoryError(FULL)
         return stock(hidden_NH, weight_VH, targets_N)
 
-    monkeypatch.setattr(lm_head, "stock", short)
+    monkeypatch.setitem(lm_head.KERNELS, "trl", short)
     lm_head.main()
     assert sorted(set(on_disk)) == [0, 1, 2], "what a killed call would have left"
     first, middle, last = rows_of(tmp_path)
     for row in (first, last):
         assert "out_of_memory" not in row and row["seconds_trl"] > 0 and row["max_delta_log_prob"] < 1e-4
-    assert middle["out_of_memory"] == ["trl"] and middle["fastest"] == "ours"
+    assert middle["out_of_memory"] == ["trl"]
     assert middle["seconds_ours"] > 0 and middle["peak_bytes_ours"] > 0
     assert not {"seconds_trl", "speedup", "max_delta_log_prob"} & middle.keys()
     said = capsys.readouterr().out
     assert "trl: out of memory: CUDA out of memory. Tried to allocate 200.00 GiB." in said and "more lines" not in said
-    assert lm_head.verdict([middle]).startswith("'frozen' is the fastest at every point")
 
 
 def test_a_point_out_of_memory_is_a_row(lm_head, tmp_path, monkeypatch, capsys):
@@ -62,7 +61,6 @@ def test_a_point_out_of_memory_is_a_row(lm_head, tmp_path, monkeypatch, capsys):
     assert first == {"tokens": 8, "hidden": 4, "vocabulary": 32, "dtype": "float32", "out_of_memory": ["ours", "trl"]}
     assert last["speedup"] > 0
     assert "N 8, V 32: out of memory" in capsys.readouterr().out
-    assert lm_head.verdict([first]).startswith("nothing was measured: AUTO_ON_GPU stays")
 
 
 def test_what_ran_out_of_memory_holds_nothing_afterwards():

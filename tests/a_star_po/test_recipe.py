@@ -1,6 +1,5 @@
 """`recipes/a_star_po.py` as a command, its YAML files, and the table of the speed-up study."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -75,25 +74,3 @@ def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
     third = run("--stage", "estimate", cache="file")
     assert third.returncode == 2
     assert third.stderr.strip().splitlines()[-1].endswith("name a folder")
-
-
-def test_table_of_the_speed_up_study():
-    spec = importlib.util.spec_from_file_location("speedup", ROOT / "benchmarks" / "a_star_po_speedup.py")
-    speedup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(speedup)
-    one = {"processes": 1, "batch": 16, "steps": 10, "training_seconds": 30.0, "load": 1.0}
-    one["seconds"] = dict.fromkeys(speedup.PHASES, 0.0) | {"V* sampling": 60.0, "evaluation": 10.0}
-    two = {"processes": 2, "batch": 16, "steps": 10, "training_seconds": 20.0, "load": 2.0}
-    two["seconds"] = dict.fromkeys(speedup.PHASES, 0.0) | {"V* sampling": 30.0, "evaluation": 12.5}
-    text = "\n".join(speedup.table([one, two], price=3.6))
-    assert "| speed-up (efficiency), V* sampling | 1.00 (100%) | 2.00 (100%) |" in text
-    assert "| speed-up (efficiency), training | 1.00 (100%) | 1.50 (75%) |" in text
-    assert "| speed-up (efficiency), evaluation | 1.00 (100%) | 0.80 (40%) |" in text
-    assert "| whole run, s | 100.00 | 62.50 |" in text
-    assert "| cost at 3.60 a device-hour | 0.10 | 0.12 |" in text
-    path = next(str(path) for path in RECIPES if path.name == "config_report_1gpu.yaml")
-    argv = ["--config", path, "--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]
-    for processes, expected in ((1, ["4", "4"]), (2, ["4", "2"]), (4, ["4", "1"]), (8, ["2", "1"])):
-        assert speedup.divided(processes, argv)[1::2] == expected
-    with pytest.raises(SystemExit, match="cannot be divided"):
-        speedup.divided(64, argv)

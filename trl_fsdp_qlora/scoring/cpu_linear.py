@@ -2,7 +2,7 @@
 
 Torch hands float32 products to MKL on x86, and to oneDNN, which is in the same wheel, only under its compiler, by the
 private operator borrowed here. On AMD's processors MKL takes slower kernels, about half as fast at the sizes that matter
-(`benchmarks/onednn_products.py`). A LoRA layer runs five small operations beside its base; without gradients one product
+(docs/LOG.md). A LoRA layer runs five small operations beside its base; without gradients one product
 and one that is added to the base's output in place do. Sums run in another order, so outputs differ by a few units in the
 last place of the largest term. Weights are neither copied nor changed.
 """
