@@ -42,6 +42,7 @@ def test_by_hand_and_without_a_finalizer():
     leave_groups_that_are_gone(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=None)))
 
 
+@pytest.mark.processes
 def test_the_trainer_is_imported_whatever_trls_experiments_and_vllm_code_are():
     script = """
 import sys

@@ -95,6 +95,7 @@ def test_verls_format_is_right_where_verls_scorer_is(text, gold):
         assert answers.answers_match(found_here, right) is expected
 
 
+@pytest.mark.processes  # math-verify's
 def test_gsm8k_gold_and_latex_gold():
     pytest.importorskip("math_verify")
     assert answers.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72

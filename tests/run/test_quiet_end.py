@@ -53,6 +53,34 @@ def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+_COMMAND = "from trl_fsdp_qlora.__main__ import main\nmain(['plan', '--max_steps', '1'])"
+_RECIPE = """
+from types import SimpleNamespace as Is
+from trl_fsdp_qlora.planning import beside
+beside.make_plan, beside.longest_prompt = plan.make_plan, lambda *_: 9
+beside.plan_first(Is(require_fit=False), Is(deepspeed_plugin=None), None, [], None)
+"""
+
+
+@pytest.mark.parametrize("planned", [_COMMAND, _RECIPE])
+def test_ctrl_c_while_a_plan_is_made_is_not_lost_in_a_callback(planned):
+    """Where an exception of Python's is only reported, as in those of fake tensors."""
+    code = """
+import os, signal
+from trl_fsdp_qlora.planning import plan
+class Pressed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        str(self)
+def make_plan(*_, **__):
+    Pressed()
+    os._exit(3)
+plan.make_plan = make_plan
+"""
+    status, said = ended("-c", code + planned)
+    assert (status, said.splitlines()[-1:]) == (130, ["stopped"])
+
+
 @pytest.mark.parametrize("words", [["-m", "trl_fsdp_qlora", "--help"], ["-m", "trl_fsdp_qlora", "config"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_nobody_reads_on(words, unbuffered):

@@ -12,6 +12,7 @@ from trl import ModelConfig
 from ..recipe.arguments import ConfigError, ScriptArguments
 from ..recipe.script import say
 from ..run.nonfatal import nonfatal
+from ..run.quiet_end import stop_at_once, stop_by_exception
 from .plan import PROCESS, ROOM, Plan, amount, make_plan
 
 _PROMPTS = 64  # training prompts whose lengths are looked at
@@ -43,9 +44,12 @@ def plan_first(
         try:
             longest = longest_prompt(tokenizer, train)
             source = f"the longest of the first {min(_PROMPTS, len(train))} training prompts"
+            stop_at_once()  # on fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there
             plan = make_plan((config, model), prompt_tokens=longest, prompt_source=source)
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        finally:
+            stop_by_exception()
     refusal = [None]
     if plan is not None and not plan.fits:
         refusal[0] = (
