@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ from peft import LoraConfig
 from PIL import Image
 from trl import GRPOTrainer
 
+from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, images
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
@@ -275,6 +277,27 @@ def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch
     assert len(seen) == 4  # prompts with images; of five groups one has none
     sharing.forget_images()
     assert sharing._states["policy"].tower.bytes == 0
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_images_of_which_nothing_is_scored(frozen):
+    model, ids, mask, vision = with_images("qwen3_vl")
+    if frozen:
+        freeze_tower(model)
+    sharing, stock = prepared(model), Stock(model)
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    sharing.log_probs(request, stock)
+    values, figures = sharing.log_probs(
+        replace(request, scored_BC=torch.zeros_like(ids[:, -COMPLETION:]).bool()), stock
+    )
+    assert figures and not values[0].any()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_two_ranks_equal_one_process(name, wrapper):
+    launch(Path(__file__).with_name("images_worker.py"), name, wrapper, timeout=120)
 
 
 def test_features_are_kept_within_a_number_of_bytes(monkeypatch):

@@ -182,7 +182,14 @@ def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any
     """TRL's vision arguments for some rows of a batch: pixels and grids per image, everything else per row."""
     apart, rows = split_pixel_values_by_grid(vision), [int(row) for row in rows]
     chosen = {n: x[rows] if isinstance(x, torch.Tensor) else [x[row] for row in rows] for n, x in apart.items()}
-    return unsplit_pixel_values_by_grid(chosen)
+    return joined_images(chosen)
+
+
+def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
+    """`unsplit_pixel_values_by_grid`; without pixels where no row has an image, which a vision tower does not take."""
+    if batch.get("num_images") is not None and not any(batch["num_images"]):
+        return {n: x for n, x in batch.items() if not n.startswith(("pixel_", "image_", "num_", "spatial_"))}
+    return unsplit_pixel_values_by_grid(batch)
 
 
 def counts_experts(text_config: PretrainedConfig) -> bool:

@@ -61,7 +61,7 @@ def shuffle_groups(
 def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: int, rank: int, count: int) -> list:
     """`count` slices of this rank's part of a generation batch, its groups shuffled; as TRL slices it otherwise.
 
-    Pixels are lists with an entry per row, to be put together by `unsplit_pixel_values_by_grid` when a slice is used: TRL's
+    Pixels are lists with an entry per row, to be put together by `joined_images` when a slice is used: TRL's
     batch has them once per completion, this one once per prompt.
     """
     apart = split_pixel_values_by_grid(batch)

@@ -19,7 +19,7 @@ from ..compat.trl import (
     SAMPLED_LOGPS,
     SAMPLING_METRICS,
     counts_experts,
-    unsplit_pixel_values_by_grid,
+    joined_images,
 )
 from ..fsdp2_qlora.coverage import experts_in_16_bit
 from ..fsdp2_qlora.loading import experts_in_4bit
@@ -150,7 +150,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             self._add_metrics(self.clock.efficiency(counts))
             rank, slices = self.accelerator.process_index, self.args.steps_per_generation
             self._buffered_inputs = micro_batches(batch, self.num_generations, rank, slices)
-        return unsplit_pixel_values_by_grid(self._buffered_inputs[self._step % self.args.steps_per_generation])
+        return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
 
     def _generate_and_score_completions(self, inputs):
         # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can wait.

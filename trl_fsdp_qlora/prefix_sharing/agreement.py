@@ -12,6 +12,12 @@ def is_main_rank() -> bool:
     )
 
 
+def ranks() -> int:
+    """How many processes compute together."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
+
+
 def largest_over_ranks(values: list[int], device: torch.device) -> list[int]:
     """Element-wise maximum over ranks; the values themselves in a single process. Every rank has to call it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from ..compat.trl import rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
+from .agreement import largest_over_ranks
 from .layout import PackedLayout
 
 # What a model takes per image, and per token of a row.
@@ -106,12 +107,15 @@ def positions(model: PreTrainedModel, request, layout: PackedLayout, heads: np.n
     return position_ids.flatten(1)[:, index].unsqueeze(1)
 
 
+def root_rows(layout: PackedLayout) -> list[int]:
+    """Rows of the batch whose prompts stand in the packed row, in its order; none where nothing is scored in it."""
+    return layout.root_rows.tolist() if layout.tokens > 1 else []
+
+
 def model_inputs(request, layout: PackedLayout) -> dict[str, torch.Tensor]:
     """What the model takes beside tokens and positions: each prompt's pixels once, and what it has per token."""
-    chosen = rows_of_images(request.vision, layout.root_rows.tolist())
+    chosen = rows_of_images(request.vision, root_rows(layout))
     inputs = {name: chosen[name] for name in PER_IMAGE if name in chosen}
-    if not len(inputs["pixel_values"]):  # prompts without images
-        inputs = {}
     index = to_device(
         torch.from_numpy(layout.row_T * request.input_ids.shape[1] + layout.column_T), request.input_ids.device
     )
@@ -119,6 +123,57 @@ def model_inputs(request, layout: PackedLayout) -> dict[str, torch.Tensor]:
         name: request.vision[name].flatten()[index].unsqueeze(0) for name in PER_TOKEN if name in request.vision
     }
     return inputs
+
+
+def features_of(inner: torch.nn.Module, vision: dict[str, Any]) -> ModelOutput:
+    """What the tower makes of the images among a batch's vision arguments."""
+    taken = inspect.signature(inner.get_image_features).parameters
+    images = {name: vision[name] for name in PER_IMAGE if name in vision and name in taken}
+    return inner.get_image_features(**images, return_dict=True)
+
+
+class TowerInEveryForward:
+    """Inside, a forward without images runs the tower too, on another prompt's, whose features count zero times.
+
+    Where the tower's weights are sharded or its gradients reduced, ranks meet in it: one whose prompts have no image would
+    leave the others waiting.
+
+    Args:
+        model: without wrappers.
+        request: of this rank's batch; the first prompt with images on any rank gives those of all. Every rank has to call it.
+    """
+
+    def __init__(self, model: PreTrainedModel, request):
+        self.inner, device = model.base_model, request.input_ids.device
+        counts = request.vision.get("num_images") or [int(request.has_images)] * len(request.input_ids)
+        row = next((row for row, count in enumerate(counts) if count), None)
+        rank = torch.distributed.get_rank()
+        (source,) = largest_over_ranks([-1 if row is None else rank], device)
+        mine = rows_of_images(request.vision, [row]) if source == rank else {}
+        sent = [{name: mine[name].cpu() for name in PER_IMAGE if name in mine}]
+        torch.distributed.broadcast_object_list(sent, source, device=device)
+        self.images = {name: value.to(device) for name, value in sent[0].items()}
+
+    def __enter__(self):
+        embeddings = self.inner.get_input_embeddings()
+        self.hooks = [
+            self.inner.register_forward_pre_hook(self._look, with_kwargs=True),
+            embeddings.register_forward_hook(self._run_tower),
+        ]
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()
+
+    def _look(self, module, args, kwargs) -> None:
+        self.wanted = kwargs.get("pixel_values") is None
+
+    def _run_tower(self, module, args, embedded):
+        if not self.wanted:
+            return embedded
+        self.wanted = False
+        nothing = sum(0.0 * part.sum() for part in _tensors(features_of(self.inner, self.images)))
+        return embedded + nothing.to(embedded.dtype)
 
 
 class FrozenTower:
@@ -131,21 +186,24 @@ class FrozenTower:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.inner = model.base_model
+        self.model, self.inner = model, model.base_model
         self.features: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self.bytes = 0
         parameters = inspect.signature(type(model).forward).parameters
         self.takes_features = "mm_encoder_outputs" in parameters
-        decoder = {id(p) for p in model.get_decoder().parameters()}
-        head = model.get_output_embeddings()
-        decoder |= {id(p) for p in head.parameters()} if head is not None else set()
-        self.tower = [p for p in model.parameters() if id(p) not in decoder]
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks meet in the tower: its weights are sharded, or its gradients are reduced."""
+        parts = [self.model.get_decoder(), self.model.get_output_embeddings()]
+        others = {id(p) for part in parts if part is not None for p in part.parameters()}
+        tower = (p for p in self.model.parameters() if id(p) not in others)  # FSDP2 puts others in their place
+        return any(p.requires_grad or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in tower)
 
     @property
     def serves(self) -> bool:
         """Whether features may be computed apart from the model's own forward now."""
-        sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.tower)
-        return self.takes_features and not sharded and not any(p.requires_grad for p in self.tower)
+        return self.takes_features and not self.is_collective
 
     def forget(self) -> None:
         """Give the features' memory back: another generation batch has other images."""
@@ -157,14 +215,8 @@ class FrozenTower:
         found = []
         for row, key in zip(rows, keys, strict=True):
             if key not in self.features:
-                one = rows_of_images(request.vision, [row])
-                images = {name: one[name] for name in PER_IMAGE if name in one}
-                taken = inspect.signature(self.inner.get_image_features).parameters
                 with torch.no_grad(), autocast():
-                    output = self.inner.get_image_features(
-                        **{name: value for name, value in images.items() if name in taken}, return_dict=True
-                    )
-                self._keep(key, output)
+                    self._keep(key, features_of(self.inner, rows_of_images(request.vision, [row])))
             found.append(self.features[key])
             self.features.move_to_end(key)
         return {"image": _joined(found)}
@@ -177,11 +229,15 @@ class FrozenTower:
             self.bytes -= _size(oldest)
 
 
-def _size(value) -> int:
+def _tensors(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
+        return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_size, parts))
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _size(value) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(value))
 
 
 def _joined(outputs: list[ModelOutput]) -> ModelOutput:

@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
 from . import images
-from .agreement import is_main_rank, is_out_of_memory, largest_over_ranks, reason_of
+from .agreement import is_main_rank, is_out_of_memory, largest_over_ranks, ranks, reason_of
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch
 from .dropout import attention_reason, other_dropout, without_dropout
@@ -51,6 +51,7 @@ class _ModelState:
     checked: set[tuple[bool, bool, bool]] = field(default_factory=set)
     images_reason: str | None = None  # why batches with images run padded
     tower: images.FrozenTower | None = None
+    meeting: images.TowerInEveryForward | None = None  # where ranks meet in the tower
 
 
 class PrefixSharing:
@@ -187,6 +188,10 @@ class PrefixSharing:
             self._check_once(request, padded)
         if state.reason is not None:
             return PassResult(padded(request), {})
+        with state.meeting or contextlib.nullcontext():
+            return self._run(request, padded)
+
+    def _run(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> PassResult:
         start = time.perf_counter()
         facts = self._read(request)
         rows = len(request.input_ids)
@@ -247,6 +252,8 @@ class PrefixSharing:
             wanted, with_images = map(bool, largest_over_ranks([int(wanted), int(with_images)], device))
         if not wanted:
             return
+        if with_images and state.meeting is None and ranks() > 1 and state.tower.is_collective:
+            state.meeting = images.TowerInEveryForward(state.base, request)
         with self.autocast():
             half = torch.is_autocast_enabled(device.type)
         dtypes = {torch.get_autocast_dtype(device.type)} if half else state.dtypes
@@ -258,7 +265,7 @@ class PrefixSharing:
             return
         problem = attention_reason(state.base)  # read again: somebody may have set it since
         for nested in {False, nests}:
-            with without_dropout(request.model):
+            with without_dropout(request.model), state.meeting or contextlib.nullcontext():
                 problem = problem or compare(
                     replace(sample, nested=nested),
                     lambda few: self._packed_or_problem(few, padded),
@@ -399,7 +406,7 @@ class PrefixSharing:
         extra = images.model_inputs(request, layout)
         if state.tower.serves:
             counts = request.vision.get("num_images")
-            rows = [row for row in layout.root_rows.tolist() if counts is None or counts[row]]
+            rows = [row for row in images.root_rows(layout) if counts is None or counts[row]]
             keys = rows and [
                 tuple(key) for key in images.fingerprints(images.rows_of_images(request.vision, rows)).tolist()
             ]

@@ -92,7 +92,8 @@ class PassRequest:
     @property
     def has_images(self) -> bool:
         """Whether pictures stand in this batch's prompts: TRL calls a class that could take them a vision model."""
-        return any(name.startswith("pixel_values") for name in self.vision)
+        counts = self.vision.get("num_images")
+        return any(name.startswith("pixel_values") for name in self.vision) and (counts is None or any(counts))
 
     def rows(self, index: list[int]) -> "PassRequest":
         """The same request for some rows, in one forward."""
