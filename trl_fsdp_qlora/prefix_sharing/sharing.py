@@ -136,9 +136,9 @@ class PrefixSharing:
             + [module.compute_dtype for module in base.modules() if hasattr(module, "compute_dtype")]
         )
 
-    def describe(self, role: str = "policy") -> str:
+    def describe(self) -> str:
         """A line for a start-up report: what runs packed, or why not, and what draws differently there."""
-        state = self._states[role]
+        state = self._states["policy"]
         if state.reason is not None:
             return f"prefix sharing: off, {state.reason}"
         notes = [state.recurrent_layers and ONE_LEVEL, state.dropout]
@@ -151,9 +151,9 @@ class PrefixSharing:
             return "on", self.describe()
         return ("off" if self.choice == "off" else "as stock TRL"), f"prefix sharing: {reason}"
 
-    def active(self, role: str = "policy") -> bool:
-        """Whether passes of this model run packed."""
-        return self._states[role].reason is None
+    def active(self) -> bool:
+        """Whether the policy's passes run packed."""
+        return self._states["policy"].reason is None
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
