@@ -152,3 +152,56 @@ def test_experts_in_4_bits_are_those_that_this_package_loads(tmp_path, nested):
         experts + linear * (1 + 2 / 64 * (1 if nested else 4)), rel=0.02
     )
     assert make_plan(run, hardware="24GB").fits  # its pass is planned, too
+
+
+def test_qwen3_30b_a3b_by_hand(tmp_path):
+    """Weights as the model's card counts them; in 4 bits a byte holds two, each 64 share a byte, each 16384 a float32."""
+    from transformers import Qwen3MoeConfig
+
+    sizes = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    Qwen3MoeConfig(
+        **sizes, **experts, vocab_size=151936, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16"
+    ).save_pretrained(tmp_path)
+    attention = 2048 * 128 * (32 + 4 + 4) + 32 * 128 * 2048
+    packed = 48 * (attention + 128 * 3 * 2048 * 768)
+    others = 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
+    assert packed + others == pytest.approx(30.53e9, rel=0.001)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    fields = {"load_in_4bit": True, "use_bnb_nested_quant": True, "dtype": "bfloat16", "lora_dropout": 0.0}
+    whole = planned(settings(tmp_path, lora_target_modules=targets, **fields))
+    assert whole[model.BASE_4BIT] == pytest.approx(packed / 2, rel=0.03)
+    assert whole[model.STATE] == pytest.approx(packed / 64 + packed / 16384 * 4, rel=0.03)
+    assert whole[model.BASE] == pytest.approx(2 * others, rel=0.03)
+
+
+def test_adapters_on_packed_experts_are_planned(tmp_path):
+    """As PEFT makes them of the same model in 16 bit; their pass needs more bytes than one without."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3MoeConfig
+
+    sizes = {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts, vocab_size=512)).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    wanted = get_peft_model(plain, LoraConfig(r=16, target_modules="all-linear")).get_nb_trainable_parameters()[0]
+    fields = {"load_in_4bit": True, "dtype": "float32", "lora_dropout": 0.0, "lora_r": 16}
+    plans = [
+        make_plan(settings(tmp_path, lora_target_modules=targets, **fields), hardware="24GB")
+        for targets in (["all-linear"], ["q_proj"])
+    ]
+    assert plans[0].parameters[1] == wanted
+    activations = [plan.phases["forward_backward"]["activations"] for plan in plans]
+    assert activations[0] > activations[1]

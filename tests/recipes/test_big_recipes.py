@@ -51,6 +51,11 @@ def granite(shape):
     return tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**shape, **states))
 
 
+def qwen3_moe(shape):
+    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+    return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**shape, **experts))
+
+
 ATTENTION = {"q_proj", "k_proj", "v_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 DELTA_RULE = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
@@ -64,6 +69,7 @@ ARCHITECTURES = {
         lambda shape: tf.LlamaForCausalLM(tf.LlamaConfig(**shape)),
         ATTENTION | {"o_proj"} | MLP,
     ),
+    "Qwen3-30B-A3B-Instruct": (qwen3_moe, ATTENTION | {"o_proj"}),
     "Qwen3.5-4B": (qwen3_5, ATTENTION | {"o_proj"} | MLP | DELTA_RULE),
     "Qwen3.5-9B": (qwen3_5, ATTENTION | {"o_proj"} | MLP | DELTA_RULE),
     "gemma-3-4b-it": (gemma3, ATTENTION | {"o_proj"} | MLP),

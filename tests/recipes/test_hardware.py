@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from trl_fsdp_qlora.planning.plan import make_plan, show
 
@@ -19,7 +19,10 @@ SHAPES = {
     "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False, 7.62),
     "Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False, 32.8),
     "Llama-3.1-70B": (8192, 80, 64, 8, 28672, 128256, False, 70.6),
+    "Qwen3-30B-A3B": (2048, 48, 32, 4, 6144, 151936, False, 30.5),
 }
+# Of the mixture, beside these.
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 
 
 def head(path: Path, field: str) -> str:
@@ -44,11 +47,14 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
     ranks = re.search(r"--num_processes (\d+)", launch)  # a server may have a card of its own
     name = path.parts[-3].removesuffix("-Instruct")
     hidden, layers, heads, kv, inner, vocabulary, tied, billions = SHAPES[name]
-    cls = LlamaConfig if name.startswith("Llama") else Qwen2Config
+    cls, more = LlamaConfig if name.startswith("Llama") else Qwen2Config, {}
+    if name.endswith("A3B"):
+        cls, more = Qwen3MoeConfig, EXPERTS
     cls(
         architectures=[cls.__name__.replace("Config", "ForCausalLM")],
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
         intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768, dtype="bfloat16",
+        **more,
     ).save_pretrained(tmp_path)  # fmt: skip
     plan = make_plan(
         str(path),

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -118,6 +119,15 @@ def test_a_rank_pattern_counts():
 def test_what_vllm_cannot_serve_is_refused_by_name(changes, named):
     with pytest.raises(RolloutError, match=named):
         served_rank(LoraConfig(**{"r": 16, **changes}))
+
+
+def test_all_linear_on_a_mixture_is_refused_as_what_peft_makes_of_it():
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_key_value_heads=2, num_experts=4, vocab_size=32))
+        model = get_peft_model(mixture, LoraConfig(r=8, target_modules="all-linear"))
+    with pytest.raises(RolloutError, match="`all-linear` on a mixture of experts; name linear layers"):
+        served_rank(model.peft_config["default"])
 
 
 def test_trl_refuses_the_same_adapters():

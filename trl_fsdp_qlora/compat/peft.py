@@ -37,19 +37,19 @@ def targets_not_found(error: ValueError) -> bool:
     return "arget modules" in str(error) and "not found" in str(error)
 
 
-def lora_factors_beside_the_weight(module_class: type) -> None:
-    """Let PEFT adapt parameters of `module_class` (`LoraConfig.target_parameters`) that hold no numbers, but packed bytes.
+def lora_factors_beside_the_weight() -> None:
+    """Let PEFT adapt parameters (`LoraConfig.target_parameters`) that hold no numbers, but packed bytes.
 
-    PEFT's `ParamWrapper` reads shape and dtype off the parameter and adds the whole update to it. For a base layer of
-    `module_class` the shape comes from its `layouts`, and the active adapters' factors are handed to it in `lora`.
+    PEFT's `ParamWrapper` reads shape and dtype off the parameter and adds the whole update to it. For a base layer with
+    `layouts` the shape comes from there, and the active adapters' factors are handed to it in `lora`.
     """
-    if getattr(ParamWrapper, "_packed_class", None) is not None:
+    if hasattr(ParamWrapper, "_factors_beside"):
         return
-    ParamWrapper._packed_class = module_class
+    ParamWrapper._factors_beside = True
     stock_features, stock_activate = ParamWrapper._get_in_out_features, ParamWrapper._activate_lora
 
     def packed(self):
-        return isinstance(self.get_base_layer(), module_class)
+        return self.parameter_name in getattr(self.get_base_layer(), "layouts", ())
 
     def features(self, module):
         if not packed(self):
@@ -76,10 +76,11 @@ def lora_factors_beside_the_weight(module_class: type) -> None:
             del base.lora[self.parameter_name]
 
     def factors(self, adapter):
-        """`(experts, out, r)`, `(experts, r, in)` and the scaling; the same weights as `get_delta_weight` multiplies."""
+        """By expert `(out, r)` and `(r, in)`, and the scaling; the same weights as `get_delta_weight` multiplies."""
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         rhs = a.reshape(self.num_experts, -1, a.shape[-1])
         lhs = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
-        return lhs, rhs, self.scaling[adapter]
+        # Not by index: the backward of each would be as large as all experts' gradients.
+        return lhs.unbind(), rhs.unbind(), self.scaling[adapter]
 
     ParamWrapper._get_in_out_features, ParamWrapper._activate_lora = features, activate

@@ -56,7 +56,7 @@ class PackedExperts(nn.Module):
     Attributes:
         layouts: by projection, where what lies in an expert's row; `shape` is `(out_features, in_features)`.
         compute_dtype: dtype of the products; that of the input where it is `None`.
-        lora: by projection, `(lhs_EOR, rhs_ERI, scaling)` of each active adapter, while PEFT has them active.
+        lora: by projection, `(lhs, rhs, scaling)` of each active adapter, the first two by expert, while PEFT has them active.
     """
 
     layouts: dict[str, ByteLayout]
@@ -96,9 +96,9 @@ class PackedExperts(nn.Module):
             out = nn.functional.linear(x, _dequantize(weight, state).to(x.dtype), bias)
         else:
             out = matmul_4bit(x, weight, bias=bias, quant_state=state)
-        for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
-            low = nn.functional.linear(x.to(rhs_ERI.dtype), rhs_ERI[expert])
-            out = out + scaling * nn.functional.linear(low, lhs_EOR[expert]).to(out.dtype)
+        for lhs, rhs, scaling in self.lora.get(name, ()):
+            low = nn.functional.linear(x.to(rhs[expert].dtype), rhs[expert])
+            out = out + scaling * nn.functional.linear(low, lhs[expert]).to(out.dtype)
         return out
 
     def _views(self, name: str, expert: int) -> tuple[torch.Tensor, QuantState]:
@@ -172,7 +172,7 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
 
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
-        lora_factors_beside_the_weight(PackedExperts)
+        lora_factors_beside_the_weight()
         if not self.pre_quantized:  # a checkpoint that is quantized holds its experts as numbers
             self._convert_experts(model)
 

@@ -7,12 +7,14 @@ import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from peft import get_peft_model
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from ..compat.peft import lora_factors_beside_the_weight
 from ..compat.transformers import model_class
 from ..recipe.arguments import ConfigError
 from ..recipe.checks import lora_config
@@ -92,6 +94,12 @@ class FourBitLinear(nn.Linear):
         return out.to(x.dtype).clone()  # PEFT clones what a 4-bit layer returns
 
 
+class Weight(NamedTuple):
+    """Of one expert: `(out_features, in_features)`."""
+
+    shape: torch.Size
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers dispatches this module's forward as "experts": one 3-D parameter per projection."""
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
@@ -110,11 +118,13 @@ def _quantize(model: nn.Module, compute_dtype: torch.dtype, nested: bool) -> Non
             module.weight, module.state_bytes = _pack(module.weight.shape, nested)
             module.compute_dtype = compute_dtype
         elif is_experts(module):
-            module.state_bytes = 0
+            lora_factors_beside_the_weight()
+            module.state_bytes, module.layouts, module.lora = 0, {}, {}
             for name, old in list(module.named_parameters(recurse=False)):
                 if old.ndim == 3:
                     new, state = _pack(old.shape, nested)
                     setattr(module, name, new)
+                    module.layouts[name] = Weight(old.shape[:0:-1] if module.is_transposed else old.shape[1:])
                     module.state_bytes += state
 
 

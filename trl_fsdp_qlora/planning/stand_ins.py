@@ -76,7 +76,11 @@ def stand_in_for(experts: nn.Module) -> None:
     def project(self, name, x):
         weight = getattr(self, name)
         if weight.dtype == torch.uint8:
-            return FourBitMatmul.apply(x, weight, shapes[name])
+            out = FourBitMatmul.apply(x, weight, shapes[name])
+            for lhs, rhs, scaling in self.lora.get(name, ()):
+                low = nn.functional.linear(x.to(rhs[0].dtype), rhs[0])
+                out = out + scaling * nn.functional.linear(low, lhs[0]).to(out.dtype)
+            return out
         one = weight.to(x.dtype)[0]
         return x @ (one if self.is_transposed else one.t())
 

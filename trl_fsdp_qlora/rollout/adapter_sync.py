@@ -59,7 +59,10 @@ def _why_not_served(config: LoraConfig) -> str | None:
     if config.bias != "none":
         return f"bias={config.bias!r} trains biases; use bias='none'"
     if config.target_parameters:
-        return f"target_parameters={config.target_parameters} are adapters of whole parameters; use target_modules"
+        return (
+            f"target_parameters={sorted(config.target_parameters)} are adapters of whole parameters, as PEFT makes of `all-linear` "
+            "on a mixture of experts; name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+        )
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
     if any(name in target for target in targets for name in ("lm_head", "embed_tokens")):
         return f"target_modules={config.target_modules} has the LM head or the embeddings, where vLLM's LoRA is not PEFT's"

@@ -46,6 +46,7 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
     from .engine import AdapterEngine
 
     peft_config = model.peft_config[model.active_adapters[0]]
+    rank = served_rank(peft_config)  # what PEFT made of the targets, before anything is written
     base, packed = model.name_or_path, has_packed_base(model)
     if packed and mode == "colocate":
         # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
@@ -61,7 +62,7 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
     engine = AdapterEngine(
         base=base,
         peft_config=peft_config,
-        max_lora_rank=served_rank(peft_config),
+        max_lora_rank=rank,
         versions=AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", folder, in_memory),
         engine_kwargs=args.vllm_engine_kwargs,
         model=model,
