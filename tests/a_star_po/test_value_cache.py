@@ -209,6 +209,15 @@ def test_an_adapter_that_is_part_of_the_reference_counts():
     assert _describe_model(model, "ref") != before
 
 
+def test_an_adapter_of_numpys_numbers_is_the_same_reference():
+    described = []
+    for rank in (2, np.int64(2)):
+        config = LoraConfig(r=rank, lora_alpha=4 * rank, target_modules={"q_proj", "v_proj"})
+        torch.manual_seed(0)
+        described.append(_describe_model(get_peft_model(tiny_model(), config, adapter_name="ref"), "ref"))
+    assert described[0] == described[1]
+
+
 def scaled(completions, scale=1.0, **kwargs):
     return [scale for _ in completions]
 

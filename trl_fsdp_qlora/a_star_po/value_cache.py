@@ -26,6 +26,8 @@ from datasets.fingerprint import Hasher
 from torch import nn
 from transformers import GenerationConfig
 
+from ..run.plain import plain
+
 logger = logging.getLogger(__name__)
 
 
@@ -106,10 +108,10 @@ class ValueCache:
 def digest(value) -> str:
     """Hexadecimal SHA-256 of plain values, arrays and whatever `datasets` can hash."""
 
-    def plain(value):
+    def hashable(value):
         return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else Hasher.hash(value)
 
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=plain).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=hashable).encode()).hexdigest()
 
 
 def describe_context(
@@ -154,7 +156,7 @@ def _describe_model(model: nn.Module, adapter: str | None = None) -> dict:
     result = {"config": digest(json.loads(json.dumps(config, default=str)))}
     adapters = getattr(model, "peft_config", {})
     if adapter is not None:
-        result["adapter"] = digest(json.loads(json.dumps(adapters[adapter].to_dict(), default=sorted)))
+        result["adapter"] = digest(plain(adapters[adapter].to_dict()))
     weights = {}
     for name, weight in model.named_parameters():
         if hasattr(weight, "ds_tensor"):  # ZeRO-3: no rank holds it whole
