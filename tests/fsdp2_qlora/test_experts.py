@@ -29,6 +29,7 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.parts import as_reference
 from tests.fsdp2_qlora.runs import Run, chosen_by_name
+from tests.fsdp2_qlora.test_hsdp import mesh_environment
 from tests.tiny import trainer as tiny_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
@@ -379,12 +380,26 @@ def runs(tmp_path_factory, request):
     two = Run(
         root / "model",
         root / "two",
-        {**scenarios, "resumed": f"{sft},resume={root}/two/sft/checkpoint-2"},
+        {
+            **scenarios,
+            "resumed": f"{sft},resume={root}/two/sft/checkpoint-2",
+            "offloaded": f"{sft},FSDP_OFFLOAD_PARAMS=true",  # stays for what follows
+        },
         alone,
         environment=fsdp_environment(),
     )
+    no_mesh = "ACCELERATE_USE_FSDP=false,ACCELERATE_USE_PARALLELISM_CONFIG=false"
+    replicas = {"hsdp": sft, "ddp": f"{sft},{no_mesh}"}
+    four = Run(root / "model", root / "four", replicas, alone, processes=4, environment=mesh_environment())
     two.needs = {"resumed": [(two, "sft")]}
-    return {"one": one.rank(0), "two": two.rank(0), "rank1": two.rank(1), "ddp": ddp.rank(0), "root": root}
+    return {
+        "one": one.rank(0),
+        "two": two.rank(0),
+        "rank1": two.rank(1),
+        "ddp": ddp.rank(0),
+        "four": four.rank(0),
+        "root": root,
+    }
 
 
 @pytest.mark.slow
@@ -403,6 +418,23 @@ def test_two_ranks_hold_half_of_the_experts_and_train_as_one_process(runs):
     assert runs["ddp"]["sft"]["loss"] == runs["two"]["sft"]["loss"]
     for name, wanted in runs["ddp"]["sft"]["adapter"].items():
         assert torch.equal(wanted, runs["two"]["sft"]["adapter"][name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_offloaded_experts_train_as_others(runs):
+    straight, offloaded = runs["two"]["sft"]["adapter"], runs["two"]["offloaded"]["adapter"]
+    assert all(torch.equal(straight[name], offloaded[name]) for name in straight)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_replicas_of_two_shards_train_as_four_ranks_of_ddp(runs):
+    """Gradients are summed in another order: inside a replica, then between them."""
+    hsdp, ddp = runs["four"]["hsdp"], runs["four"]["ddp"]
+    assert hsdp["dtensors"] and hsdp["base"]["ratio"] <= 0.52 and not ddp["dtensors"]
+    for name, wanted in ddp["adapter"].items():
+        assert difference(hsdp["adapter"][name], wanted) <= 1e-6, name
 
 
 @pytest.mark.slow
