@@ -9,7 +9,7 @@ import pytest
 from filelock import FileLock
 
 from trl_fsdp_qlora.checkpoints import checkpoints, disk
-from trl_fsdp_qlora.run.errors import CheckpointError
+from trl_fsdp_qlora.checkpoints.disk import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerState
 from tests.tiny import lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints, disk
-from trl_fsdp_qlora.run.errors import CheckpointError
+from trl_fsdp_qlora.checkpoints.disk import CheckpointError
 
 SETTINGS = {
     "per_device_train_batch_size": 4,

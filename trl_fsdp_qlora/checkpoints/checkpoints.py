@@ -26,11 +26,10 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..compat.transformers import model_name
-from ..run.errors import CheckpointError
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.ranks import on_main
-from .disk import disk_errors, read_json, write_json
+from .disk import CheckpointError, disk_errors, read_json, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..run.errors import CheckpointError
+from ..errors import UserError
 
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 # torch and safetensors write in C++ and Rust and raise their own types; these are their words for a failed write.
 _WORDS = re.compile(r"no space left|disk quota|file too large|PytorchStreamWriter|inline_container", re.IGNORECASE)
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be resumed from or written, or a folder that holds another run."""
 
 
 @contextmanager

@@ -332,7 +332,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
 
         Raises:
-            trl_fsdp_qlora.run.errors.CheckpointError: see [`trl_fsdp_qlora.checkpoints.checkpoints.WholeCheckpoints`].
+            trl_fsdp_qlora.checkpoints.disk.CheckpointError: see [`trl_fsdp_qlora.checkpoints.checkpoints.WholeCheckpoints`].
         """
         with self.checkpointing.alone():
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)

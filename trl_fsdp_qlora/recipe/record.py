@@ -8,7 +8,6 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from ..checkpoints import disk
-from ..run.errors import CheckpointError
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from .evaluation import Evaluation
@@ -76,7 +75,7 @@ class RunRecord:
         if self.path.is_file():
             try:
                 self.content = disk.read_json(self.path)
-            except CheckpointError as error:
+            except disk.CheckpointError as error:
                 say(f"{self.path}: {error}; the record starts anew")
 
     def is_complete(self, step: int | None) -> bool:
