@@ -107,7 +107,9 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     quantization_config = call.get("quantization_config")
     # Refuses what vLLM cannot serve before anything is loaded.
     sync = choose_sync(args, *adapter_and_base(call), ask=lambda args: on_main(lambda: _server_info(args)))
-    check_launch(quantization_config, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
+    loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
+    quantized = quantization_config or (args.model_init_kwargs or {}).get("quantization_config") or loaded_in
+    check_launch(quantized, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
     has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
     check_reference(needs_reference=args.beta != 0.0 and not has_adapter)
     model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
