@@ -45,7 +45,7 @@ METHODS = {
     "t_spmo": "T-SPMO",
     "a_star_po": "A*-PO",
 }
-# What each method changes of GRPO's settings. Stock TRL takes 10 GB for the 128 rows of a step at once (this package 1.8), so it
+# What each method changes of GRPO's settings. Stock TRL takes 10 GB for the 128 rows of a step at once (this package 2.4), so it
 # gets them in four parts; generation is not cut. A*-PO draws one completion per prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
 CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
@@ -58,7 +58,7 @@ KEPT = (
     "loss",
     "grad_norm",
     "num_tokens",
-    "tokens/scored_share",
+    "tokens/scored_fraction",
     "step_time",
 )
 
@@ -70,7 +70,7 @@ def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
     with torch.inference_mode():
         for start in range(0, len(problems), 100):
             batch = problems.select(range(start, min(start + 100, len(problems))))
-            inputs = tokenizer(batch["prompt"], return_tensors="pt", padding=True)
+            inputs = tokenizer(list(batch["prompt"]), return_tensors="pt", padding=True)
             ids = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, pad_token_id=tokenizer.pad_token_id)
             texts += tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     model.train(was_training)
@@ -130,7 +130,8 @@ class Curve(TrainerCallback, ExportableState):
         self.start()
 
     def on_log(self, args, state, control, logs, **kwargs):
-        self.write("steps.jsonl", state, **{name: logs[name] for name in KEPT if name in logs})
+        if "loss" in logs:  # a step's, not the summary of the run
+            self.write("steps.jsonl", state, **{name: logs[name] for name in KEPT if name in logs})
 
     def on_save(self, args, state, control, **kwargs):
         self.start()
@@ -210,7 +211,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
     ]
     for each in runs:
         first, last = each["points"][0], each["points"][-1]
-        shares = [step["tokens/scored_share"] for step in each["steps"] if "tokens/scored_share" in step]
+        shares = [step["tokens/scored_fraction"] for step in each["steps"] if "tokens/scored_fraction" in step]
         share = f"{100 * sum(shares) / len(shares):.0f}%" if shares else "all"
         drawn = 64 * last["step"] + 8 * 512 if each["method"] == "a_star_po" else 128 * last["step"]
         lines.append(
