@@ -6,7 +6,7 @@ import pytest
 import torch
 import trl.trainer.utils
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.planning.models import LAYERS, config, folder, settings
@@ -191,12 +191,36 @@ def test_4_bit_layers_take_their_dense_weight_while_they_compute(tmp_path):
     assert planned(run, True).peak == pytest.approx(measured(run, built(run, tmp_path), True), rel=NEAR)
 
 
-def test_every_layer_adds_what_the_second_added(tmp_path):
+def hybrid() -> Qwen3_5TextConfig:
+    """Recurrent layers and attention, as many as [`config`] has layers."""
+    shape = {name: getattr(config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    delta = {f"linear_{kind}_head_dim": 32 for kind in ("key", "value")}
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    kinds = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+    return Qwen3_5TextConfig(
+        architectures=["Qwen3_5ForCausalLM"],
+        **shape,
+        **delta,
+        **heads,
+        layer_types=kinds,
+        num_hidden_layers=LAYERS,
+        head_dim=32,
+    )
+
+
+@pytest.mark.parametrize("of", [config, hybrid])
+def test_every_layer_adds_what_another_of_its_kind_added(of, tmp_path):
     """The model of five layers by slope, and run whole."""
-    run = settings(folder(tmp_path))
-    by_slope = planned(run, True)
+    of().save_pretrained(tmp_path)
+    run = settings(tmp_path)
+    by_slope = passes.loss(run, of(), True, False)
     shape = passes.loss_shape(run, True, False)
-    whole = passes._run(run, config(), LAYERS, shape, True, False, True)
+    whole = passes._run(run, of(), range(LAYERS), shape, True, False, True)
     assert by_slope.peak == pytest.approx(
         max(whole.begin[0], whole.end[0]), rel=0.01
     )  # small tensors of the whole model, positions say
@@ -243,6 +267,18 @@ def test_the_cache_is_the_one_that_generation_leaves(tmp_path):
         cache = model(ids, use_cache=True).past_key_values
     real = bytes_of(cache)
     assert components.cache_bytes(run, config()) == (sum(real), max(real))
+
+
+def test_a_recurrent_layers_states_are_in_the_cache(tmp_path):
+    hybrid().save_pretrained(tmp_path)
+    run = settings(tmp_path)
+    model = AutoModelForCausalLM.from_config(hybrid(), dtype=torch.float32)
+    ids = torch.randint(3, 512, (run.rollout_rows, run.prompt_tokens + run.max_completion_length))
+    with torch.no_grad():
+        layers = model(ids, use_cache=True).past_key_values.layers
+    states = [state.nbytes for layer in layers[:3] for state in (layer.conv_states[0], layer.recurrent_states[0])]
+    keys = layers[3].keys.nbytes + layers[3].values.nbytes
+    assert components.cache_bytes(run, hybrid()) == (sum(states) * 4 // 3 + keys, keys)
 
 
 def bytes_of(cache) -> list[int]:

@@ -6,8 +6,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..fsdp2_qlora.generation import FREE_SHARE
+from ..prefix_sharing.recurrent import recurrent_layers, state_bytes
+from ..prefix_sharing.support import keeps_keys, layer_types
 from .hardware import Hardware
 from .model import causal_model, compute_dtype
+from .passes import whole
 from .settings import Settings
 
 # Fields that let transformers' `generate` change logits -> the values with which it does not.
@@ -26,7 +29,7 @@ _PROCESSORS = dict.fromkeys(
 
 def shares_prompts(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> bool:
     """Whether decoding keeps a prompt's keys and values once for all its completions (`rollout.shared_prompts`)."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
+    kinds = set(layer_types(config.get_text_config()))
     plain = kinds == {"full_attention"} and compute_dtype(settings, config).itemsize == 4
     return plain and not hardware.gpu and settings.compact_generation and not settings.use_vllm
 
@@ -46,22 +49,27 @@ def _token_bytes(settings: Settings, config: PretrainedConfig) -> int:
 
 def prompts_cache_bytes(settings: Settings, config: PretrainedConfig, rows: int) -> int:
     """Bytes of the keys and values that a prefill of `rows` prompts leaves, in all layers."""
-    return _token_bytes(settings, config) * rows * settings.prompt_tokens * config.get_text_config().num_hidden_layers
+    layers = sum(map(keeps_keys, layer_types(config.get_text_config())))
+    return _token_bytes(settings, config) * rows * settings.prompt_tokens * layers
 
 
 def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int]:
-    """`(whole, what grows of one layer)` of the keys and values of all rows that a rank generates at once, at full length.
+    """`(whole, what grows of one layer)` of the keys, values and recurrent states of all rows that a rank generates at once, at full length.
 
     With `shared` a prompt's are there once, see [`shares_prompts`].
     """
     text = config.get_text_config()
     length = settings.max_completion_length + (0 if shared else settings.prompt_tokens)
     window = getattr(text, "sliding_window", None) or length
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    states = settings.rollout_rows * sum(map(state_bytes, recurrent_layers(whole(settings, config))))
     rows = _token_bytes(settings, config) * settings.rollout_rows
-    layers = [rows * (min(length, window) if kind == "sliding_attention" else length) for kind in kinds]
+    layers = [
+        rows * (min(length, window) if kind == "sliding_attention" else length)
+        for kind in layer_types(text)
+        if keeps_keys(kind)
+    ]
     prompts = prompts_cache_bytes(settings, config, prompts_at_once(settings)) if shared else 0
-    return sum(layers) + prompts, max(layers)
+    return sum(layers) + prompts + states, max(layers, default=0)
 
 
 def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,18 +128,21 @@ def _quantize(model: nn.Module, compute_dtype: torch.dtype, nested: bool) -> Non
                     module.state_bytes += state
 
 
-def _with_layers(config: PretrainedConfig, layers: int | None) -> PretrainedConfig:
+def _with_layers(config: PretrainedConfig, kept: Sequence[int] | None) -> PretrainedConfig:
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    if layers is not None:
-        text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None) is not None:
-            text.layer_types = list(text.layer_types)[:layers]
+    if kept is not None:
+        count = text.num_hidden_layers
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == count:  # says something of each layer
+                setattr(text, name, [value[i] for i in kept])
+        if text.num_hidden_layers != len(kept):
+            text.num_hidden_layers = len(kept)
     return config
 
 
-def build(settings: Settings, config: PretrainedConfig, layers: int | None = None) -> nn.Module:
-    """The model of a run on the meta device, in the dtypes that it is trained in; of its layers the first `layers` only.
+def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | None = None) -> nn.Module:
+    """The model of a run on the meta device, in the dtypes that it is trained in; of its layers those of `layers` only.
 
     Raises:
         ConfigError: the model cannot be built, or the LoRA targets match nothing.

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..prefix_sharing.self_check import ROWS_HALF
+from ..prefix_sharing.support import layer_types
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import stand_ins
 from .model import build, causal_model, compute_dtype, quiet
@@ -159,13 +160,31 @@ def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
 
 @lru_cache(maxsize=256)
 def _measure(modules: _Modules, shape: Shape, grad: bool, on_gpu: bool, first: bool, bare: bool) -> PassBytes:
-    layers = modules.run[1].get_text_config().num_hidden_layers
-    run = _run(*modules.run, min(2, layers), shape, grad, on_gpu, first, bare)
-    others = max(0, layers - 2) if grad else 0
-    begin = (run.begin[0] + others * run.slope, *run.begin[1:])
-    end = (run.end[0] + others * run.gradients, run.end[1] + others * run.gradients, run.end[2])
-    peak, gradients, in_head = max(begin, end, key=lambda found: found[0])
-    return PassBytes(peak, run.tiles if in_head else 0, gradients, run.slope)
+    kinds = _layers_of_each_kind(modules.run[1])
+    alone = sum(map(len, kinds)) == 1
+    # One layer of each kind, and another one behind them, which shows what a layer of its kind adds.
+    one_each = [kind[0] for kind in kinds]
+    runs = [
+        _run(*modules.run, one_each if alone else [*one_each, kind[-1]], shape, grad, on_gpu, first, bare)
+        for kind in kinds
+    ]
+    others = sum((len(kind) - 1) * run.slope for kind, run in zip(kinds, runs, strict=True))
+    gradients = sum((len(kind) - 1) * run.gradients for kind, run in zip(kinds, runs, strict=True))
+    found = []
+    for run in runs:
+        more, made = (others - run.slope, gradients - run.gradients) if grad and not alone else (0, 0)
+        found.append((run.begin[0] + more, *run.begin[1:]))
+        found.append((run.end[0] + made, run.end[1] + made, run.end[2]))
+    peak, gradients, in_head = max(found, key=lambda one: one[0])
+    return PassBytes(peak, runs[0].tiles if in_head else 0, gradients, max(run.slope for run in runs))
+
+
+def _layers_of_each_kind(config: PretrainedConfig) -> list[list[int]]:
+    """The layers of a decoder by what they are: attention with or without a window, recurrent, both, an MLP alone."""
+    text, found = config.get_text_config(), {}
+    for i, kind in enumerate(layer_types(text)):
+        found.setdefault(kind, []).append(i)
+    return list(found.values())
 
 
 class _Run(NamedTuple):
@@ -185,11 +204,13 @@ class _Run(NamedTuple):
     tiles: int
 
 
-def _run(settings: Settings, config, layers: int, shape: Shape, grad, on_gpu, first: bool, bare: bool = False) -> _Run:
+def _run(
+    settings: Settings, config, kept: list[int], shape: Shape, grad, on_gpu, first: bool, bare: bool = False
+) -> _Run:
     from ..compat.memory import FakeTensorMode, PeakTracker
 
     with quiet(), torch.random.fork_rng(devices=[]):
-        model = build(settings, config, layers).train()
+        model, layers = build(settings, config, kept).train(), len(kept)
         if settings.gradient_checkpointing:
             causal = causal_model(model)
             causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -220,7 +241,7 @@ def _run(settings: Settings, config, layers: int, shape: Shape, grad, on_gpu, fi
             def gradient_made(parameter) -> None:
                 tracker.gradients += parameter.grad.nbytes
 
-            stacks = (part for part in causal_model(model).base_model.modules() if isinstance(part, nn.ModuleList))
+            stacks = (part for part in causal_model(model).get_decoder().modules() if isinstance(part, nn.ModuleList))
             stack = next(stack for stack in stacks if len(stack) == layers)
             for layer in stack:
                 layer.register_forward_hook(layer_done)

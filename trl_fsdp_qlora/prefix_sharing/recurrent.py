@@ -88,6 +88,17 @@ def _keeps_a_state(cls: type) -> bool:
     return any(_KEEPS_A_STATE & set(method.__code__.co_names) for method in methods)
 
 
+def state_bytes(module: nn.Module) -> int:
+    """Bytes of the states that a recurrent layer without data (on the meta device) keeps of one row."""
+    parameters = inspect.signature(type(module).forward).parameters
+    cache_name = next(name for name in _CACHE_NAMES if name in parameters)
+    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+    cache = StateCache()
+    width = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+    module(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name: cache})
+    return sum(state.nbytes for state in cache.after.values())
+
+
 def unserved_reason(module: nn.Module) -> str | None:
     """Why a recurrent layer cannot be called twice, or `None`."""
     parameters = inspect.signature(type(module).forward).parameters

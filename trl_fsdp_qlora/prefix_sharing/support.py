@@ -72,6 +72,11 @@ def layer_types(text: PreTrainedConfig) -> list[str]:
     return list(types) if types is not None else get_layer_types_and_kwargs(text)[0]
 
 
+def keeps_keys(layer_type: str) -> bool:
+    """Whether such a layer has keys and values in its cache."""
+    return layer_type not in _RECURRENT | _NEITHER
+
+
 def _takes_keywords(module) -> bool:
     parameters = inspect.signature(type(module).forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
