@@ -89,7 +89,8 @@ def record(folder: str | Path, trainer: Any) -> None:
     accelerator, model = trainer.accelerator, trainer.accelerator.unwrap_model(trainer.model)
     writes = trainer.args.should_save
     if writes:
-        (Path(folder) / LOGITS).unlink(missing_ok=True)  # of an earlier save, they would be of another adapter
+        with nonfatal("removing the logits of an earlier save"):  # or the other ranks would wait for this one below
+            (Path(folder) / LOGITS).unlink(missing_ok=True)
     if is_peft_model(model) and accelerator.distributed_type in _WHOLE and writes:
         record_logits(model, folder)
     elif is_peft_model(model) and has_sharded_adapter(trainer.model):
