@@ -1,13 +1,15 @@
 """Problems with one exact answer, from a file, the Hub or a function of one's own, as TRL wants them."""
 
+import hashlib
 import inspect
+import io
 import random
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Image, List, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from ..errors import mistyped_path
@@ -29,7 +31,7 @@ def takes_split(source: str) -> bool:
 
 def has_splits(source: str) -> bool:
     """Whether `source` has parts to choose among: a file, one saved `Dataset` and a function without `split` have not."""
-    if reasoning_gym.is_generated(source):
+    if reasoning_gym.is_generated(source) or source == "coloured_shapes":
         return True
     if is_import_path(source):
         return takes_split(source)
@@ -43,6 +45,10 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
         task, (train, held_out) = TASKS[source], two_digit_pairs()
         pairs = held_out if split == "test" else train
         return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
+    if source == "coloured_shapes":
+        from .shapes import coloured_shapes  # with Pillow, which text does without
+
+        return coloured_shapes(split)
     if is_import_path(source):
         return load_function(source)(**({"split": split} if takes_split(source) else {}))
     path = Path(source)
@@ -68,6 +74,43 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
         raise DatasetError(
             f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
         ) from error
+
+
+def _without_decoding(rows: Iterable[dict]) -> Iterable[dict]:
+    """Rows whose images are still files, so that a broken one is met where its row is known."""
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            rows = rows.cast_column(name, List(Image(decode=False)))
+    return rows
+
+
+def read_images(row: dict, source: str, where: str) -> list[dict]:
+    """The pictures in `image` or `images` of a row, each as `{"bytes": ..., "path": None}`, read to its end.
+
+    Raises:
+        DatasetError: names the row whose picture is missing or broken.
+    """
+    from PIL import Image as PILImage
+
+    given = row.get("images") if row.get("images") is not None else row.get("image")
+    read = []
+    for one in given if isinstance(given, list) else [] if given is None else [given]:
+        try:
+            if isinstance(one, PILImage.Image):
+                file = io.BytesIO()
+                one.save(file, "PNG")
+                data = file.getvalue()
+            else:
+                path = one.get("path") if isinstance(one, dict) else one
+                data = one.get("bytes") if isinstance(one, dict) else None
+                data = data or (Path(source).parent / path).read_bytes()
+            PILImage.open(io.BytesIO(data)).load()
+        except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
+            raise DatasetError(f"{where}: its image cannot be read: {str(error)[:200]}") from error
+        read.append({"bytes": data, "path": None})
+    return read
 
 
 def _columns(source: str, rows: Sequence[dict], question: str | None, answer: str | None) -> tuple[tuple, str]:
@@ -96,7 +139,8 @@ def read_problems(
     Args:
         source: a file (.jsonl, .json, .csv, .tsv, .parquet), a folder that `load_dataset` or `load_from_disk` reads, a Hub
             id, a function of one's own that returns rows (`my_data.py:load`; a parameter `split` gets the split), generators of
-            reasoning-gym (`reasoning_gym:chain_sum(max_terms=3)`), or `"addition"` or `"multiplication"` for the two-digit problems of the small base model.
+            reasoning-gym (`reasoning_gym:chain_sum(max_terms=3)`), `"addition"` or `"multiplication"` for the two-digit problems of the small base model, or
+            `"coloured_shapes"` for pictures. A column `image` or `images` holds pictures, or their files' paths.
         split: split to read, or several (`train+test`); a single file holds only one.
         config: configuration name, for a Hub id.
         question_column, answer_column: where they are not SVAMP's (`Body`, `Question`, `Answer`), GSM8K's (`question`,
@@ -113,7 +157,7 @@ def read_problems(
     if reasoning_gym.is_generated(source):
         problems = reasoning_gym.read_problems(source, split)
         return [{**problem, "columns": problem} for problem in problems] if whole_rows else problems
-    rows = [dict(row) for row in _rows(source, split, config)]
+    rows = [dict(row) for row in _without_decoding(_rows(source, split, config))]
     if len(rows) == 1:  # of a JSON file with an object that holds the list, {"data": [...]}
         lists = [
             value for value in rows[0].values() if isinstance(value, list) and value and isinstance(value[0], dict)
@@ -144,6 +188,8 @@ def read_problems(
         except UnparsableGoldAnswer as error:
             raise UnparsableGoldAnswer(f"{where}: {error}") from None
         problems.append({"row": index, "question": question, "answer": str(answer)})
+        if {"image", "images"} & {*row}:
+            problems[-1]["images"] = read_images(row, source, where)
         if whole_rows:
             problems[-1]["columns"] = row
     return problems
@@ -160,24 +206,27 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     Raises:
         DatasetError: `count` leaves nothing to train on.
     """
-    keys = sorted({_question_key(problem["question"]) for problem in problems})
+    keys = sorted({_question_key(problem) for problem in problems})
     if not 0 < count < len(keys):
         raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
     random.Random(0).shuffle(keys)
     chosen = set(keys[:count])
-    train = [problem for problem in problems if _question_key(problem["question"]) not in chosen]
-    return train, [problem for problem in problems if _question_key(problem["question"]) in chosen]
+    train = [problem for problem in problems if _question_key(problem) not in chosen]
+    return train, [problem for problem in problems if _question_key(problem) in chosen]
 
 
-def _question_key(question: str) -> str:
-    return " ".join(question.lower().split())
+def _question_key(problem: dict) -> str:
+    """Equal for equal questions about equal pictures."""
+    pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
+    seen = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
+    return " ".join(problem["question"].lower().split()) + seen
 
 
 def without_overlap(train: Iterable[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
     """`train` without the questions that are also in `held_out`, and how many those were."""
-    keys = {_question_key(problem["question"]) for problem in held_out}
+    keys = {_question_key(problem) for problem in held_out}
     train = list(train)
-    kept = [problem for problem in train if _question_key(problem["question"]) not in keys]
+    kept = [problem for problem in train if _question_key(problem) not in keys]
     return kept, len(train) - len(kept)
 
 
@@ -221,6 +270,7 @@ def to_prompts(
             prompt: Any = [*system, {"role": "user", "content": text}]
         else:
             prompt = f"{system_prompt}\n{text}" if system_prompt else text
-        made = {name: problem[name] for name in ("difficulty", "entry") if name in problem}
+        made = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
         rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **made})
-    return Dataset.from_list(rows)
+    made = Dataset.from_list(rows)
+    return made.cast_column("images", List(Image())) if "images" in made.column_names else made

@@ -7,8 +7,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
-from trl.data_utils import is_conversational
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from ..rollout.completions import generate, over_ranks
 from . import reasoning_gym
@@ -70,6 +70,13 @@ def majority(answers: list[str | None]) -> str | None:
     return first[Counter(keys).most_common(1)[0][0]] if keys else None
 
 
+def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids, and what the model takes beside them, of prompts with their pictures."""
+    prompts = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
+    made = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return made["input_ids"], {name: made[name] for name in made if name not in ("input_ids", "attention_mask")}
+
+
 def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if is_conversational({"prompt": prompts[0]}):
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)[
@@ -101,7 +108,7 @@ def evaluate(
 
     Args:
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
-        tokenizer: with a pad token; conversational prompts use its chat template.
+        tokenizer: with a pad token, or a processor where `dataset` has a column `images`; conversational prompts use its chat template.
         dataset: columns `prompt` and `answer`, and `entry` where a generator verifies, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
@@ -123,19 +130,27 @@ def evaluate(
         trl_fsdp_qlora.recipe.answers.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
     """
     started = time.perf_counter()
-    rows = dataset.to_list()
+    with_images = "images" in dataset.column_names
+    rows = (dataset.remove_columns("images") if with_images else dataset).to_list()
     golds = [
         reasoning_gym.accepts(row["entry"]) if "entry" in row else parse_gold(row["answer"], index)
         for index, row in enumerate(rows)
     ]
-    greedy, sampled = generation_configs(model, tokenizer, max_new_tokens, temperature, top_p)
+    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
 
     def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
-        ids = encode([rows[i]["prompt"] for i in batch], tokenizer)
-        best, drawn = generate(model, ids, greedy, synced=lockstep), []
+        def ids_of(repeats: int) -> tuple[list[list[int]], dict[str, Any]]:
+            if with_images:
+                return encode_images([row for i in batch for row in [dataset[i]] * repeats], tokenizer)
+            ids = encode([rows[i]["prompt"] for i in batch], tokenizer)
+            return [row for row in ids for _ in range(repeats)], {}
+
+        ids, vision = ids_of(1)
+        best, drawn = generate(model, ids, greedy, synced=lockstep, vision=vision), []
         if samples:
-            repeated = [row for row in ids for _ in range(samples)]
-            drawn = generate(model, repeated, sampled, seed=(seed << 20) + batch.start, synced=lockstep)
+            ids, vision = ids_of(samples)
+            drawn = generate(model, ids, sampled, (seed << 20) + batch.start, synced=lockstep, vision=vision)
         return best, drawn
 
     def text_of(tokens: list[int]) -> str:

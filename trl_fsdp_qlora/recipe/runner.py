@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainingArguments
+from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingArguments
 from trl import ModelConfig, get_quantization_config
 
 from ..checkpoints.checkpoints import last_step, step_of
@@ -22,7 +22,7 @@ from ..publishing.card import hardware, software
 from ..run import launch_line, redaction
 from ..run.nonfatal import nonfatal
 from ..telemetry.terminal import use_terminal
-from .arguments import ScriptArguments
+from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
 from .evaluation import Evaluation, evaluate
 from .record import AccuracyCallback, RunRecord, format_result
@@ -35,8 +35,16 @@ def reward_functions(args: ScriptArguments) -> list:
     return [get_reward(name, args.answer_format) for name in args.rewards]
 
 
-def model_arguments(config: TrainingArguments, model: ModelConfig) -> dict[str, Any]:
-    """A trainer's arguments by name for a recipe's model; how it is loaded goes into `config.model_init_kwargs`."""
+def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, Any]:
+    """A trainer's arguments by name for a recipe's model; how it is loaded goes into `config.model_init_kwargs`.
+
+    Raises:
+        ConfigError: the data has `images`, and the model takes none.
+    """
+    name, auto = model.model_name_or_path, AutoProcessor if images else AutoTokenizer
+    processing = auto.from_pretrained(name, revision=model.model_revision)
+    if images and not isinstance(processing, ProcessorMixin):
+        raise ConfigError(f"model_name_or_path={name!r} takes no images, and the data has some; leave the column out")
     config.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -44,7 +52,7 @@ def model_arguments(config: TrainingArguments, model: ModelConfig) -> dict[str, 
         **(config.model_init_kwargs or {}),
     }
     return {
-        "processing_class": AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision),
+        "processing_class": processing,
         "quantization_config": get_quantization_config(model),
         "peft_config": lora_config(model),
     }
@@ -54,7 +62,7 @@ def build_trainer(
     trainer_class: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more
 ):
     """A trainer of `trainer_class` for a recipe's parsed arguments; `more` goes to it as it is."""
-    given = model_arguments(config, model)
+    given = model_arguments(config, model, "images" in train.column_names)
     trainer = trainer_class(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
     trainer.card_info.settings = (script, model)
     return trainer

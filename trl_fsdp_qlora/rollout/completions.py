@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from ..errors import UserError
 from ..telemetry.progress import progress
 from .decoding import Decoding, DecodingWork
 from .engine_model import EngineModel
@@ -32,6 +34,7 @@ def complete(
     synced: bool | None = None,
     compact: bool = True,
     decoding: Decoding | None = None,
+    vision: dict[str, Any] | None = None,
 ) -> tuple[list[list[int]], DecodingWork | None]:
     """One completion for every prompt given, from the global random state, in the mode that the model is in.
 
@@ -44,6 +47,7 @@ def complete(
             `None`.
         compact: use the decoding loop of [`decoding`] where it is exact.
         decoding: that loop, where the caller knows that it is exact.
+        vision: what a processor gives beside token ids, for prompts with images; transformers' own loop generates then.
 
     Returns:
         R lists of completion token ids, each cut behind its first end-of-sequence token, and what was run for them;
@@ -53,11 +57,18 @@ def complete(
     device = _compute_device(model)
     input_ids = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    if decoding is None and compact and why_stock(model, config) is None:
+    pictures = {}
+    for name, value in (vision or {}).items():
+        if name in ("mm_token_type_ids", "token_type_ids"):
+            value = [[0] * (width - len(row)) + list(row) for row in value]
+        pictures[name] = torch.as_tensor(
+            value if isinstance(value, torch.Tensor) else np.asarray(value), device=device
+        )
+    if decoding is None and compact and not pictures and why_stock(model, config) is None:
         decoding = Decoding(synced)
     loop = {} if decoding is None else {"custom_generate": decoding}
     out = model.generate(
-        input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=synced, **loop
+        input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=synced, **loop, **pictures
     )
     ends = config.eos_token_id if ends is None else ends
     completions = []
@@ -75,6 +86,7 @@ def generate(
     *,
     synced: bool | None = None,
     compact: bool = True,
+    vision: dict[str, Any] | None = None,
 ) -> list[list[int]]:
     """One completion for every prompt given, as [`complete`], without dropout and reproducible.
 
@@ -82,13 +94,15 @@ def generate(
 
     Args:
         model: causal language model, unwrapped; its training mode is restored. Or an engine that draws in its place.
-        prompt_ids, config, synced, compact: see [`complete`].
+        prompt_ids, config, synced, compact, vision: see [`complete`].
         seed: of the sampling; `None` for greedy decoding.
 
     Returns:
         R lists of completion token ids.
     """
     if isinstance(model, EngineModel):
+        if vision:
+            raise UserError("accuracy on prompts with images is not measured through vLLM; set skip_accuracy: true")
         return model.complete(prompt_ids, config, seed)
     device = _compute_device(model)
     was_training = model.training
@@ -97,7 +111,7 @@ def generate(
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if seed is not None:
                 torch.manual_seed(seed)
-            return complete(model, prompt_ids, config, synced=synced, compact=compact)[0]
+            return complete(model, prompt_ids, config, synced=synced, compact=compact, vision=vision)[0]
     finally:
         model.train(was_training)
 

@@ -1,0 +1,107 @@
+"""Recipes with pictures train a tiny LLaVA; torchvision, which Qwen's processors need, is not installed here."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import transformers as tf
+from datasets import Dataset, Features, Image, Value
+from PIL import Image as PILImage
+from safetensors.torch import load_file
+
+from tests.prefix_sharing.helpers import _SHAPE, _SIGLIP, build
+from trl_fsdp_qlora.recipe.answers import DatasetError
+from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
+from trl_fsdp_qlora.recipe.small_base import character_tokenizer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CHAT = (
+    "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def save_tiny_llava(folder):
+    tokens = character_tokenizer()
+    tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    ids = {"pad_token_id": tokens.pad_token_id, "eos_token_id": tokens.eos_token_id, "bos_token_id": None}
+    text = _SHAPE | ids | {"model_type": "llama", "vocab_size": len(tokens), "max_position_embeddings": 512}
+    config = tf.LlavaConfig(
+        text_config=text,
+        vision_config=_SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32},
+        vision_feature_layer=-1,
+        image_token_index=tokens.convert_tokens_to_ids("<image>"),
+    )
+    build(lambda: tf.LlavaForConditionalGeneration(config)).save_pretrained(folder)
+    reader = tf.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    tf.LlavaProcessor(
+        reader,
+        tokens,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template=CHAT,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+
+
+def run(path, folder, monkeypatch, *more):
+    changes = f"""--config {path} --model_name_or_path {folder}/base --output_dir {folder}/out --use_cpu true --bf16 false
+        --dtype float32 --max_steps 1 --max_completion_length 3 --gradient_accumulation_steps 1 --eval_problems 4
+        --accuracy_steps 0 --accuracy_samples 2 --save_strategy no --report_to none --disable_tqdm true"""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *changes.split(), *more])
+    monkeypatch.chdir(folder)
+    runpy.run_path(str(RECIPES / "grpo.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/grpo_vision/*.yaml")), ids=lambda path: path.parents[1].name)
+def test_it_trains_a_tiny_model_that_sees(path, tmp_path, monkeypatch):
+    save_tiny_llava(tmp_path / "base")
+    run(path, tmp_path, monkeypatch)
+    record = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    (step,) = [row for row in record["history"] if "loss" in row]
+    assert step["prefix_sharing/policy/tokens_fraction"] < 0.7 and record["after"]["n"] == 4
+    weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert weights and not any("vision" in name for name in weights)
+
+
+def test_pictures_are_part_of_a_question():
+    problems = read_problems("coloured_shapes", "train")
+    train, held_out = hold_out(problems, 100)
+    assert len(held_out) >= 100 and len({p["question"] for p in problems}) < len(problems) / 10
+    keys = [{(p["question"], p["images"][0]["bytes"]) for p in part} for part in (train, held_out)]
+    assert not keys[0] & keys[1]
+    prompts = to_prompts(held_out[:2])
+    assert prompts[0]["images"][0].size == (112, 112)
+
+
+def test_a_broken_or_missing_picture_is_named_by_its_row(tmp_path):
+    PILImage.new("RGB", (8, 8), "red").save(tmp_path / "good.png")
+    good = (tmp_path / "good.png").read_bytes()
+    rows = [{"problem": "1?", "answer": 1, "image": "good.png"}, {"problem": "2?", "answer": 2, "image": "none.png"}]
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DatasetError, match=r"row 1: its image cannot be read: .*none.png"):
+        read_problems(str(file))
+    features = Features({"problem": Value("string"), "answer": Value("int64"), "image": Image()})
+    for name, second in (("whole", good), ("broken", good[:40])):
+        columns = {
+            "problem": ["1?", "2?"],
+            "answer": [1, 2],
+            "image": [{"bytes": b, "path": None} for b in (good, second)],
+        }
+        Dataset.from_dict(columns, features).to_parquet(tmp_path / f"{name}.parquet")
+    assert [len(p["images"]) for p in read_problems(str(tmp_path / "whole.parquet"))] == [1, 1]
+    with pytest.raises(DatasetError, match="row 1: its image cannot be read"):
+        read_problems(str(tmp_path / "broken.parquet"))
+
+
+def test_a_model_that_takes_no_images(tmp_path, monkeypatch, capsys):
+    from tests.tiny import save_tiny_model
+    from trl_fsdp_qlora.recipe.arguments import ConfigError
+
+    save_tiny_model(tmp_path / "base")
+    with pytest.raises((ConfigError, SystemExit)) as error:
+        run(RECIPES / "Qwen3-VL-4B-Instruct/grpo_vision/config_shapes.yaml", tmp_path, monkeypatch)
+    assert "takes no images" in str(error.value) + capsys.readouterr().err
