@@ -32,6 +32,7 @@ from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.data import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.recipe.runner import load_processing
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.redaction import portable
 
@@ -126,6 +127,8 @@ def main() -> None:
     state = PartialState(cpu=args.use_cpu)
     tokenizer = checked_tokenizer(script, args)
     test = load_held_out(script)
+    if "images" in test.column_names:
+        tokenizer = load_processing(args.model_name_or_path, args.model_revision, images=True)
     dtype = "auto" if args.dtype in (None, "auto") else getattr(torch, args.dtype)
     quantization = {}
     if args.load_in_4bit:

@@ -62,6 +62,11 @@ def test_it_trains_a_tiny_model_that_sees(path, tmp_path, monkeypatch):
     record = json.loads((tmp_path / "out" / "metrics.json").read_text())
     (step,) = [row for row in record["history"] if "loss" in row]
     assert step["prefix_sharing/policy/tokens_fraction"] < 0.7 and record["after"]["n"] == 4
+    monkeypatch.setattr(
+        sys, "argv", f"evaluate.py --adapter {tmp_path}/out --output {tmp_path}/again.json --use_cpu true".split()
+    )
+    runpy.run_path(str(RECIPES / "evaluate.py"), run_name="__main__")
+    assert json.loads((tmp_path / "again.json").read_text())["correct"] == record["after"]["correct"]
     weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert weights and not any("vision" in name for name in weights)
 

@@ -35,16 +35,21 @@ def reward_functions(args: ScriptArguments) -> list:
     return [get_reward(name, args.answer_format) for name in args.rewards]
 
 
-def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, Any]:
-    """A trainer's arguments by name for a recipe's model; how it is loaded goes into `config.model_init_kwargs`.
+def load_processing(name: str, revision: str | None, images: bool):
+    """The model's tokenizer, or its processor where the data has `images`.
 
     Raises:
-        ConfigError: the data has `images`, and the model takes none.
+        ConfigError: the data has images, and the model takes none.
     """
-    name, auto = model.model_name_or_path, AutoProcessor if images else AutoTokenizer
-    processing = auto.from_pretrained(name, revision=model.model_revision)
+    processing = (AutoProcessor if images else AutoTokenizer).from_pretrained(name, revision=revision)
     if images and not isinstance(processing, ProcessorMixin):
         raise ConfigError(f"model_name_or_path={name!r} takes no images, and the data has some; leave the column out")
+    return processing
+
+
+def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, Any]:
+    """A trainer's arguments by name for a recipe's model; how it is loaded goes into `config.model_init_kwargs`."""
+    processing = load_processing(model.model_name_or_path, model.model_revision, images)
     config.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
