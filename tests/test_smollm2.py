@@ -69,7 +69,7 @@ def test_the_readmes_script_runs_with_the_model_that_it_names(smollm2, tmp_path)
     script = smallest_script().replace(MODEL, str(smollm2)).replace("max_steps=10,", "max_steps=2, logging_steps=1,")
     run = run_code(script, cwd=tmp_path, timeout=550)
     assert run.returncode == 0, run.stderr
-    assert "step 2/2  reward" in run.stdout
+    assert run.stdout.count("'grad_norm'") == 2  # TRL's own lines
 
 
 @pytest.mark.processes

@@ -57,14 +57,14 @@ def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> Ef
 
         checkpoints.commit = commit_or_die
     elif kill == "generating":
-        generate = made._generate
+        generate = made._generate_single_turn
 
-        def generate_or_die(prompts):
+        def generate_or_die(*turn, **options):
             if made.state.global_step == 4:
                 die()
-            return generate(prompts)
+            return generate(*turn, **options)
 
-        made._generate = generate_or_die
+        made._generate_single_turn = generate_or_die
     made.train(resume_from_checkpoint=resume)
     made.save_model(f"{output_dir}/final")
     return made
