@@ -205,6 +205,12 @@ def skeleton(model: ModelConfig) -> nn.Module | None:
     name = model.model_name_or_path
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(name, revision=model.model_revision)
+        method = (getattr(config, "quantization_config", None) or {}).get("quant_method", "bitsandbytes")
+        if model.load_in_4bit and method != "bitsandbytes":
+            raise ConfigError(
+                f"model_name_or_path={name!r} is quantized by {method}, which load_in_4bit cannot pack again; take the "
+                "checkpoint in 16 bit that it was made from"
+            )
         if (
             type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
             and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
