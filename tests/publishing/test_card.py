@@ -270,6 +270,7 @@ def test_a_licence_that_cannot_be_looked_up_is_said_once(monkeypatch, caplog):
 
     monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(card.HfApi, "model_info", fail)
+    monkeypatch.setattr("trl_fsdp_qlora.run.nonfatal._warned", set())  # what other tests in this process were told
     card.base_model_license.cache_clear()
     assert card.base_model_license("someone/model") is card.base_model_license("someone/model") is None
     assert caplog.text.count("looking up the licence of the base (say which it is: --license") == 1

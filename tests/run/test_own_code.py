@@ -35,6 +35,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "own_helper.py").write_text("UNIT = 'm'\n")
     (tmp_path / "own_rewards.py").write_text(REWARDS)
     (tmp_path / "own_data.py").write_text(DATA)
+    for name in ("own_helper", "own_rewards", "own_data", "own_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # of another test in this process
     yield tmp_path
     for name in ("own_helper", "own_rewards", "own_data", "own_broken"):
         sys.modules.pop(name, None)
