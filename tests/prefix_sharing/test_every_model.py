@@ -85,6 +85,52 @@ LARGEST = 30_000_000
 TOO_SLOW = {"kimi_linear"}
 
 
+# What is not built in one of these variants, or not computed by stock on a padded batch; a class that is not here and fails is an
+# error. Gemma 4, Mamba-2, Nemotron-H and Zamba 2 have sizes of their own in helpers.py.
+NOT_COMPUTED = {
+    "blt",
+    "codegen",
+    "cohere_compass_text",
+    "dbrx",
+    "deepseek_v2",
+    "dots1",
+    "dots3_note",
+    "dots3_note_text",
+    "electra",
+    "emu3",
+    "gemma3n",
+    "gemma3n_text",
+    "gemma4",
+    "gemma4_assistant",
+    "gemma4_text",
+    "git",
+    "gpt_neo",
+    "gptj",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "lfm2_moe",
+    "llama4",
+    "llama4_text",
+    "mamba2",
+    "ministral",
+    "mllama",
+    "musicgen",
+    "musicgen_melody",
+    "nemotron",
+    "nemotron_h",
+    "phi4_multimodal",
+    "prophetnet",
+    "reformer",
+    "rembert",
+    "xlnet",
+    "xlstm",
+    "xmod",
+    "zamba",
+    "zamba2",
+    "zaya",
+}
+
+
 def small_model(model_type, variant):
     """The model with its class's defaults but for its size."""
     torch.manual_seed(0)
@@ -99,7 +145,7 @@ def small_model(model_type, variant):
 
 
 def computable_model(model_type, ids, mask):
-    """A small model that stock computes; skips where none of the variants is one."""
+    """A small model that stock computes; skips where none of the variants is one and it is known."""
     reasons = []
     for variant in VARIANTS:
         try:
@@ -112,6 +158,8 @@ def computable_model(model_type, ids, mask):
         if torch.isfinite(logps_BC).all():
             return model
         reasons.append("no finite number")
+    if model_type not in NOT_COMPUTED:
+        pytest.fail(f"{model_type} is not computed any more, not by stock either: {reasons[0]}")
     pytest.skip(reasons[0])
 
 
