@@ -1,24 +1,29 @@
 """Rows of a dynamic key-value cache: repeated for the group behind a shared prefill, dropped when they have finished."""
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
+
+def _named(*names: str) -> tuple[type, ...]:
+    """Those of transformers' cache layers that there are: 5.17 has fewer than 5.23."""
+    return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
+
+
+_EMPTY = _named("DummyLayer")
 # Recurrent states have one entry per row, as keys and values do; static layers have a fixed batch size.
 _BY_ROW = (
-    DummyLayer,
+    *_EMPTY,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+    *_named("LinearAttentionAndSlidingWindowAttentionLayer"),
     LinearAttentionLayer,
 )
 # Positions for which room is made at once: copying is rare, and little room is left unused when the last row ends.
@@ -105,5 +110,5 @@ def take_rows(cache: DynamicCache, rows_A: torch.Tensor) -> None:
 def _take(layer, rows_A: torch.Tensor) -> None:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.reorder_cache(rows_A)  # its states, and keys and values where it has both
-    elif not isinstance(layer, DummyLayer) and layer.get_seq_length():
+    elif not isinstance(layer, _EMPTY) and layer.get_seq_length():
         layer.batch_select_indices(rows_A.to(layer.keys.device))
