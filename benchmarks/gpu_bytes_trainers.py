@@ -24,7 +24,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.fsdp2_qlora.generation import gathered
 from trl_fsdp_qlora.planning.hardware import CONTEXT, read_hardware
-from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, plan_settings
+from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, make_plan
 from trl_fsdp_qlora.planning.settings import from_yaml, read_launch
 from trl_fsdp_qlora.prefix_sharing import sharing
 
@@ -239,7 +239,7 @@ def plan_of(point: Point) -> dict[str, int]:
         "bf16": True,
     }
     settings = from_yaml(None, fields, read_launch(None), prompt_tokens=point.prompt)
-    phases = plan_settings(settings, MODELS[point.model], read_hardware("h200")).phases
+    phases = make_plan(settings, read_hardware("h200"), MODELS[point.model]).phases
     return {"step": sum(size for name, size in phases["forward_backward"].items() if name not in (PROCESS, ROOM))}
 
 

@@ -19,7 +19,7 @@ from trl import ModelConfig
 
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
-from trl_fsdp_qlora.planning.beside import plan_first, watch
+from trl_fsdp_qlora.planning.plan_vs_actual import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.data import load_data

@@ -37,10 +37,10 @@ def test_recipes_and_plans_need_no_optional_package(tmp_path):
         "import runpy, sys\n"
         "for name in ('bitsandbytes', 'deepspeed', 'vllm', 'gguf', 'matplotlib'): sys.modules[name] = None\n"
         f"for name in ('grpo', 't_spmo', 'a_star_po'): runpy.run_path(r'{recipes}/' + name + '.py')\n"
-        "from trl_fsdp_qlora.planning.plan import make_plan\n"
+        "from trl_fsdp_qlora.planning.plan import plan_recipe\n"
         f"fields = dict(model_name_or_path=r'{base}', use_peft=True, lora_target_modules=['all-linear'], bf16=False)\n"
-        "plan = make_plan(fields | dict(use_cpu=True), None, 'cpu')\n"
-        "four = make_plan(fields | dict(load_in_4bit=True), None, '24GB')\n"
+        "plan = plan_recipe(None, None, 'cpu', fields | dict(use_cpu=True))\n"
+        "four = plan_recipe(None, None, '24GB', fields | dict(load_in_4bit=True))\n"
         "print(plan.peak > 0, four.phases['generate']['base, 4-bit weights'] > 0)\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

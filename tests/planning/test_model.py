@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM
 from tests.planning.models import config, folder, settings
 from trl_fsdp_qlora.planning import components, model
 from trl_fsdp_qlora.planning.hardware import Hardware
-from trl_fsdp_qlora.planning.plan import GATHERED, make_plan
+from trl_fsdp_qlora.planning.plan import ACTIVATIONS, GATHERED, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.recipe.checks import lora_config
+
+CARD = Hardware("a card", 24 * 2**30, 1)
 
 
 def nbytes(tensors) -> int:
@@ -20,7 +22,7 @@ def nbytes(tensors) -> int:
 
 
 def planned(run) -> dict[str, int]:
-    return model.whole_bytes(model.build(run, model.read_config(run.model.model_name_or_path)), run)
+    return model.static_bytes(model.build(run, model.read_config(run.model.model_name_or_path)), run)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -88,9 +90,7 @@ def test_what_is_spread_over_the_ranks(tmp_path):
         ("zero2", {model.GRADIENTS, model.OPTIMIZER}),
         ("ddp", set()),
     ):
-        run = settings(tmp_path, Launch(kind, 4))
-        whole = planned(run)
-        held = model.rank_bytes(whole, run)
+        whole, held = planned(settings(tmp_path, Launch(kind, 1))), planned(settings(tmp_path, Launch(kind, 4)))
         assert {name for name in held if whole[name] and held[name] < whole[name]} == {n for n in spread if whole[n]}
         assert all(held[name] == -(-whole[name] // 4) for name in spread)
     assert planned(settings(tmp_path, Launch("ddp", 2)))[model.BUCKETS] == one[model.TRAINED]
@@ -105,12 +105,12 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     layer = sum(parameter.nbytes for parameter in layers[0].parameters())
     whole = sum(parameter.nbytes for parameter in built.parameters())
     root = whole - len(layers) * layer
-    assert components.gathered_bytes(built, run, False) == (root + 2 * layer, whole, 2 * layer, 3 * root)
-    assert components.gathered_bytes(built, run, True) == (root + 2 * layer, whole, layer, 2 * root)
-    assert components.gathered_bytes(built, settings(tmp_path), True) == (0, 0, 0, 0)
+    assert components.gathered_bytes(built, run, False) == (root + 4 * layer, 3 * root, whole)
+    assert components.gathered_bytes(built, run, True) == (root + 3 * layer, 2 * root, whole)
+    assert components.gathered_bytes(built, settings(tmp_path), True) == (0, 0, 0)
     for gather, there in (("once", whole), ("per_layer", root + 3 * layer)):
         values = run.values | {"fsdp_gather": gather, "beta": 0.1}
-        phases = make_plan(replace(run, values=values), hardware=Hardware("a card", 2**40, 2)).phases
+        phases = make_plan(replace(run, values=values), Hardware("a card", 2**40, 2)).phases
         assert phases["generate"][GATHERED] == phases["score"][GATHERED] == there
         assert phases["forward_backward"][GATHERED] == root + 3 * layer and GATHERED not in phases["optimizer"]
 
@@ -151,7 +151,7 @@ def test_experts_in_4_bits_are_those_that_this_package_loads(tmp_path, nested):
     assert whole[model.BASE_4BIT] + whole[model.STATE] == pytest.approx(
         experts + linear * (1 + 2 / 64 * (1 if nested else 4)), rel=0.02
     )
-    assert make_plan(run, hardware="24GB").fits  # its pass is planned, too
+    assert make_plan(run, CARD).fits  # its pass is planned, too
 
 
 def test_qwen3_30b_a3b_by_hand(tmp_path):
@@ -199,9 +199,9 @@ def test_adapters_on_packed_experts_are_planned(tmp_path):
     wanted = get_peft_model(plain, LoraConfig(r=16, target_modules="all-linear")).get_nb_trainable_parameters()[0]
     fields = {"load_in_4bit": True, "dtype": "float32", "lora_dropout": 0.0, "lora_r": 16}
     plans = [
-        make_plan(settings(tmp_path, lora_target_modules=targets, **fields), hardware="24GB")
+        make_plan(settings(tmp_path, lora_target_modules=targets, **fields), CARD)
         for targets in (["all-linear"], ["q_proj"])
     ]
     assert plans[0].parameters[1] == wanted
-    activations = [plan.phases["forward_backward"]["activations"] for plan in plans]
+    activations = [plan.phases["forward_backward"][ACTIVATIONS] for plan in plans]
     assert activations[0] > activations[1]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from trl_fsdp_qlora.planning.plan import make_plan, show
+from trl_fsdp_qlora.planning.plan import format_plan, plan_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}
@@ -56,7 +56,7 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
         intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768, dtype="bfloat16",
         **more,
     ).save_pretrained(tmp_path)  # fmt: skip
-    plan = make_plan(
+    plan = plan_recipe(
         str(path),
         config[1] or config[2],
         f"{gigabytes}GB x{ranks[1] if ranks else NUMBERS[number]}",
@@ -64,4 +64,4 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
         prompt_tokens=512 if "up to 512 tokens" in path.read_text(encoding="utf-8") else 256,
     )
     assert plan.parameters[0] == pytest.approx(billions * 1e9, rel=0.01)
-    assert plan.fits, show(plan)
+    assert plan.fits, format_plan(plan)

@@ -56,9 +56,9 @@ def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
 _COMMAND = "from trl_fsdp_qlora.__main__ import main\nmain(['plan', '--max_steps', '1'])"
 _RECIPE = """
 from types import SimpleNamespace as Is
-from trl_fsdp_qlora.planning import beside
-beside.make_plan, beside.longest_prompt = plan.make_plan, lambda *_: 9
-beside.plan_first(Is(require_fit=False), Is(deepspeed_plugin=None), None, [], None)
+from trl_fsdp_qlora.planning import plan_vs_actual
+plan_vs_actual.make_plan, plan_vs_actual.longest_prompt, plan_vs_actual.from_config = make_plan, lambda *_: 9, make_plan
+plan_vs_actual.plan_first(Is(require_fit=False), Is(deepspeed_plugin=None), None, [], None)
 """
 
 
@@ -75,7 +75,7 @@ class Pressed:
 def make_plan(*_, **__):
     Pressed()
     os._exit(3)
-plan.make_plan = make_plan
+plan.plan_recipe = make_plan
 """
     status, said = ended("-c", code + planned)
     assert (status, said.splitlines()[-1:]) == (130, ["stopped"])

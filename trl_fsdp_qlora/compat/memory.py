@@ -21,13 +21,12 @@ class PeakTracker(TorchDispatchMode):
 
     Attributes:
         now, peak: bytes; set `peak = now` to look for another peak.
-        gradients, in_head: set by whoever runs the pass; `at_peak` has both as they were at the peak.
+        gradients: set by whoever runs the pass; `gradients_at_peak` is what it was at the peak.
     """
 
     def __init__(self, *there: torch.Tensor):
         super().__init__()
-        self.now = self.peak = self.gradients = 0
-        self.in_head, self.at_peak = False, (0, False)
+        self.now = self.peak = self.gradients = self.gradients_at_peak = 0
         self._known = WeakIdKeyDictionary(ref_type=weakref.ref)
         for tensor in there:
             self._add(tensor)
@@ -47,5 +46,5 @@ class PeakTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self._add, out)
         if self.now > self.peak:
-            self.peak, self.at_peak = self.now, (self.gradients, self.in_head)
+            self.peak, self.gradients_at_peak = self.now, self.gradients
         return out

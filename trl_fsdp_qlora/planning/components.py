@@ -13,19 +13,6 @@ from .model import causal_model, compute_dtype
 from .passes import whole
 from .settings import Settings
 
-# Fields that let transformers' `generate` change logits -> the values with which it does not.
-_NEUTRAL = {
-    "temperature": (None, 1.0),
-    "repetition_penalty": (None, 1.0),
-    "top_p": (None, 1.0),
-    "top_k": (None, 0),
-    "min_p": (None,),
-}
-_PROCESSORS = dict.fromkeys(
-    ("min_new_tokens", "min_length", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "typical_p"),
-    (None, 0),
-)
-
 
 def shares_prompts(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> bool:
     """Whether decoding keeps a prompt's keys and values once for all its completions (`rollout.shared_prompts`)."""
@@ -34,102 +21,74 @@ def shares_prompts(settings: Settings, config: PretrainedConfig, hardware: Hardw
     return plain and not hardware.gpu and settings.compact_generation and not settings.use_vllm
 
 
-def prompts_at_once(settings: Settings) -> int:
-    """Different prompts that a rank generates for at once."""
-    return max(1, settings.rollout_rows // settings.num_generations)
+def prefill_rows(settings: Settings, compact: bool = True) -> int:
+    """Prompts that a rank computes at once before it generates: different ones, where it decodes compactly."""
+    return max(1, settings.rollout_rows // settings.num_generations) if compact else settings.rollout_rows
 
 
-def _token_bytes(settings: Settings, config: PretrainedConfig) -> int:
-    """Keys and values of one token in one layer."""
-    text = config.get_text_config()
+def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int, int]:
+    """`(whole, what grows of one layer, one row's prompt)` of the keys, values and recurrent states that a rank generates with,
+    all its rows at full length. With `shared` a prompt's are there once, see [`shares_prompts`]."""
+    text, kinds = config.get_text_config(), layer_types(config.get_text_config())
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * heads * width * compute_dtype(settings, config).itemsize
-
-
-def prompts_cache_bytes(settings: Settings, config: PretrainedConfig, rows: int) -> int:
-    """Bytes of the keys and values that a prefill of `rows` prompts leaves, in all layers."""
-    layers = sum(map(keeps_keys, layer_types(config.get_text_config())))
-    return _token_bytes(settings, config) * rows * settings.prompt_tokens * layers
-
-
-def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int]:
-    """`(whole, what grows of one layer)` of the keys, values and recurrent states of all rows that a rank generates at once, at full length.
-
-    With `shared` a prompt's are there once, see [`shares_prompts`].
-    """
-    text = config.get_text_config()
+    token = 2 * heads * width * compute_dtype(settings, config).itemsize  # of one token in one layer
     length = settings.max_completion_length + (0 if shared else settings.prompt_tokens)
     window = getattr(text, "sliding_window", None) or length
+    lengths = [min(length, window) if kind == "sliding_attention" else length for kind in kinds if keeps_keys(kind)]
+    layers = [token * settings.rollout_rows * each for each in lengths]
+    prompt = token * settings.prompt_tokens * len(layers)
     states = settings.rollout_rows * sum(map(state_bytes, recurrent_layers(whole(settings, config))))
-    rows = _token_bytes(settings, config) * settings.rollout_rows
-    layers = [
-        rows * (min(length, window) if kind == "sliding_attention" else length)
-        for kind in layer_types(text)
-        if keeps_keys(kind)
-    ]
-    prompts = prompts_cache_bytes(settings, config, prompts_at_once(settings)) if shared else 0
-    return sum(layers) + prompts + states, max(layers, default=0)
+    return sum(layers) + shared * prefill_rows(settings) * prompt + states, max(layers, default=0), prompt
 
 
-def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int]:
-    """What a token step needs beside the cache: `(copies of the logits, one layer's keys and values)`, one after the other.
+def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> int:
+    """What a token step needs beside the cache: copies of the logits or one layer's keys and values, one after the other.
 
-    A cache that grows is copied a layer at a time. Where prompts are not `shared` a batch has a mask, so keys and values are
-    repeated for grouped queries.
+    Logits are as the model gives them, in float32 twice (as probabilities, and what a `temperature` makes of them), and in float64
+    while a token is drawn. A cache that grows is copied a layer at a time; where prompts are not `shared` a batch has a mask, so
+    keys and values are repeated for grouped queries.
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    # As the model gives them; probabilities in float32 and, while a token is drawn, in float64; transformers' own loop has
-    # two more copies in float32 in the place of the last. What a processor makes of them is one more.
-    logits = compute_dtype(settings, config).itemsize + 4 * (3 + processes_logits(settings))
-    logits *= settings.rollout_rows * text.vocab_size
-    _, layer = cache_bytes(settings, config, shared)
-    return logits, layer * (1 if shared else max(1, text.num_attention_heads // heads))
-
-
-def processes_logits(settings: Settings) -> bool:
-    """Whether logits are changed before they are probabilities, which makes one more copy; `top_p`, which sorts, takes more."""
-    asked = {name: getattr(settings, name) for name in _NEUTRAL} | (settings.generation_kwargs or {})
-    return any(asked.get(name) not in neutral for name, neutral in (_NEUTRAL | _PROCESSORS).items())
+    logits = (compute_dtype(settings, config).itemsize + 4 * 4) * settings.rollout_rows * text.vocab_size
+    _, layer, _ = cache_bytes(settings, config, shared)
+    return max(logits, layer * (1 if shared else max(1, text.num_attention_heads // heads)))
 
 
 class Gathered(NamedTuple):
     """Bytes of weights that a rank of a sharded model has together at a time, beside its shards.
 
     Attributes:
-        training: the embeddings, head and norms, which the root keeps, and two layers (one computing, the next on its way).
-        whole: the whole model.
-        transit: what a layer is received in before it is copied to where it is used.
+        layers: the embeddings, head and norms, which the root keeps, two layers (one computing, the next on its way), and what
+            one is received in.
         root: what the root's weights are received in and copied to, before any layer comes.
+        whole: the whole model.
     """
 
-    training: int = 0
-    whole: int = 0
-    transit: int = 0
+    layers: int = 0
     root: int = 0
+    whole: int = 0
 
 
 def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gathered:
     """Nothing where the launch shards no weights. FSDP2 receives a unit in one buffer, gloo in two."""
     if not settings.launch.sharded or settings.launch.processes == 1:
         return Gathered()
-    itemsize = 2 if settings.mixed else None
-    causal = causal_model(model)
-    names = set(getattr(causal, "_no_split_modules", None) or ())
 
     def weights(module: nn.Module) -> int:
         total = sum(getattr(part, "state_bytes", 0) for part in module.modules())
         for parameter in module.parameters():
-            cast = parameter.is_floating_point() and itemsize is not None
-            total += parameter.numel() * itemsize if cast else parameter.nbytes
+            cast = parameter.is_floating_point() and settings.mixed is not None
+            total += parameter.numel() * 2 if cast else parameter.nbytes
         return total
 
+    causal, total = causal_model(model), weights(model)
+    names = set(getattr(causal, "_no_split_modules", None) or ())
     inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
-    whole = weights(model)
-    root, layer = whole - sum(inside), max(inside, default=0)
+    root, layer = total - sum(inside), max(inside, default=0)
     buffers = 0 if settings.launch.kind != "fsdp2" else 1 if on_gpu else 2
-    return Gathered(root + 2 * layer, whole, buffers * layer, (1 + buffers) * root)
+    return Gathered(root + (2 + buffers) * layer, (1 + buffers) * root, total)
 
 
 def gathers_once(settings: Settings, whole: int, free: int) -> bool:

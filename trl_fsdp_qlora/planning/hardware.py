@@ -12,10 +12,9 @@ from ..recipe.arguments import ConfigError
 GIB = 2**30
 # GiB of memory by the name of a card, as its maker states it.
 CARDS = {
-    "b200": 180, "h200": 141, "h100": 80, "a100-80": 80, "a100-40": 40, "l40s": 48, "a6000": 48, "a10": 24, "l4": 24, "t4": 16,
-    "v100": 32, "rtx5090": 32, "rtx4090": 24, "rtx3090": 24, "rtx3070": 8,
+    "b200": 180, "h200": 141, "h100": 80, "a100": 80, "a100-80": 80, "a100-40": 40, "l40s": 48, "a6000": 48, "a10": 24, "a10g": 24,
+    "l4": 24, "t4": 16, "v100": 32, "rtx5090": 32, "rtx4090": 24, "rtx3090": 24, "rtx3070": 8,
 }  # fmt: skip
-_SHORT = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "a10g": "a10", "h100-80gb": "h100"}
 CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs by card and driver
 SLACK = 0.05  # share of what comes and goes that the caching allocator holds beside it; assumed
 
@@ -41,15 +40,10 @@ class Hardware:
         return self.memory if self.gpu else self.memory // max(processes, 1)
 
 
-def _split(text: str) -> tuple[str, int | None]:
+def split_name(text: str) -> tuple[str, int | None]:
     """Name and number of cards: `("24gb", 4)` of `24GB x4`."""
     name, number = re.fullmatch(r"(.*?)(?:(?:\s+|(?<=[\db]))[x×*]\s*(\d+))?", text.strip().lower()).groups()
     return re.sub(r"[\s_]", "", name), int(number) if number else None
-
-
-def named_cards(text: str | Hardware | None) -> int | None:
-    """The number of cards that `--hardware` names, which is the number of ranks unless that is given; `None` without one."""
-    return _split(text)[1] if isinstance(text, str) else None
 
 
 def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -> Hardware:
@@ -63,31 +57,23 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
     Raises:
         ConfigError: the name is not known; says the nearest.
     """
-    if text is None or text.strip().lower() == "auto":
-        return what_is_there(processes, use_cpu)
-    name, number = _split(text)
+    name, number = ("auto", None) if text is None else split_name(text)
     cards = processes if number is None else number
     if cards < 1:
         raise ConfigError(f"--hardware {text!r}: {cards} cards; at least one")
-    if name == "cpu":
-        return what_is_there(cards, use_cpu=True)
+    if name == "cpu" or (name == "auto" and (use_cpu or not torch.cuda.is_available())):
+        available = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+        return Hardware("this machine's CPU", available, cards, gpu=False)
+    if name == "auto":
+        properties = torch.cuda.get_device_properties(0)
+        return Hardware(properties.name, properties.total_memory, torch.cuda.device_count())
     if gigabytes := re.fullmatch(r"(\d+(?:\.\d+)?)gi?b?", name):
         return Hardware(f"{gigabytes[1]} GB", int(float(gigabytes[1]) * GIB), cards)
-    name = name.removeprefix("nvidia").replace("geforce", "")
-    plain = _SHORT.get(name, name.replace("-", "") if name.startswith("rtx") else name)
-    plain = f"rtx{plain}" if f"rtx{plain}" in CARDS else plain
-    if plain not in CARDS:
-        hint = did_you_mean(plain, [*CARDS, "cpu"], 0.3)
-        raise ConfigError(
-            f"--hardware {text!r} is not known{hint}; there are {', '.join(CARDS)}, cpu, or its memory: '24GB x2'"
-        )
-    return Hardware(plain, CARDS[plain] * GIB, cards)
-
-
-def what_is_there(processes: int = 1, use_cpu: bool = False) -> Hardware:
-    """The cards of this machine, or its host memory."""
-    if use_cpu or not torch.cuda.is_available():
-        available = psutil.virtual_memory().available + psutil.Process().memory_info().rss
-        return Hardware("this machine's CPU", available, processes, gpu=False)
-    properties = torch.cuda.get_device_properties(0)
-    return Hardware(properties.name, properties.total_memory, torch.cuda.device_count())
+    name = name.removeprefix("nvidia").replace("geforce", "").removesuffix("gb")
+    for known in (name, name.replace("-", ""), f"rtx{name}"):
+        if known in CARDS:
+            return Hardware(known, CARDS[known] * GIB, cards)
+    hint = did_you_mean(name, [*CARDS, "cpu"], 0.3)
+    raise ConfigError(
+        f"--hardware {text!r} is not known{hint}; there are {', '.join(CARDS)}, cpu, or memory: '24GB x2'"
+    )

@@ -6,30 +6,26 @@ are there. The larger of the two is the peak. Nothing is allocated and no weight
 """
 
 import contextlib
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..prefix_sharing.self_check import ROWS_HALF
 from ..prefix_sharing.support import layer_types
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
-from . import stand_ins
-from .model import build, causal_model, compute_dtype, quiet
+from . import fake_ops
+from .model import build, causal_model
 from .settings import Settings
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What a pass is run on.
 
     Attributes:
         rows, length: of the input; a packed row is one row of its tokens.
         scored: positions whose log-probability is taken; 0 for a pass without head.
-        packed: rows need no mask, and a kernel of `scoring/head_choice.py` scores.
+        packed: rows need no mask, and a kernel of `scoring/` scores.
     """
 
     rows: int
@@ -38,259 +34,167 @@ class Shape:
     packed: bool
 
 
-@dataclass(frozen=True)
-class PassBytes:
-    """Bytes above what lies there (weights, and gradients where they were made before), for all layers.
-
-    Attributes:
-        peak: the most at once.
-        head: what the head's tiles are of it: 0 where the peak is elsewhere.
-        gradients: what of it are gradients that this pass is the first to make.
-        per_layer: what each layer keeps for the backward.
-    """
+class PassBytes(NamedTuple):
+    """Bytes of a pass at its peak above what lies there, and what of it are gradients that it is the first to make."""
 
     peak: int
-    head: int
     gradients: int
-    per_layer: int
-
-    @property
-    def activations(self) -> int:
-        return self.peak - self.head - self.gradients
 
 
-def loss_makes_gradients(settings: Settings) -> bool:
+def makes_gradients(settings: Settings) -> bool:
     """Whether the loss's pass is the first of its step to make gradients, whole ones, and so has them in its own bytes."""
     return settings.launch.kind in ("single", "ddp") and settings.gradient_accumulation_steps == 1
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
     """The micro-batch of the loss: P + G·C tokens per group on a packed row, B·(P + C) padded; every completion at full length."""
-    rows, prompt, completion = (
-        settings.per_device_train_batch_size,
-        settings.prompt_tokens,
-        settings.max_completion_length,
-    )
+    rows, prompt, length = settings.per_device_train_batch_size, settings.prompt_tokens, settings.max_completion_length
     if packed:  # a segment starts with a copy of the prompt's last token
-        return Shape(1, settings.groups * prompt + rows * completion, rows * completion, True)
-    return _padded(rows, prompt, completion, on_gpu)
-
-
-def _padded(rows: int, prompt: int, completion: int, on_gpu: bool) -> Shape:
+        return Shape(1, settings.groups * prompt + rows * length, rows * length, True)
     # On a CPU TRL's kernel projects every position.
-    scored = rows * completion if on_gpu else rows * (prompt + completion - 1)
-    return Shape(rows, prompt + completion, scored, False)
+    return Shape(rows, prompt + length, rows * (length if on_gpu else prompt + length - 1), False)
 
 
 def loss(settings: Settings, config: PretrainedConfig, packed: bool, on_gpu: bool, grad: bool = True) -> PassBytes:
     """Bytes of the loss's forward and backward, or without `grad` of a scoring pass on the same tokens."""
-    # With LoRA the reference is the base without its adapter.
-    bare = not grad and settings.model.use_peft and settings.scores_again and not settings.scores_policy
-    shape, first = loss_shape(settings, packed, on_gpu), loss_makes_gradients(settings)
-    return measure(settings, config, shape, grad, on_gpu, first, bare)
+    return measure(settings, config, loss_shape(settings, packed, on_gpu), on_gpu, grad, makes_gradients(settings))
 
 
-def comparison(settings: Settings, config: PretrainedConfig, on_gpu: bool) -> int:
-    """Bytes that the comparison before the first pass takes beside the gradients of its packed rows (`prefix_sharing.self_check`).
-
-    Padded rows go one by one, with gradients; in half precision all of them once more without. The packed pass of the same
-    rows has no more tokens than the loss's own. Nothing draws in it; a backward under DeepSpeed cannot be undone, so there values
-    alone are compared.
-    """
-    prompt, completion = settings.prompt_tokens, settings.max_completion_length
-    settings = replace(settings, model=replace(settings.model, lora_dropout=0.0))
-    grad = not settings.launch.kind.startswith("zero")
-    one = measure(settings, config, _padded(1, prompt, completion, on_gpu), grad, on_gpu).peak
-    if compute_dtype(settings, config) == torch.float32:
-        return one
-    rows = min(ROWS_HALF, settings.per_device_train_batch_size)
-    return max(one, measure(settings, config, _padded(rows, prompt, completion, on_gpu), False, on_gpu).peak)
+# By what they depend on: plans of one run (for other numbers of ranks, say) ask for the same again.
+_whole: dict[tuple, nn.Module] = {}
+_measured: dict[tuple, PassBytes] = {}
 
 
-def measure(
-    settings: Settings,
-    config: PretrainedConfig,
-    shape: Shape,
-    grad: bool,
-    on_gpu: bool,
-    first: bool = False,
-    bare: bool = False,
-) -> PassBytes:
-    """Bytes of a pass of the whole model, measured once for all plans with these modules.
-
-    Args:
-        settings, config: of the run and its base.
-        shape: of the input.
-        grad: forward and backward; otherwise a forward alone.
-        on_gpu: whose kernels' tiles are counted.
-        first: it finds no gradients, and makes them.
-        bare: without the adapter.
-    """
-    return _measure(_Modules.of(settings, config), shape, grad, on_gpu, grad and first, bare)
-
-
-@dataclass(frozen=True)
-class _Modules:
-    """What a pass depends on beside its shape. A setting that `build` or [`_run`] starts to read belongs into `key`."""
-
-    key: tuple
-    run: tuple
-
-    @classmethod
-    def of(cls, settings: Settings, config: PretrainedConfig) -> "_Modules":
-        key = repr(settings.model), settings.mixed, settings.gradient_checkpointing, settings.lm_head_kernel
-        return cls((*key, settings.launch.kind, config.to_json_string(use_diff=False)), (settings, config))
-
-    def __eq__(self, other) -> bool:
-        return self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@lru_cache(maxsize=1)
-def _whole(modules: _Modules) -> nn.Module:
-    return build(*modules.run)
+def _modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
+    """What a pass depends on beside its shape. A setting that `build` or [`_run`] starts to read belongs here."""
+    key = repr(settings.model), settings.mixed, settings.gradient_checkpointing, settings.lm_head_kernel
+    return *key, settings.launch.kind, config.to_json_string(use_diff=False)
 
 
 def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
     """The model with all its layers, without data, built once; nobody changes it."""
-    return _whole(_Modules.of(settings, config))
+    key = _modules_key(settings, config)
+    if key not in _whole:
+        _whole.clear()
+        _whole[key] = build(settings, config)
+    return _whole[key]
 
 
-@lru_cache(maxsize=256)
-def _measure(modules: _Modules, shape: Shape, grad: bool, on_gpu: bool, first: bool, bare: bool) -> PassBytes:
-    kinds = _layers_of_each_kind(modules.run[1])
-    alone = sum(map(len, kinds)) == 1
+def measure(
+    settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: bool, grad: bool = False, first: bool = False
+) -> PassBytes:
+    """Bytes of a pass of the whole model.
+
+    Args:
+        settings, config: of the run and its base.
+        shape: of the input.
+        on_gpu: whose kernels' tiles are counted.
+        grad: forward and backward; otherwise a forward alone.
+        first: its backward finds no gradients, and makes them.
+    """
+    key = *_modules_key(settings, config), shape, on_gpu, grad, first
+    if key in _measured:
+        return _measured[key]
+    # Layers by what they are: attention with or without a window, recurrent, both, an MLP alone.
+    kinds: dict[str, list[int]] = {}
+    for i, kind in enumerate(layer_types(config.get_text_config())):
+        kinds.setdefault(kind, []).append(i)
     # One layer of each kind, and another one behind them, which shows what a layer of its kind adds.
-    one_each = [kind[0] for kind in kinds]
-    runs = [
-        _run(*modules.run, one_each if alone else [*one_each, kind[-1]], shape, grad, on_gpu, first, bare)
-        for kind in kinds
-    ]
-    others = sum((len(kind) - 1) * run.slope for kind, run in zip(kinds, runs, strict=True))
-    gradients = sum((len(kind) - 1) * run.gradients for kind, run in zip(kinds, runs, strict=True))
-    found = []
-    for run in runs:
-        more, made = (others - run.slope, gradients - run.gradients) if grad and not alone else (0, 0)
-        found.append((run.begin[0] + more, *run.begin[1:]))
-        found.append((run.end[0] + made, run.end[1] + made, run.end[2]))
-    peak, gradients, in_head = max(found, key=lambda one: one[0])
-    return PassBytes(peak, runs[0].tiles if in_head else 0, gradients, max(run.slope for run in runs))
-
-
-def _layers_of_each_kind(config: PretrainedConfig) -> list[list[int]]:
-    """The layers of a decoder by what they are: attention with or without a window, recurrent, both, an MLP alone."""
-    text, found = config.get_text_config(), {}
-    for i, kind in enumerate(layer_types(text)):
-        found.setdefault(kind, []).append(i)
-    return list(found.values())
+    one_each = [layers[0] for layers in kinds.values()]
+    alone = config.get_text_config().num_hidden_layers == 1
+    runs = {
+        kind: _run(
+            settings, config, one_each if alone else [*one_each, layers[-1]], shape, on_gpu, grad, grad and first
+        )
+        for kind, layers in kinds.items()
+    }
+    kept = sum((len(kinds[kind]) - 1) * run.kept for kind, run in runs.items()) if grad else 0
+    made = sum((len(kinds[kind]) - 1) * run.made for kind, run in runs.items()) if grad else 0
+    peaks = []
+    for run in runs.values():
+        begin, end = run.begin, run.end
+        if grad and not alone:
+            begin = PassBytes(begin.peak + kept - run.kept, begin.gradients)
+            end = PassBytes(end.peak + made - run.made, end.gradients + made - run.made)
+        peaks += [begin, end]
+    return _measured.setdefault(key, max(peaks))
 
 
 class _Run(NamedTuple):
-    """A pass of few layers, in bytes above what lay there before it.
+    """A pass of few layers.
 
     Attributes:
-        begin, end: `(peak, gradients made then, whether in the head)` until the second layer's backward is done, and from then on.
-        slope: what the second layer keeps for its backward.
-        gradients: of a layer, where this pass makes them.
-        tiles: what the head's tiles add.
+        begin, end: until the second layer's backward is done, and from then on.
+        kept: what the last layer keeps for its backward, in bytes.
+        made: its gradients, where this pass makes them, in bytes.
     """
 
-    begin: tuple[int, int, bool]
-    end: tuple[int, int, bool]
-    slope: int
-    gradients: int
-    tiles: int
+    begin: PassBytes
+    end: PassBytes
+    kept: int
+    made: int
 
 
-def _run(
-    settings: Settings, config, kept: list[int], shape: Shape, grad, on_gpu, first: bool, bare: bool = False
-) -> _Run:
-    from ..compat.memory import FakeTensorMode, PeakTracker
+def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: bool, first: bool) -> _Run:
+    from ..compat.memory import FakeTensorMode, PeakTracker  # names that a version of torch or TRL may not have
 
-    with quiet(), torch.random.fork_rng(devices=[]):
-        model, layers = build(settings, config, kept).train(), len(kept)
-        if settings.gradient_checkpointing:
-            causal = causal_model(model)
-            causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if hasattr(model, "peft_config"):
-                model.enable_input_require_grads()
-        mode = FakeTensorMode()
-        fake(model, mode)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        with mode:
-            for parameter in trained if grad and not first else ():
-                parameter.grad = torch.zeros_like(parameter)
-            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-            tracker = PeakTracker(*model.parameters(), *model.buffers(), *gradients)
-            before, after, peaks = tracker.now, [], []
+    model = build(settings, config, layers).train()
+    causal, mode = causal_model(model), FakeTensorMode()
+    if settings.gradient_checkpointing:
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(model, "peft_config"):
+            model.enable_input_require_grads()
+    fake(model, mode)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.random.fork_rng(devices=[]), mode:
+        for parameter in trained if grad and not first else ():
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        tracker = PeakTracker(*model.parameters(), *model.buffers(), *gradients)
+        before, after, peaks = tracker.now, [], []
 
-            def take(_gradient=None) -> None:
-                peaks.append((tracker.peak - before, *tracker.at_peak))
-                tracker.peak, tracker.at_peak = tracker.now, (tracker.gradients, tracker.in_head)
+        def take_peak(_gradient=None) -> None:
+            peaks.append(PassBytes(tracker.peak - before, tracker.gradients_at_peak))
+            tracker.peak, tracker.gradients_at_peak = tracker.now, tracker.gradients
 
-            def layer_done(_layer, _inputs, output) -> None:
-                if len(after) == layers:
-                    return  # computed again for the backward
-                hidden = output[0] if isinstance(output, tuple) else output
-                after.append(tracker.now)
-                if len(after) == 1 and layers > 1 and hidden.requires_grad:
-                    hidden.register_hook(take)
+        def layer_done(_layer, _inputs, output) -> None:
+            if len(after) == len(layers):
+                return  # computed again for the backward
+            hidden = output[0] if isinstance(output, tuple) else output
+            after.append(tracker.now)
+            if len(after) == 1 and len(layers) > 1 and hidden.requires_grad:
+                hidden.register_hook(take_peak)
 
-            def gradient_made(parameter) -> None:
-                tracker.gradients += parameter.grad.nbytes
+        def gradient_made(parameter) -> None:
+            tracker.gradients += parameter.grad.nbytes
 
-            stacks = (part for part in causal_model(model).get_decoder().modules() if isinstance(part, nn.ModuleList))
-            stack = next(stack for stack in stacks if len(stack) == layers)
-            for layer in stack:
-                layer.register_forward_hook(layer_done)
-            for parameter in trained if first else ():
-                parameter.register_post_accumulate_grad_hook(gradient_made)
-            autocast = contextlib.nullcontext()
-            if settings.mixed is not None:
-                autocast = torch.autocast("cpu", getattr(torch, settings.mixed))
-            with tracker:
-                adapter = model.disable_adapter() if bare else contextlib.nullcontext()
-                with torch.set_grad_enabled(grad), autocast, adapter:
-                    values, tiles = _forward(model, shape, on_gpu, tracker, settings)
-                if grad:
-                    values.sum().backward()
-                take()
-        made = sum(p.nbytes for p in stack[-1].parameters() if p.requires_grad) if first else 0
-        slope = after[-1] - after[-2] if layers > 1 else 0
-        return _Run(peaks[0], peaks[-1], slope, made, tiles)
-
-
-def _forward(model: nn.Module, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> tuple[torch.Tensor, int]:
-    """What a backward starts from, and what the head's tiles add."""
-    causal = causal_model(model)
-    mask = torch.ones((1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length), dtype=torch.bool)
-    ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
-    weight = _head_weight(causal) if shape.scored else None
-    arguments = {"attention_mask": mask, "position_ids": torch.zeros_like(ids), "use_cache": False}
-    out = causal.base_model(input_ids=ids, **arguments).last_hidden_state
-    if not shape.scored:
-        return out, 0
-    hidden = out.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
-    del out
-    before = tracker.now
-    values = _head(hidden, weight, shape, on_gpu, tracker, settings)
-    return values, max(0, tracker.peak - before)
+        stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
+        stack = next(stack for stack in stacks if len(stack) == len(layers))
+        for layer in stack:
+            layer.register_forward_hook(layer_done)
+        for parameter in trained if first else ():
+            parameter.register_post_accumulate_grad_hook(gradient_made)
+        autocast = contextlib.nullcontext()
+        if settings.mixed is not None:
+            autocast = torch.autocast("cpu", getattr(torch, settings.mixed))
+        with tracker:
+            with torch.set_grad_enabled(grad), autocast:
+                size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
+                mask, ids = torch.ones(size, dtype=torch.bool), torch.zeros(shape.rows, shape.length, dtype=torch.long)
+                inputs = {"attention_mask": mask, "position_ids": torch.zeros_like(ids), "use_cache": False}
+                values = causal.base_model(input_ids=ids, **inputs).last_hidden_state
+                if shape.scored:
+                    values = values.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
+                    values = score(values, causal.get_output_embeddings().weight, shape.packed, on_gpu, settings)
+            if grad:
+                values.sum().backward()
+            take_peak()
+    made = sum(p.nbytes for p in stack[-1].parameters() if p.requires_grad) if first else 0
+    return _Run(peaks[0], peaks[-1], after[-1] - after[-2] if len(layers) > 1 else 0, made)
 
 
-def _head_weight(causal: nn.Module) -> torch.Tensor:
-    """The head's; where it is tied to trained embeddings, these look up rows of another view of it from now on."""
-    weight, embeddings = causal.get_output_embeddings().weight, causal.get_input_embeddings()
-    if embeddings.weight is not weight or not (weight.requires_grad and torch.is_grad_enabled()):
-        return weight
-    looked_up, weight = stand_ins.BothUses.apply(weight)
-    del embeddings.weight
-    embeddings.weight = looked_up
-    return weight
-
-
-def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: Settings) -> torch.Tensor:
+def score(hidden_NH, weight_VH, packed: bool, on_gpu: bool, settings: Settings) -> torch.Tensor:
+    """Log-probabilities `(N,)` by the kernel that scores on this device, or what takes its bytes."""
     kernel = choose_head_kernel(
         settings.lm_head_kernel,
         "cuda" if on_gpu else "cpu",
@@ -299,24 +203,20 @@ def _head(hidden_NH, weight_VH, shape: Shape, on_gpu: bool, tracker, settings: S
         gathered=settings.launch.kind == "fsdp2",
         triton=True,  # torch's CUDA build brings it
     )
-    if shape.packed and kernel != "trl":
-        keep = torch.is_grad_enabled() and hidden_NH.requires_grad
-        return stand_ins.FrozenHead.apply(hidden_NH, weight_VH, stand_ins.tiles(on_gpu), keep, tracker)
+    if packed and kernel != "trl":
+        return fake_ops.FrozenHead.apply(
+            hidden_NH, weight_VH, torch.is_grad_enabled() and hidden_NH.requires_grad, on_gpu
+        )
     from ..compat.memory import TRL_VOCABULARY_CHUNK
     from ..compat.trl import ChunkedLogProbFunction
 
-    chunk = VOCABULARY_TILE if shape.packed else TRL_VOCABULARY_CHUNK
+    chunk = VOCABULARY_TILE if packed else TRL_VOCABULARY_CHUNK
     if on_gpu:
-        return stand_ins.TrainedHead.apply(hidden_NH, weight_VH, chunk, tracker)
+        return fake_ops.TrainedHead.apply(hidden_NH, weight_VH, chunk)
     targets = torch.zeros(len(hidden_NH), dtype=torch.long)
     # The buffer is as wide as the chunk; of what a smaller vocabulary never writes to, a host gives no page.
-    chunk = min(chunk, len(weight_VH))
-    tracker.in_head = True
-    values, *_ = ChunkedLogProbFunction.apply(
-        hidden_NH, weight_VH, None, targets, 1.0, chunk, None, 1.0, ("log_probs", "entropy")
-    )
-    tracker.in_head = False
-    return values
+    asked = targets, 1.0, min(chunk, len(weight_VH)), None, 1.0, ("log_probs", "entropy")
+    return ChunkedLogProbFunction.apply(hidden_NH, weight_VH, None, *asked)[0]
 
 
 def fake(model: nn.Module, mode) -> None:

@@ -1,6 +1,8 @@
 """A run's bytes on the device by phase and component, per rank: whether they fit, and what would make them fit."""
 
+import logging
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,20 +11,17 @@ import psutil
 from transformers import PretrainedConfig
 
 from . import components, model, passes
-from .hardware import CONTEXT, GIB, SLACK, Hardware, named_cards, read_hardware
-from .settings import Settings, from_config, from_yaml, read_launch
+from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware, split_name
+from .settings import Settings, from_yaml, read_launch
 
-ACTIVATIONS = "activations"
-HEAD = "head tiles"
-COMPARISON = "first pass's comparison"
+ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
-LOGITS = "logits of a token step"
-COPY = "copy of a layer's cache"
+TOKEN_STEP = "token step's copies"
 GATHERED = "gathered weights"
 ENGINE = "vLLM"
 PROCESS = "process"
 ROOM = "allocator slack"
-_COMING = (ACTIVATIONS, HEAD, COMPARISON, CACHE, LOGITS, COPY, GATHERED)  # what comes and goes
+_COMING = (ACTIVATIONS, CACHE, TOKEN_STEP, GATHERED)  # what comes and goes
 _MOST = 2**17  # tokens or completions beyond which nobody asks
 _CARDS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)  # of a node, then whole nodes of eight
 
@@ -36,7 +35,6 @@ class Plan:
         phases: phase -> component -> bytes of the fullest rank, in a step's order, under the names that telemetry measures by.
         capacity: bytes that a rank may use.
         parameters: `(of the base, trained)`.
-        packed: the loss is computed on packed rows.
     """
 
     settings: Settings = field(repr=False)
@@ -45,7 +43,6 @@ class Plan:
     phases: dict[str, dict[str, int]]
     capacity: int
     parameters: tuple[int, int]
-    packed: bool = True
 
     def total(self, phase: str) -> int:
         """Bytes of a phase at its peak."""
@@ -82,129 +79,118 @@ class Plan:
         )
 
 
-def make_plan(
-    recipe: Any, accelerate_config: str | None = None, hardware: str | Hardware | None = None, **more: Any
+def plan_recipe(
+    path: str | None,
+    accelerate_config: str | None = None,
+    hardware: str | None = None,
+    overrides: dict[str, Any] | None = None,
+    processes: int | None = None,
+    **more: Any,
 ) -> Plan:
-    """Plan a run.
+    """Plan a recipe's YAML, as the command does.
 
     Args:
-        recipe: path of a recipe's YAML; a mapping of its fields; `(config, ModelConfig)` as a recipe parses them, which know
-            their launch; or [`Settings`].
-        accelerate_config: file or name; with a path or a mapping only.
-        hardware: as `--hardware` takes it.
-        more: `prompt_tokens`, `prompt_source`, and with a path `overrides`, `processes`, `types`.
+        path: of the YAML; `None` where `overrides` say it all.
+        accelerate_config: file or name; one process without it.
+        hardware: as [`read_hardware`] takes it; the number of cards in it is that of ranks unless `processes` is given.
+        overrides, more: see [`from_yaml`].
 
     Raises:
-        trl_fsdp_qlora.recipe.arguments.ConfigError: one line on what cannot be read or built.
+        UserError: one line on what cannot be read or built.
     """
-    if isinstance(recipe, Settings):
-        settings = recipe
-    elif isinstance(recipe, tuple):
-        settings = from_config(*recipe, **more)
-    else:
-        launch = read_launch(accelerate_config, more.pop("processes", None) or named_cards(hardware))
-        overrides = more.pop("overrides", {}) | (recipe if isinstance(recipe, dict) else {})
-        path = None if isinstance(recipe, dict) else recipe
-        settings = from_yaml(path, overrides, launch, more.pop("types", ()), **more)
-    if not isinstance(hardware, Hardware):
-        hardware = read_hardware(hardware, settings.launch.processes, settings.launch.use_cpu)
-    config = model.read_config(settings.model.model_name_or_path, settings.model.model_revision)
-    return plan_settings(settings, config, hardware)
+    launch = read_launch(accelerate_config, processes or (hardware and split_name(hardware)[1]))
+    settings = from_yaml(path, overrides or {}, launch, **more)
+    return make_plan(settings, read_hardware(hardware, settings.launch.processes, settings.launch.use_cpu))
 
 
-def plan_settings(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> Plan:
-    """As [`make_plan`], from parts."""
-    skeleton, packed = passes.whole(settings, config), settings.prefix_sharing != "off"
+def make_plan(settings: Settings, hardware: Hardware | None = None, config: PretrainedConfig | None = None) -> Plan:
+    """Plan a run on `hardware`, by default what is there; the model's `config` is read where it is not given.
+
+    Raises:
+        ConfigError: one line on what cannot be read or built.
+    """
+    config = config or model.read_config(settings.model.model_name_or_path, settings.model.model_revision)
+    hardware = hardware or read_hardware(None, settings.launch.processes, settings.launch.use_cpu)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what the libraries say to whoever trains the model
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            skeleton = passes.whole(settings, config)
+            phases = _phases(settings, config, hardware)
+    finally:
+        logger.setLevel(level)
     trained = sum(parameter.numel() for parameter in skeleton.parameters() if parameter.requires_grad)
-    phases = _phases(settings, config, hardware, packed)
     capacity = hardware.per_rank(settings.launch.processes)
-    return Plan(settings, config, hardware, phases, capacity, (model.numel(skeleton), trained), packed)
+    return Plan(settings, config, hardware, phases, capacity, (model.numel(skeleton), trained))
 
 
-def _phases(
-    settings: Settings, config: PretrainedConfig, hardware: Hardware, packed: bool
-) -> dict[str, dict[str, int]]:
-    launch, skeleton = settings.launch, passes.whole(settings, config)
-    held = model.rank_bytes(model.whole_bytes(skeleton, settings), settings)
+def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> dict[str, dict[str, int]]:
+    launch, skeleton, gpu = settings.launch, passes.whole(settings, config), hardware.gpu
+    packed = settings.prefix_sharing != "off"
+    held = model.static_bytes(skeleton, settings)
     there = dict.fromkeys(held, 0) | {model.BUCKETS: held[model.BUCKETS]} if launch.offload else held
     base = (model.BASE_4BIT, model.STATE, model.BASE, model.REFERENCE, model.TRAINED, model.OPTIMIZER)
     lies = {name: there[name] for name in base}
     gradients = {name: there[name] for name in (model.GRADIENTS, model.BUCKETS)}
     drawing, resting = components.engine_bytes(settings, hardware)
-
-    loss = passes.loss(settings, config, packed, hardware.gpu)
-    training = lies | gradients | {ACTIVATIONS: loss.activations, HEAD: loss.head}
-    if passes.loss_makes_gradients(settings):
-        training[model.GRADIENTS] = loss.gradients
-    if packed:
-        training[COMPARISON] = max(0, _comparison(settings, config, hardware, there) - loss.peak)
-    # The fused optimizer, TRL's default, updates in place; others make one more copy.
-    fused = "fused" in str(getattr(settings.optim, "value", settings.optim))
-    stepping = lies | gradients | ({} if fused else {"optimizer's update": held[model.GRADIENTS]})
     phases = {"generate": lies | _generation(settings, config, hardware) | {ENGINE: drawing}}
+
     if settings.scores_again:
-        score = passes.loss(settings, config, packed, hardware.gpu, grad=False)
-        phases["score"] = lies | {ACTIVATIONS: score.activations, HEAD: score.head, ENGINE: resting}
-    phases |= {"forward_backward": training | {ENGINE: resting}, "optimizer": stepping | {ENGINE: resting}}
+        scoring = passes.loss(settings, config, packed, gpu, grad=False)
+        phases["score"] = lies | {ACTIVATIONS: scoring.peak, ENGINE: resting}
+
+    loss = passes.loss(settings, config, packed, gpu)
+    training = lies | gradients | {ACTIVATIONS: loss.peak - loss.gradients, ENGINE: resting}
+    if passes.makes_gradients(settings):
+        training[model.GRADIENTS] = loss.gradients
+    phases["forward_backward"] = training
+
+    phases["optimizer"] = lies | gradients | {ENGINE: resting}
+    if "fused" not in str(getattr(settings.optim, "value", settings.optim)):  # TRL's default updates in place
+        phases["optimizer"]["optimizer's update"] = held[model.GRADIENTS]
 
     # On a CPU this process as it is, without the model: what planning leaves in it is in the run as well.
-    process = CONTEXT if hardware.gpu else psutil.Process().memory_info().rss
-    gathered = components.gathered_bytes(skeleton, settings, hardware.gpu)
+    process = CONTEXT if gpu else psutil.Process().memory_info().rss
+    gathered = components.gathered_bytes(skeleton, settings, gpu)
     free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
     for name, parts in phases.items():
-        if name != "optimizer":
-            # What weights are received in is gone as a pass begins where the whole model is gathered once, and where a layer is
-            # computed again: a host's is then, a card's allocator keeps what another stream has used. The root comes first.
-            coming, training = sum(parts.get(part, 0) for part in _COMING), name == "forward_backward"
-            left = max(0, gathered.transit - coming)
-            if not training and components.gathers_once(settings, gathered.whole, free):
-                parts[GATHERED] = gathered.whole + left
-            else:
-                gone = training and settings.gradient_checkpointing and not hardware.gpu
-                layers = gathered.training + (left if gone else gathered.transit)
-                parts[GATHERED] = max(layers, gathered.root - coming)
+        if name in ("generate", "score") and components.gathers_once(settings, gathered.whole, free):
+            parts[GATHERED] = gathered.whole
+        elif name != "optimizer":
+            # The root's weights are received before a pass has anything else.
+            coming = sum(parts.get(part, 0) for part in _COMING)
+            parts[GATHERED] = max(gathered.layers, gathered.root - coming)
         parts[PROCESS] = process
-        if hardware.gpu:
+        if gpu:
             parts[ROOM] = math.ceil(SLACK * sum(parts.get(part, 0) for part in _COMING))
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
-
-
-def _comparison(settings: Settings, config: PretrainedConfig, hardware: Hardware, there: dict[str, int]) -> int:
-    """Bytes of the comparison above what lies there in a later step's pass: its packed rows' gradients are kept beside it, and
-    there is no optimizer's state yet (which DeepSpeed makes at the start; it compares no gradients)."""
-    peak = passes.comparison(settings, config, hardware.gpu)
-    if settings.launch.kind.startswith("zero"):
-        return peak
-    kept = there[model.GRADIENTS] if passes.loss_makes_gradients(settings) or settings.launch.sharded else 0
-    return peak + kept - there[model.OPTIMIZER]
 
 
 def _generation(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> dict[str, int]:
     """Of all completions at full length."""
     if settings.use_vllm:
         return {}
-    rows = components.prompts_at_once(settings) if settings.compact_generation else settings.rollout_rows
-    shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
-    # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
-    prefill = passes.measure(settings, config, shape, False, hardware.gpu).peak
-    prefill += components.prompts_cache_bytes(settings, config, rows)
     shared = components.shares_prompts(settings, config, hardware)
-    cache, _ = components.cache_bytes(settings, config, shared)
-    logits, copy = components.decoding_bytes(settings, config, shared)
-    step = max(logits, copy)  # one is gone when the other comes
-    return {CACHE: cache, LOGITS if logits >= copy else COPY: step, ACTIVATIONS: max(0, prefill - cache - step)}
+    cache, _, prompt = components.cache_bytes(settings, config, shared)
+    step = components.decoding_bytes(settings, config, shared)
+    # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
+    rows = components.prefill_rows(settings, settings.compact_generation)
+    shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
+    prefill = passes.measure(settings, config, shape, hardware.gpu).peak + rows * prompt
+    return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
 
 
 def changed(plan: Plan, **values: Any) -> Plan:
     """The plan of the same run with other values of its fields; `load_in_4bit` and `processes` too."""
-    settings = plan.settings
-    base, launch = settings.model, settings.launch
+    base, launch = plan.settings.model, plan.settings.launch
     if "load_in_4bit" in values:
         base = replace(base, load_in_4bit=values.pop("load_in_4bit"))
     if "processes" in values:
         launch = replace(launch, processes=values.pop("processes"))
-    settings = replace(settings, model=base, launch=launch, values=settings.values | values)
-    return plan_settings(settings, plan.config, plan.hardware)
+    settings = replace(plan.settings, model=base, launch=launch, values=plan.settings.values | values)
+    return make_plan(settings, plan.hardware, plan.config)
 
 
 def largest(plan: Plan, name: str, step: int = 1) -> int:
@@ -253,38 +239,36 @@ def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
             yield {"max_completion_length": settings.max_completion_length // share}
 
 
-def amount(size: float) -> str:
+def format_bytes(size: float) -> str:
     """`3.04 GiB`, or MiB where that is less than a tenth of one."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
-def show(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """The table of phases and components, whether it fits, and what was assumed."""
     settings, launch = plan.settings, plan.settings.launch
     unit, name = (GIB, "GiB") if plan.peak >= GIB else (2**20, "MiB")
     parts = list(dict.fromkeys(part for phase in plan.phases.values() for part in phase))
-    width = max(map(len, parts))
-    where = f"{launch.processes} × {plan.hardware.name}" if launch.processes > 1 else plan.hardware.name
-    rows = [("", [f"{phase}{' *' if phase == plan.limiting else ''}" for phase in plan.phases])]
+    rows = [(f"{name} per rank", [f"{phase}{' *' if phase == plan.limiting else ''}" for phase in plan.phases])]
     for part in parts:
         sizes = [phase.get(part) for phase in plan.phases.values()]
         rows.append((part, ["" if size is None else f"{size / unit:.2f}" for size in sizes]))
     rows.append(("together", [f"{plan.total(phase) / unit:.2f}" for phase in plan.phases]))
-    rows[0] = (f"{name} per rank", rows[0][1])
-    widths = [max(10, len(head)) for head in rows[0][1]]
+    width, widths = max(map(len, parts)), [max(10, len(head)) for head in rows[0][1]]
     table = [
         f"{label:<{width}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
         for label, cells in rows
     ]
-    cards = f": there are {plan.hardware.cards} cards for {launch.processes} ranks"
-    verdict = "it fits" if plan.fits else "it does not fit" + ("" if plan.enough_cards else cards)
+    where = f"{launch.processes} × {plan.hardware.name}" if launch.processes > 1 else plan.hardware.name
+    cards = "" if plan.enough_cards else f": there are {plan.hardware.cards} cards for {launch.processes} ranks"
     lines = [
         f"{settings.model.model_name_or_path}: {plan.parameters[0] / 1e9:.2f}e9 weights, {plan.parameters[1] / 1e6:.1f}e6 "
-        f"trained; {launch.kind} on {where}, {amount(plan.capacity)} per rank",
+        f"trained; {launch.kind} on {where}, {format_bytes(plan.capacity)} per rank",
         "",
         *table,
         "",
-        f"* {plan.limiting} needs most: {amount(plan.peak)} of {amount(plan.capacity)}, {verdict}",
+        f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, "
+        f"it {'fits' if plan.fits else 'does not fit'}{cards}",
         *([f"warning: {plan.warning}"] if plan.warning else []),
         f"assumed: prompts of {settings.prompt_tokens} tokens ({settings.prompt_source}), every completion "
         f"{settings.max_completion_length} tokens long, none without an advantage",

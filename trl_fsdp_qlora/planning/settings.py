@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 from trl import GRPOConfig, ModelConfig
 
-from ..errors import did_you_mean
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ConfigError, ScriptArguments, check_key, read_yaml
-from ..run.accelerate_configs import accelerate_config, names
+from ..run.accelerate_configs import accelerate_config
 from ..run.config_fields import SWITCHES, spelled
 
 # Fields of this package's configs that are read where they are set.
@@ -94,13 +93,8 @@ class Settings:
 
     @property
     def scores_again(self) -> bool:
-        """A pass without gradients comes before the loss: old log-probabilities, or the reference's."""
-        return bool(self.beta) or self.scores_policy
-
-    @property
-    def scores_policy(self) -> bool:
-        """The policy's own old log-probabilities are scored, not the reference's alone."""
-        return self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
+        """A pass without gradients comes before the loss: the policy's old log-probabilities, or the reference's."""
+        return bool(self.beta) or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
 
 
 def _defaults() -> dict[str, Any]:
@@ -113,8 +107,9 @@ def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments; `more`: `prompt_tokens`, `prompt_source`."""
     values = {name: getattr(config, name, default) for name, default in _defaults().items()}
     kind = config.distributed_state.distributed_type.value
+    # Accelerate says FSDP of itself only once a trainer has made its `Accelerator`; on a CPU it makes DDP of it.
     if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
-        kind = "FSDP"  # which accelerate says of itself only once a trainer has made its `Accelerator`; on a CPU it makes DDP of it
+        kind = "FSDP"
     kinds = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{getattr(config.deepspeed_plugin, 'zero_stage', None)}"}
     launch = Launch(
         kinds.get(kind, "single" if config.world_size == 1 else "ddp"),
@@ -130,20 +125,15 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
     """The launch that an accelerate config describes.
 
     Args:
-        path: a file, or a name that [`accelerate_config`] knows; `None` is one process.
+        path: a file or a name; `None` is one process.
         processes: instead of the file's `num_processes`.
 
     Raises:
-        ConfigError: no such file or name.
+        UserError: no such file or name.
     """
     if path is None:
         return Launch("single" if (processes or 1) == 1 else "ddp", processes or 1)
-    if not Path(path).exists():
-        if path not in names():
-            hint = did_you_mean(path, names()) or f"; there are {', '.join(names())}"
-            raise ConfigError(f"--accelerate_config {path}: no such file or name{hint}")
-        path = str(accelerate_config(path))
-    content = read_yaml(path, "--accelerate_config")
+    content = read_yaml(path if Path(path).exists() else accelerate_config(path), "--accelerate_config")
     ranks = int(processes or content.get("num_processes") or 1)
     zero = (content.get("deepspeed_config") or {}).get("zero_stage")
     kind = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{zero}"}.get(str(content.get("distributed_type")), "ddp")

@@ -14,7 +14,7 @@ from trl import ModelConfig
 from tests.distributed.launch import launch
 from tests.tiny import config, digit_share, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
-from trl_fsdp_qlora.planning import beside
+from trl_fsdp_qlora.planning import plan_vs_actual
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
@@ -30,13 +30,15 @@ def first(base, tmp_path, require_fit=False, **changes):
     script = ScriptArguments(dataset="addition", require_fit=require_fit)
     model = ModelConfig(model_name_or_path=base, use_peft=True, lora_target_modules=["all-linear"])
     args = config(EfficientGRPOConfig, tmp_path, **changes)
-    return beside.plan_first(script, args, model, prompts(), character_tokenizer())
+    return plan_vs_actual.plan_first(script, args, model, prompts(), character_tokenizer())
 
 
 def shrunk(monkeypatch):
     """A machine with one MiB."""
-    real = beside.make_plan
-    monkeypatch.setattr(beside, "make_plan", lambda *args, **more: replace(real(*args, **more), capacity=2**20))
+    real = plan_vs_actual.make_plan
+    monkeypatch.setattr(
+        plan_vs_actual, "make_plan", lambda *args, **more: replace(real(*args, **more), capacity=2**20)
+    )
 
 
 def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeypatch, capsys):
@@ -59,7 +61,7 @@ def test_every_rank_hears_that_a_run_does_not_fit(base, tmp_path):
 
 
 def test_a_mistake_of_the_plan_is_one_line_and_no_error(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(beside, "make_plan", lambda *args, **more: 1 / 0)
+    monkeypatch.setattr(plan_vs_actual, "make_plan", lambda *args, **more: 1 / 0)
     assert first(base, tmp_path, require_fit=True) is None
     assert capsys.readouterr().out == "memory was not planned: ZeroDivisionError: division by zero\n"
 
@@ -104,7 +106,7 @@ def test_a_recipe_says_planned_and_measured_after_its_first_step(base, tmp_path,
 def test_the_step_that_is_measured_has_something_to_learn(base, tmp_path, capsys):
     """Two steps on a batch without a reward, two on one with rewards: the third is the first to make gradients."""
     metrics, state = defaultdict(list), TrainerState()
-    callback = beside.BesideCallback(lambda: metrics, first(base, tmp_path))
+    callback = plan_vs_actual.PlanVsActual(lambda: metrics, first(base, tmp_path))
     for state.global_step, zero in enumerate([1.0, None, 0.5, None], start=1):
         metrics.clear()  # as when a step is logged
         if zero is not None:

@@ -13,7 +13,8 @@ from ..recipe.arguments import ConfigError, ScriptArguments
 from ..recipe.script import say
 from ..run.nonfatal import nonfatal
 from ..run.quiet_end import stop_at_once, stop_by_exception
-from .plan import PROCESS, ROOM, Plan, amount, make_plan
+from .plan import PROCESS, ROOM, Plan, format_bytes, make_plan
+from .settings import from_config
 
 _PROMPTS = 64  # training prompts whose lengths are looked at
 _MIB = 2**20
@@ -42,10 +43,10 @@ def plan_first(
         say("memory is not planned under ZeRO-3")
     elif PartialState().is_main_process:
         try:
-            longest = longest_prompt(tokenizer, train)
             source = f"the longest of the first {min(_PROMPTS, len(train))} training prompts"
+            longest = longest_prompt(tokenizer, train)
             stop_at_once()  # on fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there
-            plan = make_plan((config, model), prompt_tokens=longest, prompt_source=source)
+            plan = make_plan(from_config(config, model, prompt_tokens=longest, prompt_source=source))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         finally:
@@ -53,8 +54,8 @@ def plan_first(
     refusal = [None]
     if plan is not None and not plan.fits:
         refusal[0] = (
-            f"by its plan this run needs {amount(plan.peak)} per rank in {plan.limiting}, and there are "
-            f"{amount(plan.capacity)}: trl-fsdp-qlora plan with the same arguments has the table"
+            f"by its plan this run needs {format_bytes(plan.peak)} per rank in {plan.limiting}, and there are "
+            f"{format_bytes(plan.capacity)}: trl-fsdp-qlora plan with the same arguments has the table"
         )
     if plan is not None and plan.warning:
         say(f"warning: {plan.warning}")
@@ -69,25 +70,19 @@ def plan_first(
 
 def longest_prompt(tokenizer: PreTrainedTokenizerBase, train: Dataset) -> int:
     """Tokens of the longest of the first prompts."""
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        for prompt in train[:_PROMPTS]["prompt"]
-    ]
-    return max(len(tokenizer(text)["input_ids"]) for text in texts)
+    lengths = []
+    for prompt in train[:_PROMPTS]["prompt"]:
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        lengths.append(len(tokenizer(prompt)["input_ids"]))
+    return max(lengths)
 
 
-def comparable(plan: Plan, phase: str) -> int:
-    """Planned bytes of a phase as telemetry measures it: on a GPU the allocator knows neither context nor its own slack."""
-    unseen = (PROCESS, ROOM) if plan.hardware.gpu else ()
-    return sum(size for part, size in plan.phases[phase].items() if part not in unseen)
-
-
-class BesideCallback(TrainerCallback):
+class PlanVsActual(TrainerCallback):
     """Puts `memory/planned_mib` among the metrics, and prints planned and measured bytes once.
 
-    After the first step that had an advantage other than zero: a step without computes next to nothing in its loss.
+    After the first step that had an advantage other than zero: a step without computes next to nothing in its loss. On a GPU the
+    allocator, which is what is measured, knows neither the context nor its own slack, so that both are left out of the plan.
 
     Args:
         metrics: gives the trainer's metrics of training; its telemetry callback comes before this one.
@@ -95,14 +90,18 @@ class BesideCallback(TrainerCallback):
     """
 
     def __init__(self, metrics: Callable[[], dict[str, list]], plan: Plan):
-        self.metrics, self.plan = metrics, plan
-        self._planned_mib = max(comparable(plan, phase) for phase in plan.phases) / _MIB
+        self.metrics = metrics
+        unseen = (PROCESS, ROOM) if plan.hardware.gpu else ()
+        self.planned_mib = {
+            phase: sum(size for part, size in parts.items() if part not in unseen) / _MIB
+            for phase, parts in plan.phases.items()
+        }
         self._printed, self._learns = False, True
 
     @nonfatal("planned and measured bytes")
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.metrics()
-        metrics["memory/planned_mib"].append(self._planned_mib)
+        metrics["memory/planned_mib"].append(max(self.planned_mib.values()))
         if zero := metrics.get("efficiency/zero_advantage_fraction"):  # of the newest generation batch
             self._learns = zero[-1] < 1
         if self._printed or not self._learns:
@@ -111,8 +110,8 @@ class BesideCallback(TrainerCallback):
         lines = [f"memory of step {state.global_step} on rank 0, planned and measured:"]
         for phase, names in MEASURED.items():
             found = [values[-1] for name in names if (values := metrics.get(f"memory/{name}_peak_mib"))]
-            if found and phase in self.plan.phases:
-                lines.append(f"  {phase:<16} {comparable(self.plan, phase) / _MIB:>9,.0f} MiB {max(found):>9,.0f} MiB")
+            if found and phase in self.planned_mib:
+                lines.append(f"  {phase:<16} {self.planned_mib[phase]:>9,.0f} MiB {max(found):>9,.0f} MiB")
         if len(lines) > 1:
             say("\n".join(lines))
 
@@ -120,4 +119,4 @@ class BesideCallback(TrainerCallback):
 def watch(trainer: Any, plan: Plan | None) -> None:
     """Compare one step of `trainer` with its plan; nothing without one."""
     if plan is not None:
-        trainer.add_callback(BesideCallback(lambda: trainer._metrics["train"], plan))
+        trainer.add_callback(PlanVsActual(lambda: trainer._metrics["train"], plan))

@@ -6,7 +6,6 @@ tests/planning compares with it.
 """
 
 from types import MethodType
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +30,16 @@ class FourBitMatmul(torch.autograd.Function):
         return grad @ grad.new_empty(ctx.shape), None, None
 
 
+class FourBitLinear(nn.Linear):
+    """A bitsandbytes 4-bit layer; the bytes of its quantization state, `state_bytes`, are no parameter there either."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = self.out_features, self.in_features
+        out = FourBitMatmul.apply(x.to(self.compute_dtype), self.weight, shape)
+        out = out if self.bias is None else out + self.bias.to(out.dtype)
+        return out.to(x.dtype).clone()  # PEFT clones what a 4-bit layer returns
+
+
 class FlashAttention(torch.autograd.Function):
     """Flash attention, also in two parts (`prefix_sharing.cascade`): keeps q, k, v, the output and its log-sum-exp.
 
@@ -51,23 +60,29 @@ class FlashAttention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Autocast's where it is on, which does not see into a custom function, or that of `x`."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def _attention(module, query, key, value, attention_mask, **kwargs):
-    # A custom function is invisible to autocast.
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    query, key, value = (x.to(dtype) for x in (query, key, value))
+    query, key, value = (x.to(compute_dtype(query)) for x in (query, key, value))
     if attention_mask is not None:  # transformers repeats keys and values for grouped queries where there is a mask
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
     return FlashAttention.apply(query, key, value), None
 
 
-def install() -> None:
-    """Register the attention, so that a model can be built with it."""
-    AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, _attention)
 
 
-def stand_in_for(experts: nn.Module) -> None:
+def is_experts(module: nn.Module) -> bool:
+    """As `fsdp2_qlora.experts`, which imports bitsandbytes: transformers dispatches this module's forward as "experts"."""
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
+
+
+def replace_experts(experts: nn.Module) -> None:
     """Give transformers' experts a forward on `(tokens, hidden)` in which one expert computes all rows of tokens times k."""
     first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
     shapes = {name: tuple(p.shape[1:]) for name, p in experts.named_parameters(recurse=False) if p.ndim == 3}
@@ -98,91 +113,53 @@ def stand_in_for(experts: nn.Module) -> None:
     experts.forward = MethodType(forward, experts)
 
 
-class Tiles(NamedTuple):
-    """Sizes of the frozen head's buffers."""
-
-    tokens: int
-    vocabulary: int
-    on_gpu: bool
-
-
-def tiles(on_gpu: bool) -> Tiles:
-    """Those of `scoring/frozen_head.py`."""
-    return Tiles(TOKEN_TILE, VOCABULARY_CHUNK_GPU if on_gpu else VOCABULARY_CHUNK, on_gpu)
-
-
 class FrozenHead(torch.autograd.Function):
     """`scoring.frozen_head.FrozenHeadLogProbFunction`: the Jacobian of every token is kept, tiles come and go."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, tiles: Tiles, keep_jacobian, tracker):
-        tracker.in_head = True
-        device = hidden_NH.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+    def forward(ctx, hidden_NH, weight_VH, keep_jacobian, on_gpu):
+        dtype, columns = compute_dtype(hidden_NH), VOCABULARY_CHUNK_GPU if on_gpu else VOCABULARY_CHUNK
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
-        with torch.autocast(device, enabled=False):
-            for start in range(0, len(hidden_NH), tiles.tokens):
-                tile_TH = hidden_NH[start : start + tiles.tokens].to(dtype)
-                _head_tile(tile_TH, weight_VH, dtype, tiles, keep_jacobian)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            for start in range(0, len(hidden_NH), TOKEN_TILE):
+                tile_TH = hidden_NH[start : start + TOKEN_TILE].to(dtype)
+                logits = [log_probs_N.new_empty(len(tile_TH), min(columns, len(weight_VH))) for _ in range(2)]
+                sums_TH = torch.empty_like(tile_TH, dtype=torch.float32) if keep_jacobian else None
+                chunk_CH = weight_VH[:columns].to(dtype)
+                if dtype != torch.float32 and not on_gpu:  # a CPU computes a product in half precision in float32
+                    wide = tile_TH.float(), chunk_CH.float()
+                    del wide
+                targets_TH = torch.empty_like(tile_TH, dtype=weight_VH.dtype)  # their rows of the head
+                del logits, sums_TH, chunk_CH, targets_TH
         ctx.dtype = hidden_NH.dtype
         if keep_jacobian:
             ctx.save_for_backward(jacobian_NH)
-        tracker.in_head = False
         return log_probs_N
 
     @staticmethod
     def backward(ctx, grad_N):
         (jacobian_NH,) = ctx.saved_tensors
-        return torch.empty_like(jacobian_NH, dtype=ctx.dtype), None, None, None, None
-
-
-def _head_tile(tile_TH, weight_VH, dtype, tiles: Tiles, keep_jacobian: bool) -> None:
-    tokens, hidden = tile_TH.shape
-    chunk = min(tiles.vocabulary, len(weight_VH))
-    held = [tile_TH.new_empty(tokens, chunk, dtype=torch.float32) for _ in range(2)]
-    if keep_jacobian:
-        held.append(tile_TH.new_empty(tokens, hidden, dtype=torch.float32))
-    held.append(weight_VH[:chunk].to(dtype))
-    if dtype != torch.float32 and not tiles.on_gpu:  # a product in half precision is computed in float32 on a CPU
-        held += [tile_TH.float(), held[-1].float()]
-    del held[-1:]
-    held.append(tile_TH.new_empty(tokens, hidden, dtype=weight_VH.dtype))  # the targets' rows of the head
-
-
-class BothUses(torch.autograd.Function):
-    """A weight twice, for the embeddings and a head that is tied to them: its two gradients are summed in place.
-
-    The engine does that with plain tensors by itself; of fake ones, as of every subclass, it makes a third.
-    """
-
-    @staticmethod
-    def forward(ctx, weight):
-        return weight.view_as(weight), weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, one, two):
-        return one.add_(two)
+        return torch.empty_like(jacobian_NH, dtype=ctx.dtype), None, None, None
 
 
 class TrainedHead(torch.autograd.Function):
     """TRL's `ChunkedLogProbFunction` on a GPU, where its kernel works in place: one tile, gradients in float32."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, chunk, tracker):
-        tracker.in_head, ctx.tile = True, (min(len(hidden_NH), 4096), chunk)
+    def forward(ctx, hidden_NH, weight_VH, chunk):
+        ctx.tile = min(len(hidden_NH), 4096), chunk
         ctx.save_for_backward(hidden_NH, weight_VH)
         hidden_NH.new_empty(ctx.tile)
-        tracker.in_head = False
         return hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, grad_N):
         hidden_NH, weight_VH = ctx.saved_tensors
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad
         hidden = hidden_NH.new_empty(hidden_NH.shape, dtype=torch.float32) if needs_hidden else None
         weight = weight_VH.new_empty(weight_VH.shape, dtype=torch.float32) if needs_weight else None
         hidden_NH.new_empty(ctx.tile)
         hidden = hidden if hidden is None else hidden.to(hidden_NH.dtype)
         weight = weight if weight is None else weight.to(weight_VH.dtype)
-        return hidden, weight, None, None
+        return hidden, weight, None
