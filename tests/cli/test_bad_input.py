@@ -7,9 +7,9 @@ from trl import ModelConfig
 
 from trl_fsdp_qlora import AStarPOConfig, TSPMOConfig
 from trl_fsdp_qlora.__main__ import main
+from trl_fsdp_qlora.cli import plan as command
 from trl_fsdp_qlora.cli.scripts import LAUNCHER
 from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.cli import plan as command
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.run.one_line import refuse_misspelled
 
