@@ -27,7 +27,8 @@ def padded(prompts=PROMPTS):
 def run(model, config, prompts=PROMPTS):
     ids, mask = padded(prompts)
     decoding = Decoding()
-    out = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=decoding)
+    first, decoding.place_R = distinct_rows(torch.cat([ids, mask], 1))
+    out = model.generate(ids[first], attention_mask=mask[first], generation_config=config, custom_generate=decoding)
     return out, mask, decoding
 
 

@@ -187,7 +187,7 @@ def install(model: PreTrainedModel) -> None:
     packed = torch.compiler.disable(_packed_attention)
     AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base, packed=packed))
     AttentionMaskInterface.register(name, masks[base])
-    _put_in(model, name)
+    use_in_decoder(model, name)
     if model.config._attn_implementation != name:
         raise UnsupportedAttention(f"{type(model).__name__} keeps attn_implementation={base!r}")
 
@@ -211,16 +211,19 @@ def set_aside(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        _put_in(model, name)
+        use_in_decoder(model, name)
 
 
-def _put_in(model: PreTrainedModel, name: str) -> None:
+def use_in_decoder(model: PreTrainedModel, name: str) -> None:
     """Let the decoder of `model` attend by the implementation `name`; a vision tower, whose rows are images, as it did."""
-    model.set_attn_implementation(name)
     text = model.config.get_text_config(decoder=True)
-    towers = [key for key in model.config.sub_configs if getattr(model.config, key, None) not in (None, text)]
-    if towers and text is not model.config:
-        model.set_attn_implementation(dict.fromkeys(towers, _BASES[name]))
+    others = (
+        {} if text is model.config else {key: getattr(model.config, key, None) for key in model.config.sub_configs}
+    )
+    towers = {key: part._attn_implementation for key, part in others.items() if part not in (None, text)}
+    model.set_attn_implementation(name)
+    if towers:
+        model.set_attn_implementation(towers)
 
 
 def no_mask(device: torch.device) -> torch.Tensor:

@@ -74,7 +74,8 @@ def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[lis
     """Token ids, and what the model takes beside them, of prompts with their pictures."""
     prompts = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
     made = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return made["input_ids"], {name: made[name] for name in made if name not in ("input_ids", "attention_mask")}
+    vision = {name: made[name] for name in made if name not in ("input_ids", "attention_mask")}
+    return made["input_ids"], {**vision, "num_images": [len(row["images"]) for row in rows]}
 
 
 def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from ..compat.trl import rows_of_images
 from ..errors import UserError
+from ..prefix_sharing.images import fingerprints
 from ..telemetry.progress import progress
-from .decoding import Decoding, DecodingWork
+from .decoding import Decoding, DecodingWork, distinct_rows
 from .engine_model import EngineModel
 from .support import why_stock
 
@@ -22,6 +24,18 @@ def _compute_device(model: nn.Module) -> torch.device:
     parameter = next(model.parameters())
     # Under CPU offloading a shard lies in host memory and is computed with on the mesh's device.
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def vision_tensors(vision: dict[str, Any], width: int, device: torch.device | None = None) -> dict[str, Any]:
+    """A processor's fields as tensors, those per token padded on the left to `width`; `num_images` stays a list."""
+    made = {}
+    for name, value in vision.items():
+        if name in ("mm_token_type_ids", "token_type_ids"):
+            value = [[0] * (width - len(row)) + list(row) for row in value]
+        if name != "num_images":
+            value = torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value), device=device)
+        made[name] = value
+    return made
 
 
 @torch.no_grad()
@@ -47,7 +61,7 @@ def complete(
             `None`.
         compact: use the decoding loop of [`decoding`] where it is exact.
         decoding: that loop, where the caller knows that it is exact.
-        vision: what a processor gives beside token ids, for prompts with images; transformers' own loop generates then.
+        vision: what a processor gives beside token ids, for prompts with images, and `num_images` of each prompt.
 
     Returns:
         R lists of completion token ids, each cut behind its first end-of-sequence token, and what was run for them;
@@ -57,16 +71,16 @@ def complete(
     device = _compute_device(model)
     input_ids = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    pictures = {}
-    for name, value in (vision or {}).items():
-        if name in ("mm_token_type_ids", "token_type_ids"):
-            value = [[0] * (width - len(row)) + list(row) for row in value]
-        pictures[name] = torch.as_tensor(
-            value if isinstance(value, torch.Tensor) else np.asarray(value), device=device
-        )
-    if decoding is None and compact and not pictures and why_stock(model, config) is None:
+    pictures = vision_tensors(vision or {}, width, device)
+    if decoding is None and compact and why_stock(model, config, pictures) is None:
         decoding = Decoding(synced)
-    loop = {} if decoding is None else {"custom_generate": decoding}
+    loop = {}
+    if decoding is not None:
+        keys = [input_ids, mask] + ([fingerprints(pictures)] if pictures else [])
+        first_U, decoding.place_R = distinct_rows(torch.cat(keys, 1))
+        input_ids, mask, pictures = input_ids[first_U], mask[first_U], rows_of_images(pictures, first_U)
+        loop["custom_generate"] = decoding
+    pictures.pop("num_images", None)
     out = model.generate(
         input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=synced, **loop, **pictures
     )

@@ -1,9 +1,9 @@
 """A decoding loop for `generate(custom_generate=...)`: a prompt is prefilled once, and finished rows leave the batch.
 
-Transformers runs a prompt as often as it is repeated, and every row until the longest one ends. Here the distinct rows of
-the batch are prefilled, and decoding attends to each prompt once for all its rows ([`shared_prompts`]); where that is not
-exact their cache is repeated. A row that has ended is dropped, with its part of the cache. The library still prepares everything around the loop:
-processors, stopping criteria, masks, positions, the cache.
+Transformers runs a prompt, and a vision tower on its images, as often as it is repeated, and every row until the longest one
+ends. Here `generate` is given each distinct prompt once, and decoding attends to it once for all its rows
+([`shared_prompts`]); where that is not exact the cache is repeated. A row that has ended is dropped, with its part of the
+cache. The library still prepares everything around the loop: processors, stopping criteria, masks, positions, the cache.
 """
 
 import sys
@@ -22,6 +22,7 @@ from ..compat.generation import (
     tuned_for_decoding,
     unfinished,
 )
+from ..prefix_sharing.images import PER_IMAGE
 from ..prefix_sharing.support import position_limit
 from ..scoring.cpu_linear import fast_linears
 from .cache import repeat_rows, take_rows
@@ -83,6 +84,7 @@ class Decoding:
         synced: a forward is collective: this rank goes on as long as any. By transformers' own rule if `None`.
 
     Attributes:
+        place_R: which of the prompts that `generate` is given each row has; a row for each if `None`.
         work: what was run.
         per_row: why the last call attended to prompts in each row; `None` where it did so once per prompt.
         found: whether that reason was seen in the prefill only, and nobody could have said it before.
@@ -90,6 +92,7 @@ class Decoding:
 
     def __init__(self, synced: bool | None = None):
         self.synced = synced
+        self.place_R: torch.Tensor | None = None
         self.work = DecodingWork()
         self.per_row: str | None = None
         self.found = False
@@ -106,37 +109,33 @@ class Decoding:
     ) -> torch.Tensor:
         """Token ids `(R, P + C)`: prompts and completions, finished rows filled up with padding, as `_sample` gives."""
         synced = synced_by_default(model) if self.synced is None else self.synced
-        batch = _Batch(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        place_R = torch.arange(len(input_ids), device=input_ids.device) if self.place_R is None else self.place_R
+        batch = _Batch(input_ids, place_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
         # Rotary tables that follow the longest row are those of rows that have ended, too.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
-            outputs = self._prefill(model, batch, generation_config)
+            outputs = self._prefill(model, input_ids, place_R, batch, generation_config)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced, input_ids.device):
                     if outputs is None:
                         outputs = model(**batch.inputs(model), return_dict=True)
                         self.work.row_steps += len(batch.ids_AL)
-                        self.work.row_steps_stock += len(input_ids)
+                        self.work.row_steps_stock += len(place_R)
                     if batch.shared is None:
                         batch.kwargs = next_inputs(model, outputs, batch.kwargs)
                     logits_AV, outputs = outputs.logits[:, -1], None
                     if batch.left:
                         batch.append(logits_AV)
                         batch.drop_finished(synced)
-        return torch.cat([input_ids, batch.completions()], 1)
+        return torch.cat([input_ids[place_R], batch.completions()], 1)
 
-    def _prefill(self, model, batch: "_Batch", config: GenerationConfig):
-        """Outputs as of a prefill of every row, from one of each distinct row; the cache in `batch` serves every row."""
-        ids_RP, kwargs = batch.ids_AL, batch.kwargs
-        mask_RP = kwargs.get("attention_mask")
-        first_U, place_R = distinct_rows(
-            ids_RP if mask_RP is None else torch.cat([ids_RP, mask_RP.to(ids_RP.dtype)], 1)
-        )
-        once = {name: _rows(name, value, first_U) for name, value in kwargs.items()}
+    def _prefill(self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig):
+        """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
+        once = batch.kwargs
         known = self.per_row
         watch = PrefillWatch(once.get("past_key_values"), once) if known is None else None
         seen = {} if watch is None else {"shared_prompts": watch}
-        outputs = prefill(model, ids_RP[first_U], config, {**once, **seen})
+        outputs = prefill(model, ids_UP, config, {**once, **seen})
         self.per_row = known if watch is None else watch.why_not()
         self.found = self.per_row != known
         if self.per_row is None:
@@ -144,8 +143,13 @@ class Decoding:
         else:
             repeat_rows(outputs[batch.cache_name], place_R, batch.longest)
         outputs.logits = outputs.logits[:, -1:][place_R]
-        self.work.prefill_tokens += len(first_U) * ids_RP.shape[1]
-        self.work.prefill_tokens_stock += ids_RP.numel()
+        self.work.prefill_tokens += ids_UP.numel()
+        self.work.prefill_tokens_stock += batch.ids_AL.numel()
+        kwargs = batch.kwargs = {
+            name: _rows(name, value, place_R)
+            for name, value in once.items()
+            if name not in (*PER_IMAGE, "mm_encoder_outputs")
+        }
         # The next positions follow from the last; but a model may throw its cache away and want all of them again.
         if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
             kwargs["position_ids"] = kwargs["position_ids"][..., -1:]
@@ -153,7 +157,7 @@ class Decoding:
 
 
 def distinct_rows(keys_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of every kind of row `(U,)`, in their order, and which of these each row is `(R,)`."""
+    """The first of every kind of row `(U,)`, in their order, and which of these each row is: a [`Decoding`]'s `place_R`."""
     distinct, place_R = torch.unique(keys_RN, dim=0, return_inverse=True)
     rows_R = torch.arange(len(keys_RN), device=keys_RN.device)
     first_U = rows_R.new_full((len(distinct),), len(keys_RN)).scatter_reduce(0, place_R, rows_R, "amin")
@@ -173,20 +177,21 @@ class _Batch:
         drops: rows that have ended leave.
     """
 
-    def __init__(self, ids_RP, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
-        self.ids_AL, self.kwargs = ids_RP, kwargs
+    def __init__(self, ids_UP, place_R, config: GenerationConfig, logits_processor, stopping_criteria, kwargs: dict):
+        self.ids_AL, self.kwargs = ids_UP[place_R], kwargs
         self.cache_name = "cache_params" if "cache_params" in kwargs else "past_key_values"
         self.shared: SharedPrompts | None = None
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
-        self.left = self._rows = len(ids_RP)
+        self._select_in_processors(place_R)
+        self.left = self._rows = len(place_R)
         self.longest = sys.maxsize if stopping_criteria.max_length is None else stopping_criteria.max_length
-        self._rows_A = torch.arange(self.left, device=ids_RP.device)
+        self._rows_A = torch.arange(self.left, device=ids_UP.device)
         self._open_A = torch.ones_like(self._rows_A, dtype=torch.bool)
-        self._uniforms = RowUniforms(self.left, ids_RP.device) if config.do_sample else None
+        self._uniforms = RowUniforms(self.left, ids_UP.device) if config.do_sample else None
         self._columns: list[torch.Tensor] = []
         # Without an end-of-sequence token `generate` lets finished rows go on as they are.
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        self._pad = pad_token(config).to(ids_RP.device) if pads else None
+        self._pad = pad_token(config).to(ids_UP.device) if pads else None
         self.drops = pads and all(type(item) in _BY_ROW for item in (*logits_processor, *stopping_criteria))
 
     def inputs(self, model) -> dict:
@@ -235,9 +240,12 @@ class _Batch:
         else:
             take_rows(self.kwargs[self.cache_name], kept)
             self.kwargs = {name: _rows(name, value, kept) for name, value in self.kwargs.items()}
+        self._select_in_processors(kept)
+
+    def _select_in_processors(self, rows: torch.Tensor) -> None:
         for processor in self.logits_processor:
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
-                processor.prompt_ignore_length = processor.prompt_ignore_length[kept]
+                processor.prompt_ignore_length = processor.prompt_ignore_length[rows]
 
     def completions(self) -> torch.Tensor:
         """Completions of all rows, `(R, C)`."""

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ..compat.trl import unwrap_model_for_generation
 from ..fsdp2_qlora.generation import choose, gathered, is_gathered
 from ..scoring.cpu_linear import beats_mkl
-from .completions import complete
+from .completions import complete, vision_tensors
 from .continuous_batching import weights_kept
 from .decoding import Decoding, DecodingWork
 from .shared_prompts import why_per_row
@@ -91,30 +91,37 @@ class Rollout:
         if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
             with weights_kept(self.accelerator.unwrap_model(wrapped)):
                 return stock(*turn)
-        prompt_ids, images, multimodal_fields, *_ = turn
-        pictures = images or any(name.startswith("pixel_values") for name in multimodal_fields)
-        if settings is None or pictures or self.why_stock(wrapped, settings) is not None:
+        prompt_ids, images, multimodal_fields, _, of_tools = turn
+        vision = {}
+        if images or any(name.startswith("pixel_values") for name in multimodal_fields):
+            counts = [len(each or ()) for each in images or ()]
+            vision = vision_tensors(multimodal_fields | {"num_images": counts}, max(map(len, prompt_ids)))
+        if settings is None or of_tools or self.why_stock(wrapped, settings) is not None:
+            return stock(*turn)
+        if vision and (reason := self.why_stock(wrapped, settings, vision)) is not None:
+            self._tell(f"a batch with images generates as in stock TRL ({reason})")
             return stock(*turn)
         with self.generating(wrapped, settings.overrides) as (model, lockstep):
-            decoding = Decoding(lockstep)
+            decoding, ends = Decoding(lockstep), settings.eos_token_ids
             completions, work = complete(
-                model, prompt_ids, settings.config, ends=settings.eos_token_ids, synced=lockstep, decoding=decoding
+                model, prompt_ids, settings.config, ends=ends, synced=lockstep, decoding=decoding, vision=vision
             )
         self._work += work
-        self._tell(decoding)
+        if decoding.found:  # the start-up block said that prompts are attended to once
+            self._tell(_prompts(decoding.per_row))
         return completions, None
 
-    def _tell(self, decoding: Decoding) -> None:
-        """Say once per reason what only completions show: prompts that the start-up block said are attended to once are not."""
-        if decoding.found and decoding.per_row not in self._told:
-            self._told.add(decoding.per_row)
-            logger.warning("decoding: %s", _prompts(decoding.per_row))  # on the main rank
+    def _tell(self, line: str) -> None:
+        """Say once what only completions show."""
+        if line not in self._told:
+            self._told.add(line)
+            logger.warning("decoding: %s", line)  # on the main rank
 
-    def why_stock(self, wrapped: nn.Module, settings: GenerateSettings) -> str | None:
+    def why_stock(self, wrapped: nn.Module, settings: GenerateSettings, vision: dict | None = None) -> str | None:
         """Why training's completions come from transformers' own decoding loop; `None` where they do not."""
         if not self.args.compact_generation:
             return "compact_generation=False"
-        return why_stock(self._unwrapped(wrapped), settings.config)
+        return why_stock(self._unwrapped(wrapped), settings.config, vision)
 
     def _unwrapped(self, wrapped: nn.Module) -> nn.Module:
         """The model inside. accelerate reads the metadata of installed packages to say so: once per wrapped model here."""

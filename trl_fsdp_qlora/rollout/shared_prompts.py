@@ -18,7 +18,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer
 
 from ..compat.generation import prepares_inputs_itself
-from ..prefix_sharing.attention import NEUTRAL, PREFIX, UnsupportedAttention, no_mask, own_attention_function
+from ..prefix_sharing.attention import (
+    NEUTRAL,
+    PREFIX,
+    UnsupportedAttention,
+    no_mask,
+    own_attention_function,
+    use_in_decoder,
+)
+from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
 from ..prefix_sharing.merging import merge
 from ..prefix_sharing.support import position_limit, unsupported_reason
 from .cache import RoomyLayer
@@ -29,6 +37,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _LOOKED_AT: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 # Of the model's call: what a decoding forward is given here, or needs no more.
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+_ARGUMENTS |= {*PER_IMAGE, *PER_TOKEN, "mm_encoder_outputs"}
 
 
 def why_per_row(model: PreTrainedModel) -> str | None:
@@ -67,12 +76,12 @@ def watched_attention(model: PreTrainedModel) -> Iterator[str | None]:
     name, masks = _NAME + base, AttentionMaskInterface()
     AttentionInterface.register(name, functools.partial(_attention, base=base))
     AttentionMaskInterface.register(name, masks[base])
-    model.set_attn_implementation(name)
+    use_in_decoder(model, name)
     try:
         taken = model.config._attn_implementation == name
         yield None if taken else f"{type(model).__name__} keeps its attn_implementation"
     finally:
-        model.set_attn_implementation(base)
+        use_in_decoder(model, base)
 
 
 def _attention(module, query, key, value, attention_mask, *, base: str, shared_prompts=None, **kwargs):
@@ -96,7 +105,7 @@ class PrefillWatch:
         self._last_mask = None
         more = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
         self.reason = f"generate hands {', '.join(more)} to the model" if more else None
-        if getattr(kwargs.get("position_ids"), "ndim", None) != 2:
+        if kwargs.get("position_ids") is None:
             self.reason = self.reason or "generate hands no positions to the model"
 
     def attend(self, base, module, query, key, value, mask, **kwargs):
@@ -161,7 +170,8 @@ class SharedPrompts:
             zeros_UP = torch.zeros(mask_UP.shape, dtype=self.prompts[0][0].dtype)
             self.bias_U11P = zeros_UP.masked_fill_(mask_UP == 0, float("-inf"))[:, None, None]
         self._place(place_A)
-        self.positions_A1 = kwargs["position_ids"][:, -1:][place_A]
+        # `(A, 1)`, or `(axes, A, 1)` of a class that takes images.
+        self.positions_A1 = kwargs["position_ids"][..., place_A, -1:]
 
     def _place(self, place_A: torch.Tensor) -> None:
         """Where the query of each row stands among those of its prompt: rows `(U, G)`, filled up with any row."""
@@ -179,7 +189,7 @@ class SharedPrompts:
     def select(self, kept: torch.Tensor) -> None:
         """Let these rows stay, and the prompts they have."""
         self.cache.batch_select_indices(kept)
-        self.positions_A1 = self.positions_A1[kept]
+        self.positions_A1 = self.positions_A1[..., kept, :]
         alive, place_A = self.place_A[kept].unique(return_inverse=True)
         if len(alive) < self.prompt_count:
             self.prompts = [(keys[alive], values[alive]) for keys, values in self.prompts]
