@@ -340,6 +340,23 @@ def tokenizer():
     )
 
 
+def llava_processor(tokens):
+    """Of a LLaVA that reads pictures of 16 x 16 pixels as four tokens `<image>`, which `tokens` knows."""
+    reader = tf.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    chat = (
+        "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
+    return tf.LlavaProcessor(
+        reader,
+        tokens,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template=chat,
+        num_additional_image_tokens=1,
+    )
+
+
 def processor():
     """What TRL takes for a sign that a run is one of images."""
     return tf.LlavaProcessor(tf.CLIPImageProcessorPil(), tokenizer(), patch_size=8)

@@ -33,6 +33,7 @@ from .helpers import (
     assert_equal_gradients,
     build,
     gradients,
+    llava_processor,
     make_trainer,
     tokenizer,
     with_stock_head,
@@ -51,10 +52,10 @@ class Family:
     Args:
         image: `{argument: tensor with one entry per image or patch}` of an image of a size.
         sizes: by group, of its images.
-        token_types: the model takes `mm_token_type_ids`.
+        token_types: what the model calls the tokens' types, where it takes them.
     """
 
-    def __init__(self, image, sizes, token_types=False):
+    def __init__(self, image, sizes, token_types=None):
         self.image, self.sizes, self.token_types = image, sizes, token_types
 
 
@@ -63,6 +64,13 @@ def patches(size, draw):
     height, width = size
     pixels = torch.randn(height * width, 3 * 2 * 4 * 4, generator=draw)
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def located_patches(size, draw):
+    """Of Gemma 4: patches, nine to a token and filled up to the largest image's, beside their places."""
+    places = torch.cartesian_prod(torch.arange(3 * size[0]), torch.arange(3 * size[1])).flip(1)
+    places = torch.cat([places, places.new_full((36 - len(places), 2), -1)])[None]
+    return {"pixel_values": torch.rand(1, 36, 3 * 16 * 16, generator=draw), "image_position_ids": places}
 
 
 def squares(side, crops=0, sizes=False):
@@ -111,19 +119,25 @@ MORE = {
     ),
 }
 FAMILIES = {
-    "qwen2_vl": Family(patches, SIZES, token_types=True),
-    "qwen2_5_vl": Family(patches, SIZES, token_types=True),
-    "qwen3_vl": Family(patches, SIZES, token_types=True),
-    "qwen3_vl_moe": Family(patches, SIZES, token_types=True),
-    "qwen3_5": Family(patches, SIZES, token_types=True),
-    "qwen3_5_moe": Family(patches, SIZES, token_types=True),
-    "glm4v": Family(patches, SIZES, token_types=True),
+    "qwen2_vl": Family(patches, SIZES, token_types="mm_token_type_ids"),
+    "qwen2_5_vl": Family(patches, SIZES, token_types="mm_token_type_ids"),
+    "qwen3_vl": Family(patches, SIZES, token_types="mm_token_type_ids"),
+    "qwen3_vl_moe": Family(patches, SIZES, token_types="mm_token_type_ids"),
+    "qwen3_5": Family(patches, SIZES, token_types="mm_token_type_ids"),
+    "qwen3_5_moe": Family(patches, SIZES, token_types="mm_token_type_ids"),
+    "glm4v": Family(patches, SIZES, token_types="mm_token_type_ids"),
     "internvl": Family(squares(16), SIZES),
     "mistral3": Family(squares(32, sizes=True), SIZES),
     "llava": Family(squares(16), SIZES),
     "llava_onevision": Family(squares(16, crops=2, sizes=True), SIZES),
     "smolvlm": Family(squares(16), SIZES),
     "idefics3": Family(squares(16), SIZES),
+    "gemma3": Family(squares(16), SIZES, token_types="token_type_ids"),
+    "gemma4": Family(
+        located_patches,
+        {0: [(1, 2)], 1: [(1, 2)], 2: [], 3: [(2, 1), (2, 2)], 4: [(1, 2)]},
+        token_types="mm_token_type_ids",
+    ),
 }
 
 
@@ -138,6 +152,8 @@ def with_images(name, seed=0):
     """A small model of a family with a batch: `(model, input_ids, attention_mask, vision)`."""
     family = FAMILIES[name]
     model = build(MULTIMODAL.get(name) or MORE[name])
+    if name == "gemma4":  # as its larger sizes do
+        model.config.text_config.use_bidirectional_attention = "vision"
     for attribute in ("image_token_id", "image_token_index"):
         if hasattr(model.config, attribute):
             setattr(model.config, attribute, IMAGE)
@@ -175,7 +191,7 @@ def with_images(name, seed=0):
     else:
         vision |= {key: torch.cat(values) for key, values in fields.items()}
     if family.token_types:
-        vision["mm_token_type_ids"] = ((ids == IMAGE) & (mask == 1)).int()
+        vision[family.token_types] = ((ids == IMAGE) & (mask == 1)).int()
     return model, ids, mask, vision
 
 
@@ -338,18 +354,31 @@ def test_an_image_in_a_completion_runs_padded(caplog):
     assert asked and not figures and "an image's token stands at a prompt's end or in a completion" in caplog.text
 
 
-def test_what_attends_in_both_directions_inside_an_image_runs_padded():
-    for name in ("gemma3", "gemma4"):
-        model = build(MULTIMODAL[name])
-        if name == "gemma4":  # as its larger sizes do
-            model.config.text_config.use_bidirectional_attention = "vision"
-        assert images.images_reason(model) == f"{name} attends in both directions inside an image"
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
+    """Of Gemma: with a causal mask log-probabilities are others, and the comparison of the first pass says so."""
+    model, ids, mask, vision = with_images(name)
+    model.set_attn_implementation("eager")
+    stock = Stock(model)
+    request = PassRequest(Kind.OLD, model).on(ids, mask, COMPLETION, **vision)
+    for seen in (True, False):
+        if not seen:
+            monkeypatch.setattr(images, "own_masks", lambda *_: {})
+        sharing = prepared(model)
+        values, figures = sharing.log_probs(request, stock)
+        assert bool(figures) == seen and (values[0] - stock(request)[0]).abs().max() <= 1e-5
+    assert "difference in log-probability" in sharing._states["policy"].images_reason
 
 
-CHAT = (
-    "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}"
-    "{% endfor %}{% endfor %}"
-)
+def test_the_comparison_of_the_first_pass_takes_rows_with_images():
+    """Not only the first and last rows, which may be the text beside them."""
+    model, ids, mask, vision = with_images("qwen3_vl")
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    mixed = request.rows([5, 6, 5, 6, 0, 1, 5, 6, 5, 6])  # of a prompt without images, and two rows of one with
+    few = mixed.subsample(4)
+    assert few.vision["num_images"] == [1, 1, 0, 0] and torch.equal(few.input_ids, ids[[0, 1, 5, 6]])
+    assert torch.equal(request.rows([0, 1, 5, 6, 5, 6]).subsample(4).input_ids, ids[[0, 1, 5, 6]])
+    assert torch.equal(request.rows([5, 6, 5, 6, 0]).subsample(4).input_ids, ids[[6, 5, 6, 0]])
 
 
 # Of the language model: nothing of the tower is trained.
@@ -369,16 +398,7 @@ def llava_trainer(cls, folder, **config):
         "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
         "image": pictures,
     }
-    reader = tf.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    processing = tf.LlavaProcessor(
-        reader,
-        tokens,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        chat_template=CHAT,
-        num_additional_image_tokens=1,
-    )
-    return make_trainer(cls, model, folder, ADAPTER, processing, Dataset.from_dict(rows), **config)
+    return make_trainer(cls, model, folder, ADAPTER, llava_processor(tokens), Dataset.from_dict(rows), **config)
 
 
 def test_training_on_pictures_equals_stock(tmp_path):

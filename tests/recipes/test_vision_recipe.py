@@ -11,16 +11,12 @@ from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from safetensors.torch import load_file
 
-from tests.prefix_sharing.helpers import _SHAPE, _SIGLIP, build
+from tests.prefix_sharing.helpers import _SHAPE, _SIGLIP, build, llava_processor
 from trl_fsdp_qlora.recipe.answers import DatasetError
 from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-CHAT = (
-    "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}"
-    "{% endfor %}{% endfor %}"
-)
 
 
 def save_tiny_llava(folder):
@@ -35,15 +31,7 @@ def save_tiny_llava(folder):
         image_token_index=tokens.convert_tokens_to_ids("<image>"),
     )
     build(lambda: tf.LlavaForConditionalGeneration(config)).save_pretrained(folder)
-    reader = tf.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    tf.LlavaProcessor(
-        reader,
-        tokens,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        chat_template=CHAT,
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
+    llava_processor(tokens).save_pretrained(folder)
 
 
 def run(path, folder, monkeypatch, *more):

@@ -12,7 +12,7 @@ from trl_fsdp_qlora.rollout.decoding import Decoding
 PER_ROW = {
     "qwen3_5": "layers with a LinearAttentionLayer",
     "qwen3_5_moe": "layers with a LinearAttentionLayer",
-    "mistral3": "layers with a DynamicSlidingWindowLayer",
+    **dict.fromkeys(["mistral3", "gemma3", "gemma4"], "layers with a DynamicSlidingWindowLayer"),
     "llava_onevision": "its attention takes logits_to_keep",
 }
 

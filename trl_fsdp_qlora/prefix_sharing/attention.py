@@ -70,6 +70,13 @@ class AttentionCall:
     own_function: Callable
     kwargs: dict
 
+    @property
+    def own_masks(self) -> dict[int, torch.Tensor]:
+        """Of the prompts in which the layer is not causal, by where they start."""
+        kind = getattr(self.module, "layer_type", "full_attention")
+        masks = {start: of_kinds[kind] for start, of_kinds in self.layout.own_masks.items()}
+        return {start: mask for start, mask in masks.items() if mask is not None}
+
     def run(self, query, key, value, mask, **more) -> torch.Tensor:
         """The layer's own function on `(n, H, ·, D)` queries, keys and values: `(n, queries, H, D_v)`."""
         kwargs = {"scaling": self.scaling, "dropout": self.dropout, **more}
@@ -162,7 +169,8 @@ def _choose(call: AttentionCall):
     names = AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,)
     reasons = []
     for name in names:
-        reason = BACKENDS[name].refuses(call)
+        reason = "an image's tokens see those behind them" if call.own_masks and name != "two_part" else None
+        reason = reason or BACKENDS[name].refuses(call)
         if reason is None:
             return name, BACKENDS[name]
         reasons.append(f"{name}: {reason}")

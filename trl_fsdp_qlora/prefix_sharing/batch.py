@@ -19,6 +19,7 @@ class BatchFacts:
     scored_BC: np.ndarray
     new_prompt_B: np.ndarray  # row b has another prompt than row b - 1
     completion_ids_BC: np.ndarray | None = None  # where they were asked for
+    image_keys_BN: np.ndarray | None = None  # what rows with the same images have in common
 
     def rows(self, part: slice, scored: bool = True) -> "BatchFacts":
         """The facts of a stretch of rows; with `scored=False` as if nothing in them were to be scored."""
@@ -29,6 +30,7 @@ class BatchFacts:
             scored_BC if scored else np.zeros_like(scored_BC),
             self.new_prompt_B[part],
             None if self.completion_ids_BC is None else self.completion_ids_BC[part],
+            None if self.image_keys_BN is None else self.image_keys_BN[part],
         )
 
 
@@ -45,7 +47,7 @@ def read_batch(
     Args:
         input_ids, attention_mask, logits_to_keep, score_mask_BC: as in [`layout.pack`].
         with_ids: completions' tokens as well, which nested rows are made from.
-        images: numbers `(B, n)` that rows with the same images have in common, and the token that stands for an image.
+        images: numbers `(B, N)` that rows with the same images have in common, and the token that stands for an image.
 
     Raises:
         UnpackableBatch: a mask has holes, a row has no prompt token, or an image's token stands where completions begin.
@@ -57,32 +59,33 @@ def read_batch(
     prompt = input_ids[:, :prompt_width].masked_fill(~mask[:, :prompt_width], -1)
     new_prompt = torch.ones(rows, 1, dtype=torch.bool, device=mask.device)
     new_prompt[1:, 0] = (prompt[1:] != prompt[:-1]).any(1)
-    parts = [mask, new_prompt]
+    parts = {"mask": mask, "new_prompt": new_prompt}
     if images is not None:
         new_prompt[1:, 0] |= (images[0][1:] != images[0][:-1]).any(1)
         # Each completion has a copy of the prompt's last token, and no pixels of its own.
-        parts.append(((input_ids == images[1]) & mask)[:, prompt_width - 1 :].any(1, keepdim=True))
+        parts["misplaced"] = ((input_ids == images[1]) & mask)[:, prompt_width - 1 :]
+        parts["image_keys"] = images[0]
     if score_mask_BC is not None:
-        parts.append(score_mask_BC.bool())
+        parts["scored"] = score_mask_BC.bool()
     if with_ids:
-        parts.append(input_ids[:, prompt_width:])  # what is true or false becomes a number beside them
-    host = torch.cat(parts, dim=1).cpu().numpy()
-    if images is not None:
-        if host[:, width + 1].any():
-            raise UnpackableBatch("an image's token stands at a prompt's end or in a completion")
-        host = np.delete(host, width + 1, axis=1)
-    read = width + 1 + (0 if score_mask_BC is None else logits_to_keep)
-    completion_ids_BC = host[:, read:] if with_ids else None
-    host = host[:, :read].astype(bool)
-    host_mask, new_prompt_B = host[:, :width], host[:, width]
+        parts["ids"] = input_ids[:, prompt_width:]
+    # In one transfer; what is true or false becomes a number beside others.
+    host = torch.cat(list(parts.values()), dim=1).cpu().numpy()
+    ends = np.cumsum([part.shape[1] for part in parts.values()])
+    read = dict(zip(parts, np.split(host, ends[:-1], axis=1), strict=True))
+    if images is not None and read["misplaced"].any():
+        raise UnpackableBatch("an image's token stands at a prompt's end or in a completion")
+    host_mask, new_prompt_B = read["mask"].astype(bool), read["new_prompt"][:, 0].astype(bool)
     prompt_mask, completion_mask = host_mask[:, :prompt_width], host_mask[:, prompt_width:]
     if (prompt_mask[:, 1:] < prompt_mask[:, :-1]).any() or (completion_mask[:, 1:] > completion_mask[:, :-1]).any():
         raise UnpackableBatch("the attention mask is not left padding, prompt, completion, right padding")
     prompt_lengths_B = prompt_mask.sum(1)
     if (prompt_lengths_B == 0).any():
         raise UnpackableBatch("a row has no prompt token to predict its first completion token from")
-    scored_BC = completion_mask if score_mask_BC is None else completion_mask & host[:, width + 1 :]
-    return BatchFacts(prompt_lengths_B, completion_mask.sum(1), scored_BC, new_prompt_B, completion_ids_BC)
+    scored_BC = completion_mask if score_mask_BC is None else completion_mask & read["scored"].astype(bool)
+    return BatchFacts(
+        prompt_lengths_B, completion_mask.sum(1), scored_BC, new_prompt_B, read.get("ids"), read.get("image_keys")
+    )
 
 
 def cut_rows(facts: BatchFacts, budget: int, completion_width: int, rows_at_once: int | None) -> list[tuple[int, int]]:

@@ -7,6 +7,8 @@ grids; their own `get_rope_index` does that for one row of each group, and a gro
 
 Rows share a prompt where tokens *and pixels* agree: "How many are red?" is asked of many pictures.
 
+Where the tokens of an image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
+
 Where nothing of the vision tower is trained, it is run apart from the model, without a graph, and its features are kept for the
 next passes over the same images ([`FrozenTower`]); `mm_encoder_outputs` is the argument that transformers takes them by.
 """
@@ -25,6 +27,7 @@ from ..compat.trl import rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
 from .agreement import largest_over_ranks
 from .layout import PackedLayout
+from .stretches import equal_runs
 
 # What a model takes per image, and per token of a row.
 PER_IMAGE = (
@@ -35,7 +38,9 @@ PER_IMAGE = (
     "spatial_shapes",
     "image_sizes",
 )
-PER_TOKEN = ("mm_token_type_ids",)
+PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
+# Of classes whose images are seen in both directions.
+_MASKS = "create_masks_for_generate"
 # Of a frozen tower's features, on each device, over the images of a generation batch.
 FEATURE_BYTES = 2**30
 
@@ -46,10 +51,7 @@ def images_reason(model: PreTrainedModel) -> str | None:
     name = model.config.model_type
     if not hasattr(inner, "get_image_features"):
         return f"{name} has no get_image_features"
-    in_both_directions = (
-        getattr(model.config.get_text_config(decoder=True), "use_bidirectional_attention", None) == "vision"
-    )
-    if in_both_directions or "token_type_ids" in inspect.signature(type(inner).forward).parameters:
+    if "token_type_ids" in inspect.signature(type(inner).forward).parameters and not hasattr(model, _MASKS):
         return f"{name} attends in both directions inside an image"
     if image_token(model) is None:
         return f"{name} does not say which token stands for an image"
@@ -107,22 +109,40 @@ def positions(model: PreTrainedModel, request, layout: PackedLayout, heads: np.n
     return position_ids.flatten(1)[:, index].unsqueeze(1)
 
 
-def root_rows(layout: PackedLayout) -> list[int]:
-    """Rows of the batch whose prompts stand in the packed row, in its order; none where nothing is scored in it."""
-    return layout.root_rows.tolist() if layout.tokens > 1 else []
+def per_token(request, layout: PackedLayout) -> dict[str, torch.Tensor]:
+    """What a batch has per token, for each token of a packed row, `(1, T)`."""
+    index = torch.from_numpy(layout.row_T * request.input_ids.shape[1] + layout.column_T)
+    index = to_device(index, request.input_ids.device)
+    return {n: request.vision[n].flatten()[index].unsqueeze(0) for n in PER_TOKEN if n in request.vision}
 
 
-def model_inputs(request, layout: PackedLayout) -> dict[str, torch.Tensor]:
-    """What the model takes beside tokens and positions: each prompt's pixels once, and what it has per token."""
-    chosen = rows_of_images(request.vision, root_rows(layout))
-    inputs = {name: chosen[name] for name in PER_IMAGE if name in chosen}
-    index = to_device(
-        torch.from_numpy(layout.row_T * request.input_ids.shape[1] + layout.column_T), request.input_ids.device
+def own_masks(model: PreTrainedModel, request, layout: PackedLayout) -> dict[int, dict[str, torch.Tensor | None]]:
+    """Masks of a row's prompts as the model itself makes them where an image's tokens see those behind them.
+
+    Returns:
+        For each place of the row where prompts of one length begin, and each kind of layer, a mask `(n, 1, P, P)`; `None`
+        where it is causal. Nothing for other models.
+    """
+    make = getattr(model, _MASKS, None)
+    given = per_token(request, layout)
+    name = next(
+        (name for name in PER_TOKEN if make and name in given and name in inspect.signature(make).parameters), None
     )
-    inputs |= {
-        name: request.vision[name].flatten()[index].unsqueeze(0) for name in PER_TOKEN if name in request.vision
-    }
-    return inputs
+    if name is None:
+        return {}
+    masks = {}
+    for start, count, length in equal_runs(layout.starts[: layout.num_roots], layout.lengths):
+        types = given[name][0, start : start + count * length].view(count, length)
+        masks[start] = make(
+            config=model.config,
+            inputs_embeds=torch.empty(count, length, 0, dtype=model.dtype, device=types.device),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=None,
+            is_first_iteration=True,
+            **{name: types},
+        )
+    return masks
 
 
 def features_of(inner: torch.nn.Module, vision: dict[str, Any]) -> ModelOutput:

@@ -53,6 +53,7 @@ class PackedLayout:
         problems: where this is a list, a layer that cannot be computed notes why and gives zeros, so that this rank meets
             the others in every collective of the forward; where it is `None`, such a layer raises.
         is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
+        own_masks: of prompts with images, see [`images.own_masks`].
         cache: index tensors that a backend derived from the layout, kept for the next layer.
         row_T, column_T: where in the padded batch each token stands, on the host.
     """
@@ -78,6 +79,7 @@ class PackedLayout:
     layer_calls: list[str] = field(default_factory=list)
     problems: list[str] | None = None
     is_computed: bool = False
+    own_masks: dict = field(default_factory=dict)
     cache: dict = field(default_factory=dict)
 
     @property

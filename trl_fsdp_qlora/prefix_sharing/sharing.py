@@ -370,7 +370,7 @@ class PrefixSharing:
             position_ids = layout.position_ids
             if request.has_images:
                 few = request if len(cuts) == 1 else request.rows(list(range(part.start, part.stop)))
-                extra, position_ids = self._with_images(few, layout, facts.new_prompt_B[part])
+                extra, position_ids = self._with_images(few, layout, facts.rows(part))
             if request.compute_aux_loss:
                 extra |= {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
             with self.autocast():
@@ -396,21 +396,24 @@ class PrefixSharing:
         )
         return values, layouts
 
-    def _with_images(self, request: PassRequest, layout: PackedLayout, new_prompt_B) -> tuple[dict, torch.Tensor]:
+    def _with_images(self, request: PassRequest, layout: PackedLayout, facts: BatchFacts) -> tuple[dict, torch.Tensor]:
         """The model's further arguments for a row of this batch's prompts with their images, and its positions."""
         state = self._states[request.role]
-        new_prompt_B = new_prompt_B.copy()
+        new_prompt_B = facts.new_prompt_B.copy()
         new_prompt_B[0] = True
         group_B = new_prompt_B.cumsum() - 1
         position_ids = images.positions(state.base, request, layout, new_prompt_B.nonzero()[0], group_B)
-        extra = images.model_inputs(request, layout)
+        layout.own_masks = images.own_masks(state.base, request, layout)
+        extra = images.per_token(request, layout)
+        # The row holds each prompt's pixels once; none where nothing is scored in it.
+        rows = layout.root_rows.tolist() if layout.tokens > 1 else []
         if state.tower.serves:
             counts = request.vision.get("num_images")
-            rows = [row for row in images.root_rows(layout) if counts is None or counts[row]]
-            keys = rows and [
-                tuple(key) for key in images.fingerprints(images.rows_of_images(request.vision, rows)).tolist()
-            ]
-            extra = {name: value for name, value in extra.items() if name in images.PER_TOKEN}
+            rows = [row for row in rows if counts is None or counts[row]]
             if rows:
+                keys = [tuple(facts.image_keys_BN[row]) for row in rows]
                 extra["mm_encoder_outputs"] = state.tower.outputs(request, rows, keys, self.autocast)
+        else:
+            chosen = images.rows_of_images(request.vision, rows)
+            extra |= {name: chosen[name] for name in images.PER_IMAGE if name in chosen}
         return extra, layout.position_ids if position_ids is None else position_ids

@@ -31,17 +31,19 @@ def attend(call) -> torch.Tensor:
     parts = []
     for start, count, length in equal_runs(call.layout.starts[: call.layout.num_roots], call.layout.lengths):
         q, k, v = (fold(x, start, count, length) for x in (call.query, call.key, call.value))
-        parts.append(_own(call, q, k, v).flatten(0, 1))
+        parts.append(_own(call, q, k, v, call.own_masks.get(start)).flatten(0, 1))
     for block in _family_blocks(call.layout, call.query.device):
         parts.append(_family(call, block))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
-def _own(call, q, k, v) -> torch.Tensor:
-    """The model's attention for queries that are the last ones of their keys: `(n, queries, H, D_v)`."""
+def _own(call, q, k, v, mask=None) -> torch.Tensor:
+    """The model's attention for queries that are the last ones of their keys: `(n, queries, H, D_v)`; causal without a mask."""
     queries, keys = q.shape[2], k.shape[2]
-    mask, more = None, {}
-    if is_flash(call.base):
+    more = {}
+    if mask is not None:
+        pass
+    elif is_flash(call.base):
         more["sliding_window"] = call.window
     elif call.base == "eager" or queries != keys or (call.window is not None and call.window < keys):
         mask = _mask(call, queries, keys, q)

@@ -49,7 +49,7 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
 
 def _why_stock_with(vision: dict[str, Any], model: PreTrainedModel) -> str | None:
     """Only the prefill gets images here, and of each distinct prompt its own."""
-    if others := sorted({*vision} - {*PER_IMAGE, *PER_TOKEN, "token_type_ids", "num_images"}):
+    if others := sorted({*vision} - {*PER_IMAGE, *PER_TOKEN, "num_images"}):
         return f"images come with {', '.join(others)}"
     counts = vision.get("num_images")
     if counts is None or len(split_pixel_values_by_grid(vision)["pixel_values"]) != len(counts):

@@ -115,12 +115,14 @@ class PassRequest:
         )
 
     def subsample(self, count: int) -> "PassRequest":
-        """All completion tokens of at most `count` rows, half of them the first and half the last ones.
+        """All completion tokens of at most `count` rows, half of them the first (with images, if any) and half the last ones.
 
-        Neighbours mostly share a prompt. Which rows depends on nothing but their number, so ranks take equally many.
+        Neighbours mostly share a prompt. How many depends on nothing but their number, so ranks take equally many.
         """
         every = list(range(len(self.input_ids)))
-        few = self.rows(every if len(every) <= count else every[: count // 2] + every[-(count // 2) :])
+        first = next((row for row, images in enumerate(self.vision.get("num_images") or ()) if images), 0)
+        first = max(min(first, len(every) - count), 0)
+        few = self.rows(every if len(every) <= count else every[first : first + count // 2] + every[-(count // 2) :])
         return replace(few, scored_BC=None, weight_BC=None, compute_entropy=False, compute_aux_loss=False)
 
     def padded(self, stock: Callable[..., LogProbs]) -> LogProbs:
