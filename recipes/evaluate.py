@@ -27,7 +27,7 @@ from transformers import BitsAndBytesConfig
 from trl_fsdp_qlora.checkpoints.disk import disk_errors, read_json, write_json
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.publishing.loading import load_base, with_adapter
+from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.data import load_held_out
@@ -140,9 +140,8 @@ def main() -> None:
             bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
         )
     with experts_in_4bit():
-        model = load_base(args.model_name_or_path, revision=args.model_revision, dtype=dtype, **quantization)
-    if args.adapter:
-        model = with_adapter(model, args.adapter, args.model_name_or_path)
+        how = {"revision": args.model_revision, "dtype": dtype, **quantization}
+        model = load_model(args.model_name_or_path, args.adapter, **how)
     with torch.autocast(state.device.type, torch.bfloat16) if args.bf16 else nullcontext():
         result = evaluate(
             model if args.load_in_4bit else model.to(state.device),

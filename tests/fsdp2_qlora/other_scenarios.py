@@ -23,7 +23,6 @@ from trl_fsdp_qlora.compat.fsdp import reshard_settings
 from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
-from trl_fsdp_qlora.publishing import publish as publishing
 from trl_fsdp_qlora.rollout import start
 
 
@@ -44,7 +43,6 @@ def publish(model_path, out, world_size, quantized=1):
     arguments = common(out, world_size, max_steps=1, num_generations=4, max_completion_length=8)
     with hub() as server:
         transformers.trainer.hf_api = lambda: HfApi(server.url, token=TOKEN)
-        publishing.HfApi = lambda token: HfApi(server.url, token=TOKEN)
         trainer = FixedCompletions(
             model=model,
             reward_funcs=reward,

@@ -211,7 +211,7 @@ def test_a_rank_with_nothing_to_learn_takes_part_in_every_collective(runs, scena
 def test_what_is_pushed_to_the_hub_is_a_plain_adapter(runs, run, scenario, tmp_path):
     published = runs[run][scenario]
     sent = {"README.md", "adapter_config.json", "adapter_model.safetensors", LOGITS}
-    assert set(published["files"]) == {".gitattributes", *sent} and published["commit"]
+    assert sent < set(published["files"]) and published["commit"]
     assert published["pushes"] == 2  # `save_model` pushes as well, where the config says push_to_hub
     of_rank_1 = runs["rank1"][scenario]
     assert (of_rank_1["files"], of_rank_1["pushes"], of_rank_1["commit"]) == ({}, 0, None)

@@ -68,7 +68,7 @@ def raises(*_arguments, **_named):
 
 
 BESIDE = {
-    "card": "trl_fsdp_qlora.publishing.card.adapter_card",
+    "card": "trl_fsdp_qlora.publishing.card.changed_arguments",
     "memory": "trl_fsdp_qlora.telemetry.phases.PeakMemory.read",
     "deferred": "trl_fsdp_qlora.telemetry.phases.AsyncMetrics.flush",
     "peaks": "trl_fsdp_qlora.telemetry.phases.PhaseTimer.drain_peaks",

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.tiny import character_tokenizer, config, lora, prompts, save_tiny_mod
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints
 from trl_fsdp_qlora.publishing import card
-from trl_fsdp_qlora.publishing.card import CardInfo, adapter_card, card_of, changed_arguments
+from trl_fsdp_qlora.publishing.card import CardInfo, card_of, changed_arguments
 from trl_fsdp_qlora.publishing.logits import LOGITS
 
 
@@ -95,29 +94,29 @@ def test_a_card_claims_an_accuracy_of_its_own_weights_only_and_says_how_far_they
     assert "trained with S-GRPO ([arXiv" in card_of(trained).text
 
 
+def card_with(tmp_path, base="o/base", model_id="me/adapter", peft_config=None, **info) -> ModelCard:
+    """Of an untrained trainer on a model that goes by the name `base`."""
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", peft_config=peft_config)
+    made.accelerator.unwrap_model(made.model).config._name_or_path = base
+    made.args.push_to_hub, made.hub_model_id = model_id is not None, model_id
+    made.card_info = CardInfo(**info)
+    return card_of(made)
+
+
 @pytest.mark.parametrize(
     ("dataset", "listed"),
     [
         ("someone/sums", ["someone/sums"]),
         ("SVAMP.json", None),
-        ("addition", None),
         ("data/sums.jsonl", None),
         ("my_data.py:load", None),
         ("/home/bob/data.json", None),
     ],
 )
 def test_only_what_a_reader_finds_on_the_hub_is_listed_as_its_data(tmp_path, dataset, listed):
-    text = adapter_card(
-        "o/base", "x", config(EfficientGRPOConfig, tmp_path), CardInfo(dataset=dataset), None, "me/adapter"
-    )
-    assert text.data.datasets == listed
-    assert f"data: `{Path(dataset).name if dataset.startswith('/') else dataset}`, licence not stated" in text.text
-
-
-def test_a_card_without_accuracy_says_that_nothing_was_tested(trained):
-    written = ModelCard.load("adapter/README.md")
-    assert written.data.eval_results is None and "licence not stated" in written.text
-    assert "Anything: neither the data it was trained on nor" in written.text
+    card = card_with(tmp_path, dataset=dataset)
+    assert card.data.datasets == listed
+    assert f"data: `{Path(dataset).name if dataset.startswith('/') else dataset}`, licence not stated" in card.text
 
 
 @pytest.mark.processes
@@ -168,8 +167,10 @@ def test_a_quick_start_with_folders_says_what_to_fill_in_and_runs_anywhere_then(
 
 
 def test_a_quick_start_of_what_is_on_the_hub_has_nothing_to_fill_in(tmp_path):
-    text = str(adapter_card("o/base", "x", config(EfficientGRPOConfig, tmp_path), CardInfo(), None, "me/adapter"))
+    text = str(card_with(tmp_path, peft_config=lora()))
     assert "base = 'o/base'\nadapter = 'me/adapter'\n" in text and "fill in" not in text
+    whole = str(card_with(tmp_path))
+    assert "model = AutoModelForCausalLM.from_pretrained(adapter)\n" in whole and "PeftModel" not in whole
 
 
 def test_pefts_empty_card_is_in_no_checkpoint_and_in_no_folder_that_is_saved(tmp_path):
@@ -228,42 +229,6 @@ def test_what_says_nothing_is_left_out(tmp_path):
     assert str(tmp_path) not in str(changed)
 
 
-def test_no_machine_paths_in_a_card(tmp_path):
-    base = save_tiny_model(tmp_path / "base")
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", model=base, peft_config=lora())
-    made.card_info.dataset = str(tmp_path / "data.json")
-    made.create_model_card()
-    assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_token_settings_are_recipe_and_tokens_are_secret(tmp_path):
-    args = config(EfficientGRPOConfig, tmp_path, token_selection="s_grpo", loss_type="grpo", hub_token="hf_secret")
-    changed = changed_arguments(args)
-    assert changed["token_selection"] == "s_grpo"
-    assert "hf_secret" not in map(str, changed.values())
-
-
-def test_the_licence_is_looked_up_once_per_run(tmp_path, monkeypatch, caplog):
-    asked = []
-
-    class Hub:
-        def model_info(self, model, timeout):
-            asked.append((model, timeout))
-            return SimpleNamespace(card_data=SimpleNamespace(license="mit"))
-
-    monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(card, "HfApi", Hub)
-    card.base_model_license.cache_clear()
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, save_strategy="steps", save_steps=1)
-    made.model.config._name_or_path = "someone/model"
-    made.train()
-    made.create_model_card()
-    assert len(list(tmp_path.glob("checkpoint-*"))) == 3
-    assert [model for model, _ in asked] == ["someone/model"]
-    assert asked[0][1] <= 10  # seconds: a network that does not answer holds up no checkpoint
-    assert ModelCard.load(str(tmp_path / "README.md")).data.license == "mit"
-
-
 def test_a_licence_that_cannot_be_looked_up_is_said_once(monkeypatch, caplog):
     def fail(self, *_, **__):
         raise TimeoutError
@@ -277,16 +242,9 @@ def test_a_licence_that_cannot_be_looked_up_is_said_once(monkeypatch, caplog):
 
 
 def test_no_secret_enters_a_card(tmp_path):
-    args = config(EfficientGRPOConfig, tmp_path, hub_token="a plain token")
-    info = CardInfo(
-        dataset="https://bob:passw0rd@host/data",
-        command=["accelerate", "launch", "a script.py", "--hub_token", "a plain token"],
-    )
-    text = str(adapter_card("base", "name", args, info, None, None))
+    command = ["accelerate", "launch", "a script.py", "--hub_token", "a plain token"]
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", hub_token="a plain token")
+    made.card_info = CardInfo(dataset="https://bob:passw0rd@host/data", command=command)
+    text = str(card_of(made))
     assert "a plain token" not in text and "passw0rd" not in text
     assert "accelerate launch 'a script.py' --hub_token \"$HUB_TOKEN\"\n" in text
-
-
-def test_the_quick_start_of_a_whole_model_loads_it_without_peft(tmp_path):
-    text = str(adapter_card("o/base", "x", config(EfficientGRPOConfig, tmp_path), CardInfo(), None, "me/model"))
-    assert "model = AutoModelForCausalLM.from_pretrained(adapter)\n" in text and "PeftModel" not in text

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import lora, save_tiny_model
-from trl_fsdp_qlora.publishing.merge import MergeError, merge_adapter
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.publishing.merge import merge_adapter
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "merge.py"
 
@@ -62,14 +63,14 @@ def test_bfloat16_rounds_the_sum_and_nothing_else(adapter, tmp_path):
 
 def test_what_cannot_be_merged_is_told(adapter, tmp_path):
     (tmp_path / "there").mkdir()
-    with pytest.raises(MergeError, match="there exists"):
+    with pytest.raises(UserError, match="there exists"):
         merge_adapter(adapter, tmp_path / "there")
     quantized = tmp_path / "quantized"
     quantized.mkdir()
     config = json.loads((adapter.parent / "base" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (quantized / "config.json").write_text(json.dumps(config))
-    with pytest.raises(MergeError, match="is quantized"):
+    with pytest.raises(UserError, match="is quantized"):
         merge_adapter(adapter, tmp_path / "merged", base=str(quantized))
 
 

@@ -11,7 +11,7 @@ from trl import ModelConfig
 from tests.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, make_trainer, tokenizer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
-from trl_fsdp_qlora.publishing.loading import load_base
+from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.publishing.logits import prove, record_logits
 from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.recipe.checks import skeleton
@@ -38,7 +38,7 @@ def adapted(model):
 def test_the_class_is_the_one_that_trl_builds(name, saved):
     """One family may have a class for text alone, whose weights are called otherwise."""
     folder = saved(name)
-    assert type(load_base(folder)) is type(build(MULTIMODAL[name]))
+    assert type(load_model(folder)) is type(build(MULTIMODAL[name]))
     model = skeleton(ModelConfig(model_name_or_path=folder, use_peft=True, lora_target_modules=["all-linear"]))
     assert type(model.get_base_model()) is type(build(MULTIMODAL[name]))
 
@@ -52,13 +52,13 @@ def test_a_text_class_of_the_same_family_stays_one(tmp_path):
 @pytest.mark.parametrize("by_name", [True, False])
 def test_all_linear_is_the_language_model(by_name, saved, tmp_path, capsys):
     folder = saved("qwen3_vl")
-    model = folder if by_name else load_base(folder)
+    model = folder if by_name else load_model(folder)
     trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, copy.deepcopy(EVERYTHING))
     names = adapted(trainer.model)
     assert names and all(".language_model." in name for name in names)
     assert ("on", "LoRA on the language model's linear layers, not on the vision tower's") in trainer.features()
     whole = LoraConfig(r=2, target_modules="all-linear", exclude_modules=[])
-    assert any(".visual." in name for name in adapted(get_peft_model(load_base(folder), whole)))
+    assert any(".visual." in name for name in adapted(get_peft_model(load_model(folder), whole)))
     assert language_model_only(whole, folder) is whole
 
 
@@ -71,7 +71,7 @@ def test_a_text_model_has_nothing_to_leave_out():
 def test_an_adapter_is_merged_and_proven_on_its_class(name, saved, tmp_path):
     folder = saved(name)
     torch.manual_seed(1)
-    base = load_base(folder)
+    base = load_model(folder)
     model = get_peft_model(base, language_model_only(copy.deepcopy(EVERYTHING), base)).eval()
     model.peft_config["default"].base_model_name_or_path = folder
     model.save_pretrained(tmp_path / "adapter")
@@ -81,7 +81,7 @@ def test_an_adapter_is_merged_and_proven_on_its_class(name, saved, tmp_path):
     ids, _ = awkward_batch()
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-    merged = load_base(str(merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)))
+    merged = load_model(str(merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)))
     assert type(merged) is type(base)
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-3, rtol=1e-3)

@@ -3,12 +3,12 @@
 import sys
 
 from trl_fsdp_qlora.telemetry import progress as module
-from trl_fsdp_qlora.telemetry.progress import LINE_SECONDS, Lines, progress
+from trl_fsdp_qlora.telemetry.progress import LINE_SECONDS, ProgressLines, progress
 
 
 def test_a_log_file_gets_a_line_now_and_then(capsys):
     now = 0.0
-    lines = Lines("V*", 1_200, "prompts", initial=200, clock=lambda: now)
+    lines = ProgressLines("V*", 1_200, "prompts", initial=200, clock=lambda: now)
     for _ in range(10):
         now += LINE_SECONDS / 2
         lines.update(100)
@@ -24,17 +24,17 @@ def test_a_log_file_gets_a_line_now_and_then(capsys):
 
 def test_what_is_quick_or_stands_still_says_nothing(capsys):
     now = 0.0
-    lines = Lines("accuracy", 100, "problems", clock=lambda: now)
+    lines = ProgressLines("accuracy", 100, "problems", clock=lambda: now)
     for _ in range(100):
         now += 0.2
         lines.update()
     now += 10 * LINE_SECONDS
-    Lines("accuracy", 100, "problems", clock=lambda: now).update(0)
+    ProgressLines("accuracy", 100, "problems", clock=lambda: now).update(0)
     assert capsys.readouterr().err == ""
 
 
 def test_a_bar_is_for_terminals_and_hidden_ones_print_nothing(monkeypatch, capsys):
-    assert isinstance(progress("V*", 3, "prompts"), Lines)
+    assert isinstance(progress("V*", 3, "prompts"), ProgressLines)
     with progress("V*", 3, "prompts", hidden=True) as hidden:
         hidden.update(3)
     assert capsys.readouterr().err == ""

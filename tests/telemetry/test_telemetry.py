@@ -1,3 +1,4 @@
+import itertools
 import mmap
 import time
 from collections import defaultdict
@@ -13,7 +14,7 @@ from trl_fsdp_qlora.telemetry.phases import (
     AsyncMetrics,
     PhaseTimer,
     TelemetryCallback,
-    efficiency_metrics,
+    summed,
     token_counts,
 )
 
@@ -25,11 +26,10 @@ def test_nested_phases_are_not_counted_twice():
         with clock.phase("inner"):
             time.sleep(0.05)
         time.sleep(0.02)
-    metrics = clock.drain()
-    assert 0.05 <= metrics["time/inner_s"] < 0.2
-    assert 0.04 <= metrics["time/outer_s"] < metrics["time/inner_s"] + 0.1
-    assert metrics["time/outer_s"] + metrics["time/inner_s"] >= 0.09
-    assert clock.drain() == {}
+    spans = clock.drain_spans()
+    assert [name for name, *_ in spans] == ["outer", "inner", "outer"]
+    assert all(end == start for (*_, end), (_, start, _) in itertools.pairwise(spans))
+    assert summed(spans)["inner"] >= 0.05 and clock.drain_spans() == []
 
 
 def test_an_exception_closes_what_it_left_open():
@@ -50,7 +50,7 @@ def test_peak_bytes_of_a_phase():
     with clock.phase("large"), clock.phase("inside"), mmap.mmap(-1, 256 * MIB) as block:
         for page in range(0, len(block), mmap.PAGESIZE):
             block[page] = 1
-    metrics = clock.drain()
+    metrics = clock.drain_peaks()
     for name in ("large", "inside"):
         assert metrics[f"memory/{name}_peak_mib"] - metrics["memory/small_peak_mib"] == pytest.approx(256, abs=40)
 
@@ -64,9 +64,10 @@ def test_efficiency_of_a_batch_by_hand():
         "completion_mask": completion_mask,
         "advantages": torch.tensor([1.0, -1.0, 0.0, 0.0]),
     }
-    counts = token_counts(batch, 2)
+    counts, clock = token_counts(batch, 2), PhaseTimer(torch.device("cpu"))
     assert counts.tolist() == [28, 16, 12, 4, 2, 8]
-    metrics = efficiency_metrics(counts.tolist())
+    metrics = clock.efficiency(counts)
+    assert clock.tokens == 8
     assert metrics["efficiency/padding_fraction"] == pytest.approx(1 - 16 / 28)
     assert metrics["efficiency/prompt_redundancy"] == pytest.approx(16 / 12)
     assert metrics["efficiency/zero_advantage_fraction"] == 0.5
@@ -185,7 +186,7 @@ def test_a_clock_that_is_off_measures_nothing():
     clock = PhaseTimer(torch.device("cpu"), "off")
     with clock.phase("outer"):
         pass
-    assert clock.drain() == {}
+    assert clock.drain_spans() == [] and clock.drain_peaks() == {}
     with pytest.raises(ValueError, match="phase_metrics='none' is unknown; use one of 'on', 'peaks', 'off'"):
         EfficientGRPOConfig("unused", phase_metrics="none", use_cpu=True)
 

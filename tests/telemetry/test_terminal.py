@@ -107,11 +107,6 @@ def test_the_first_and_the_last_step_print_a_line_and_completions(stop_after, tm
     assert all("→" in lines[i + 1] for i in steps)
 
 
-def test_who_wants_no_log_gets_none(tmp_path, capsys):
-    recipe_trainer(tmp_path, max_steps=2, logging_strategy="no").train()
-    assert "s/step" not in capsys.readouterr().out.partition("first training prompt")[2]
-
-
 def test_the_first_prompt_is_what_the_model_reads(tmp_path, capsys):
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=1)
     made.train()
@@ -119,12 +114,6 @@ def test_the_first_prompt_is_what_the_model_reads(tmp_path, capsys):
     tokenizer = character_tokenizer()
     ids = tokenizer.apply_chat_template(prompts()[0]["prompt"], add_generation_prompt=True, return_dict=False)
     assert f"the first training prompt, {len(ids)} tokens:\n    {tokenizer.decode(ids)}".rstrip() in out
-
-
-def test_completions_can_be_switched_off_and_give_way_to_trls_table(tmp_path, capsys):
-    for more in ({"show_completions": 0}, {"log_completions": True}):
-        recipe_trainer(tmp_path, max_steps=2, **more).train()
-        assert "→" not in capsys.readouterr().out
 
 
 def test_completions_are_shown_some_ten_times_in_a_run():

@@ -285,7 +285,7 @@ def _measured(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
         torch.cuda.empty_cache()
         torch.cuda.synchronize(memory.device)
     if clock is not None:
-        clock.drain()
+        clock.drain_spans(), clock.peak.clear()
     memory.reset()
     before, start = memory.read(), time.perf_counter()
     yield

@@ -12,7 +12,7 @@ from ..run import redaction
 from ..run.config_fields import SWITCHES, documented, option, spelled
 from ..run.input_checks import batch_size_advice
 from ..scoring.logprobs import check_head_kernel
-from ..telemetry.phases import check_clock
+from ..telemetry.phases import MODES
 from .token_budget import check_config
 
 
@@ -147,7 +147,10 @@ class EfficientGRPOConfig(GRPOConfig):
             raise ValueError(f"{error} {advice}") from None
         check_config(self)
         check_mode(self.fsdp_gather)
-        check_clock(self.phase_metrics)
+        if self.phase_metrics not in MODES:
+            raise ValueError(
+                f"phase_metrics={self.phase_metrics!r} is unknown; use one of {', '.join(map(repr, MODES))}"
+            )
         check_head_kernel(self.lm_head_kernel)
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(

@@ -27,7 +27,6 @@ from ..fsdp2_qlora.sharding import Sharding
 from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, card_of, keeping_card, write_card
 from ..publishing.logits import record
-from ..publishing.publish import checks_push, push
 from ..rollout.correction import (
     importance_weights,
     sampled_mask,
@@ -433,12 +432,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     @nonfatal("the model card")
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.adapter_card`]; `card_info` fills it in."""
+        """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.card_of`]; `card_info` fills it in."""
         if self.is_world_process_zero():
             self.card_info.dataset = dataset_name or self.card_info.dataset
             write_card(self, model_name, tags)
-
-    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **others):
-        """Publish the adapter, see [`trl_fsdp_qlora.publishing.publish.push`]; a whole model goes TRL's way."""
-        how = partial(push, self) if checks_push(self, blocking) else super().push_to_hub
-        return how(commit_message, blocking, token, revision, **others)

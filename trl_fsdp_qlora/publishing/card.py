@@ -5,7 +5,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.redaction import command_line, is_secret_name, portable
 
-TAGS = ["trl", "grpo", "lora", "trl-fsdp-qlora"]
 # What a run sets that says nothing about the result.
 _NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank", "debug"}
 _NOT_RECIPE |= {"resume_from_checkpoint", "show_completions", "phase_metrics", "accelerator_config"}
-# What a reader looks for first, said also where it is the default.
+# What a reader looks for first, also where it is the default.
 _ALWAYS = {"dataset", "prompt_template", "system_prompt", "rewards", "answer_format", "held_out"}
 _NOTHING = (None, "", [], {}, "none", ["none"])
 _HUB_SECONDS = 5  # for asking the Hub for a licence: a card must not wait for a network that does not answer
@@ -70,9 +69,10 @@ print(tokenizer.decode(output[0, inputs['input_ids'].shape[1]:], skip_special_to
 ## What it was not tested on
 
 {% if accuracy %}It was measured on {{ accuracy.n }} {{ problems }}, decoded greedily with at most {{ max_new_tokens }} new \
-tokens in the prompt of the quick start. Not tested: {{ rest }}.\
-{% elif accuracy_step is not none %}These weights: what was measured is of the steps that the table names. Nor {{ rest }}.\
-{% else %}Anything: neither the data it was trained on nor {{ rest }}.{% endif %}
+tokens in the prompt of the quick start. Not tested: \
+{% elif accuracy_step is not none %}These weights: what was measured is of the steps that the table names. Nor \
+{% else %}Anything: neither the data it was trained on nor {% endif %}other data, tasks, languages and prompts, sampled answers, \
+and whatever else its base can do and may have lost.
 
 ## How it was made
 
@@ -82,14 +82,11 @@ tokens in the prompt of the quick start. Not tested: {{ rest }}.\
 {{ command }}
 ```
 {% endif %}
-Every setting that differs from its default{{ ", as `recipes/` take it with `--config`" if from_recipe else "" }}:
+Every setting that differs from its default{{ ", as `recipes/` take it with `--config`" if settings else "" }}:
 
 ```yaml
 {{ recipe }}```
 """
-_REST = (
-    "other data, tasks, languages and prompts, sampled answers, and whatever else its base can do and may have lost"
-)
 
 
 @dataclass
@@ -157,7 +154,7 @@ def base_model_license(base_model: str) -> str | None:
 def changed_arguments(args: Any) -> dict[str, Any]:
     """The fields of a config dataclass that differ from their defaults, as plain values; no paths, no secrets.
 
-    Data, prompt and rewards are said in any case.
+    Data, prompt and rewards are there in any case.
     """
     changed = {}
     for item in fields(args):
@@ -182,11 +179,9 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
         recipe.pop("steps_per_generation", None)
     for more in settings:
         recipe |= changed_arguments(more)
-    if settings:
-        # Of a recipe's model they stand in fields of their own.
-        loading = {**recipe.pop("model_init_kwargs", {})}
-        for name in ("revision", "attn_implementation", "dtype"):
-            loading.pop(name, None)
+    if settings:  # whose model has fields of its own for these
+        loading = recipe.pop("model_init_kwargs", {})
+        loading = {k: v for k, v in loading.items() if k not in ("revision", "attn_implementation", "dtype")}
         return recipe | ({"model_init_kwargs": loading} if loading else {})
     if peft_config is not None:
         names = ("r", "lora_alpha", "lora_dropout", "target_modules")
@@ -194,107 +189,77 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
     return recipe
 
 
-def adapter_card(
-    base_model: str,
-    name: str,
-    args: Any,
-    info: CardInfo,
-    peft_config: Any,
-    hub_model_id: str | None,
-    steps: tuple[int, int] | None = None,
-    auto_class: str = "AutoModelForCausalLM",
-) -> ModelCard:
-    """The card of an adapter, or of a whole model.
-
-    Args:
-        base_model: Hub id or folder of the base model.
-        name: of the adapter.
-        args: the trainer's config.
-        info: see [`CardInfo`].
-        peft_config: of the adapter, or `None` for full fine-tuning.
-        hub_model_id: where it is published, for the quick start; otherwise its folder.
-        steps: optimizer steps that were taken, and that were asked for.
-        auto_class: of transformers, that loads the base.
-    """
+def card_of(trainer: Any, name: str | None = None) -> ModelCard:
+    """The card of what `trainer` trains, an adapter or a whole model, called `name` or as its output folder."""
+    args, state, info = trainer.args, trainer.state, trainer.card_info
+    model, name = trainer.accelerator.unwrap_model(trainer.model), name or Path(args.output_dir).name
+    base_model, is_adapter = model_name(model), is_peft_model(model)
+    peft_config = model.peft_config["default"] if is_adapter else None
     base, data = portable(base_model), portable(info.dataset)
-    is_adapter, is_local = peft_config is not None, os.path.isabs(base_model) or Path(base_model).exists()
     # The Hub takes owner/name or a bare name: of a folder on this machine, only the name.
     base_id = Path(base).name if Path(base_model).exists() else base
     on_hub = data is not None and data.count("/") == 1 and ":" not in data and not Path(info.dataset).exists()
     problems = "held-out problems" if info.accuracy_on == "test" else "validation problems"
+    accuracy = info.accuracy if info.accuracy_step in (None, state.global_step) else None
     evaluation = None
-    if info.accuracy is not None and data is not None:
-        low, high = (100 * bound for bound in info.accuracy["interval"])
-        evaluation = EvalResult(
+    if accuracy is not None and data is not None:
+        low, high = (100 * bound for bound in accuracy["interval"])
+        result = EvalResult(
             task_type="text-generation",
             dataset_type=data,
             dataset_name=f"{Path(data).name}, {problems}",
             metric_type="accuracy",
-            metric_name=f"greedy pass@1 (n={info.accuracy['n']}, 95% interval {low:.1f}-{high:.1f})",
-            metric_value=round(100 * info.accuracy["pass_at_1"], 1),
+            metric_name=f"greedy pass@1 (n={accuracy['n']}, 95% interval {low:.1f}-{high:.1f})",
+            metric_value=round(100 * accuracy["pass_at_1"], 1),
         )
+        evaluation = [result]
     card_data = ModelCardData(
         base_model=base_id,
         datasets=[data] if on_hub and not Path(data).suffix else None,
         library_name="peft" if is_adapter else "transformers",
         license=info.license or base_model_license(base_model) or "other",
         pipeline_tag="text-generation",
-        tags=[*TAGS, f"base_model:adapter:{base_id}"] if is_adapter else [tag for tag in TAGS if tag != "lora"],
+        tags=["trl", "grpo", "trl-fsdp-qlora", *(["lora", f"base_model:adapter:{base_id}"] if is_adapter else [])],
         model_name=name,
-        eval_results=evaluation and [evaluation],
+        eval_results=evaluation,
     )
     prompt = info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
-    folder = hub_model_id or portable(str(args.output_dir))
-    return ModelCard.from_template(
-        card_data,
-        template_str=_TEMPLATE,
-        **vars(info) | {"accuracy": info.accuracy, "command": info.command and command_line(info.command)},
-        name=name,
-        base=base,
-        is_adapter=is_adapter,
-        auto_class=auto_class,
-        base_code=repr(base) + ("  # fill in: the folder of the base model" if is_local else ""),
-        folder_code=repr(folder) + ("" if hub_model_id else "  # fill in: the folder that this card is in"),
-        prompt=prompt,
-        prompt_code=repr(prompt),
-        problems=problems,
-        rest=_REST,
-        made={
+    folder, to_fill_in = trainer.hub_model_id if args.push_to_hub else None, "  # fill in: the folder "
+    is_local = os.path.isabs(base_model) or Path(base_model).exists()
+    taken, asked = state.global_step, max(state.max_steps, state.global_step)
+    s_grpo = info.method == "GRPO" and args.token_selection == "s_grpo"
+    said = {
+        "accuracy": accuracy,
+        "command": info.command and command_line(info.command),
+        "method": "S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))" if s_grpo else info.method,
+        "name": name,
+        "base": base,
+        "is_adapter": is_adapter,
+        "auto_class": auto_class_of(model),
+        "base_code": repr(base) + (f"{to_fill_in}of the base model" if is_local else ""),
+        "folder_code": repr(folder)
+        if folder
+        else repr(portable(args.output_dir)) + f"{to_fill_in}that this card is in",
+        "prompt": prompt,
+        "prompt_code": repr(prompt),
+        "problems": problems,
+        "made": {
             "data": data and f"`{data}`, licence {info.data_license or 'not stated'}",
             "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
             "software": software(),
             "seed": str(args.seed),
-            "optimizer steps": steps and (str(steps[0]) if steps[0] == steps[1] else f"{steps[0]} of {steps[1]}"),
+            "optimizer steps": str(taken) if taken == asked else f"{taken} of {asked}",
             "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",
         },
-        from_recipe=bool(info.settings),
-        recipe=yaml.safe_dump(_recipe(args, info.settings, peft_config), sort_keys=True, allow_unicode=True),
-    )
-
-
-def card_of(trainer: Any, name: str | None = None) -> ModelCard:
-    """The card of what `trainer` trains, called `name` or as its output folder."""
-    model, state, info = trainer.accelerator.unwrap_model(trainer.model), trainer.state, trainer.card_info
-    if info.accuracy_step not in (None, state.global_step):
-        info = replace(info, accuracy=None)
-    if info.method == "GRPO" and trainer.args.token_selection == "s_grpo":
-        info = replace(info, method="S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))")
-    return adapter_card(
-        base_model=model_name(model),
-        name=name or Path(trainer.args.output_dir).name,
-        args=trainer.args,
-        info=info,
-        peft_config=model.peft_config["default"] if is_peft_model(model) else None,
-        hub_model_id=trainer.hub_model_id if trainer.args.push_to_hub else None,
-        steps=(state.global_step, max(state.max_steps, state.global_step)),
-        auto_class=auto_class_of(model),
-    )
+        "recipe": yaml.safe_dump(_recipe(args, info.settings, peft_config), sort_keys=True, allow_unicode=True),
+    }
+    return ModelCard.from_template(card_data, template_str=_TEMPLATE, **vars(info) | said)
 
 
 def write_card(trainer: Any, name: str | None, tags: str | list[str] | None = None) -> None:
     """Write [`card_of`] `trainer` into its output folder, with `tags` beside the usual ones."""
     card = card_of(trainer, name)
-    card.data.tags = [*card.data.tags, *([tags] if isinstance(tags, str) else tags or ())]
+    card.data.tags += [tags] if isinstance(tags, str) else tags or []
     Path(trainer.args.output_dir).mkdir(parents=True, exist_ok=True)
     card.save(Path(trainer.args.output_dir, "README.md"))
 

@@ -47,20 +47,16 @@ def record_logits(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write `logits.json`: what the adapter in `model` gives for a few fixed tokens, and what the base alone does.
-
-    Some 5 kB. One forward of eight tokens with the adapter and one without; the training mode is restored.
+    """Write `logits.json` (some 5 kB): what the adapter in `model` gives for a few fixed tokens, and what the base alone does.
 
     Args:
-        model: not wrapped; where it is sharded, every rank calls this at the same time.
+        model: not wrapped; where it is sharded, every rank calls this at the same time. Its training mode is restored.
         folder: that the adapter was saved in.
         writes: this rank writes the file.
-        device: that the model computes on, by default that of its weights.
-        dtype: that it computes in, by default that of its weights.
+        device, dtype: that the model computes on and in, by default those of its weights.
     """
     size = model.config.get_text_config().vocab_size
     ids, entries = ([(2 * i + 1) * size // (2 * n) for i in range(n)] for n in (_TOKENS, min(_ENTRIES, size)))
-    quantization = getattr(model.config, "quantization_config", None)
     training = model.training
     model.eval()
     try:
@@ -74,7 +70,7 @@ def record_logits(
     content: dict[str, Any] = {"input_ids": ids, "entries": entries, "logits": adapted, "logits_of_the_base": base}
     content["auto_class"] = auto_class_of(model)
     content["dtype"] = str(dtype or model.get_base_model().dtype).removeprefix("torch.")
-    if quantization is not None:
+    if (quantization := getattr(model.config, "quantization_config", None)) is not None:
         plain = quantization if isinstance(quantization, dict) else quantization.to_dict()
         content["quantization"] = {name: value for name, value in plain.items() if not name.startswith("_")}
     write_json(Path(folder) / LOGITS, content)

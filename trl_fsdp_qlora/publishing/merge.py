@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ..checkpoints.disk import disk_errors, written_whole
 from ..errors import UserError
 from ..run.redaction import portable
-from .loading import load_base, with_adapter
+from .loading import load_model
 
 _CARD = """---
 {{ card_data }}
@@ -23,10 +23,6 @@ The adapter `{{ adapter }}` merged into `{{ base }}` in {{ dtype }} by trl-fsdp-
 An adapter that was trained on a 4-bit base corrects that base's rounding too. Merged into the unquantized one, the model is
 close to the one that was trained and measured, not equal to it: measure it before you rely on it.
 """
-
-
-class MergeError(UserError):
-    """The adapter, the base or the output folder cannot be used."""
 
 
 def merge_adapter(
@@ -48,35 +44,33 @@ def merge_adapter(
         dtype: of the weights, while merging and in the folder.
 
     Raises:
-        MergeError: `output` exists, the base is quantized, or the merged weights are not finite.
-        UserError: base or adapter cannot be loaded, or the disk is full.
+        UserError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, the merged weights
+            are not finite, or the disk is full.
     """
     output = Path(output)
     if output.exists():
-        raise MergeError(f"{output} exists; name a folder that does not")
-    try:
-        output.mkdir(parents=True)
-        output.rmdir()
-    except OSError as error:
-        raise MergeError(f"{output} cannot be made: {error.strerror}") from None
+        raise UserError(f"{output} exists; name a folder that does not")
     base = base or PeftConfig.from_pretrained(adapter).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(base, revision=revision), "quantization_config", None) is not None:
-        raise MergeError(
+        raise UserError(
             f"{base} is quantized, and merging into it would round the adapter away; name the base it was made from"
         )
-    model = with_adapter(load_base(base, revision=revision, dtype=dtype), adapter, base)
+    model = load_model(base, adapter, revision=revision, dtype=dtype)
     try:
         merged = model.merge_and_unload(safe_merge=True)
     except ValueError as error:
-        raise MergeError(f"{adapter} cannot be merged into {base}: {error}") from error
+        raise UserError(f"{adapter} cannot be merged into {base}: {error}") from error
     data = ModelCardData(
         base_model=portable(base), library_name="transformers", pipeline_tag="text-generation", tags=["trl-fsdp-qlora"]
     )
     names = {"name": output.name, "adapter": portable(str(adapter)), "base": portable(base)}
     card = ModelCard.from_template(data, template_str=_CARD, dtype=str(dtype).removeprefix("torch."), **names)
-    with disk_errors(output), written_whole(output) as scratch:
-        scratch.mkdir(parents=True)
-        merged.save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
-        card.save(scratch / "README.md")
+    try:
+        with disk_errors(output), written_whole(output) as scratch:
+            scratch.mkdir(parents=True)
+            merged.save_pretrained(scratch)
+            AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
+            card.save(scratch / "README.md")
+    except PermissionError as error:
+        raise UserError(f"{output} cannot be made: {error.strerror}") from None
     return output

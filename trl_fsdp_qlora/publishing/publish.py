@@ -1,18 +1,14 @@
-"""Publish an adapter: check it, upload it in one commit, download it again, and prove that it loads."""
+"""Publish an adapter: check it, prove that it loads, upload it in one commit, and download it again."""
 
-import argparse
 import filecmp
 import json
 import re
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
-from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from huggingface_hub.errors import HFValidationError, HTTPError, XetDownloadError
 from huggingface_hub.utils import validate_repo_id
@@ -22,23 +18,19 @@ from ..errors import UserError
 from ..run.one_line import OneLineParser
 from .logits import LOGITS, prove
 
-CONFIG, WEIGHTS, CARD, PICTURE = "adapter_config.json", "adapter_model.safetensors", "README.md", "training.png"
-# What is ever sent: no optimizer states, no pickles, no logs.
-FILES = (CONFIG, WEIGHTS, CARD, PICTURE, LOGITS)
+CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "README.md"
+FILES = (
+    CONFIG,
+    WEIGHTS,
+    CARD,
+    "training.png",
+    LOGITS,
+)  # all that is ever sent: no optimizer states, no pickles, no logs
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 
 
 class PublishError(UserError):
     """Something is wrong with the folder, the card, the token, the connection or the repository."""
-
-
-@dataclass
-class Published:
-    """What was published: the commit as the Hub described it, names of files, and a line about the logits."""
-
-    commit: CommitInfo
-    files: list[str]
-    proof: str
 
 
 def stage(folder: str | Path, scratch: str | Path, repo: str, base: str | None = None) -> str:
@@ -63,9 +55,7 @@ def stage(folder: str | Path, scratch: str | Path, repo: str, base: str | None =
         raise PublishError(f"--repo {repo}: {_one_line(error)}; name it owner/name") from error
     for name in (CONFIG, WEIGHTS, CARD):
         if not (folder / name).is_file():
-            inside = sorted(path.parent.name for path in folder.glob(f"*/{name}"))
-            hint = f"; its folder {inside[-1]!r} has one" if inside else ""
-            raise PublishError(f"{str(folder)!r} has no {name}: name the folder that save_model() wrote{hint}")
+            raise PublishError(f"{str(folder)!r} has no {name}: name the folder that save_model() wrote")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         trained_on = str(config["base_model_name_or_path"])
@@ -108,11 +98,11 @@ def publish_adapter(
     base_folder: str | Path | None = None,
     private: bool | None = None,
     api: HfApi | None = None,
-    message: str = "Adapter, card and recorded logits",
-    revision: str | None = None,
-    proves: bool = True,
-) -> Published:
+) -> tuple[CommitInfo, str]:
     """Publish the adapter in `folder` as `repo`: by one commit, or not at all.
+
+    Before anything is sent, plain PEFT has to give the logits that were recorded when it was saved; afterwards what was sent is
+    downloaded and compared.
 
     Args:
         folder: with adapter, config and card, as a trainer of this package leaves it.
@@ -121,9 +111,9 @@ def publish_adapter(
         base_folder: to load the base from for the proof, in place of the Hub.
         private: make a new repository private or public; by default as its owner's settings are.
         api: client; by default one with the token of `hf auth login` or `HF_TOKEN`.
-        message: of the commit.
-        revision: branch to commit to, by default `main`.
-        proves: load the adapter with plain PEFT before anything is sent, and compare with the recorded logits.
+
+    Returns:
+        The commit as the Hub described it, and a line about the logits.
 
     Raises:
         PublishError: see [`stage`]; the adapter does not give the recorded logits on its base; whatever the Hub or the
@@ -133,8 +123,8 @@ def publish_adapter(
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as back:
         base = stage(folder, scratch, repo, base)
         files = sorted(path.name for path in Path(scratch).iterdir())
-        proof = "no logits were recorded when it was saved" if LOGITS not in files else "the logits were not compared"
-        if proves and LOGITS in files:
+        proof = "no logits were recorded when it was saved"
+        if LOGITS in files:
             try:
                 proof = prove(scratch, str(Path(base_folder).resolve()) if base_folder else base)
             except UserError as error:
@@ -143,7 +133,9 @@ def publish_adapter(
                 ) from error
         try:
             api.create_repo(repo, private=private, exist_ok=True)
-            commit = api.upload_folder(repo_id=repo, folder_path=scratch, commit_message=message, revision=revision)
+            commit = api.upload_folder(
+                repo_id=repo, folder_path=scratch, commit_message="Adapter, card and recorded logits"
+            )
             api.snapshot_download(repo, revision=commit.oid, local_dir=back)
         except (HTTPError, OSError, ValueError, KeyError, RuntimeError, XetDownloadError) as error:
             raise PublishError(
@@ -152,61 +144,11 @@ def publish_adapter(
         _, differ, missing = filecmp.cmpfiles(scratch, back, files, shallow=False)
         if differ or missing:
             raise PublishError(f"{repo} does not give back what was sent ({', '.join([*differ, *missing])})")
-        return Published(commit, files, proof)
+        return commit, proof
 
 
 def _one_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")
-
-
-def push(
-    trainer: Any,
-    message: str | None = None,
-    blocking: bool = True,
-    token: str | None = None,
-    revision: str | None = None,
-    private: bool | None = None,
-    **card: Any,
-) -> CommitInfo | None:
-    """A trainer's `push_to_hub` for an adapter: save it and its card, and [`publish_adapter`] without the proof.
-
-    Every rank calls it, as [`transformers.Trainer.push_to_hub`]; one of them publishes.
-
-    Returns:
-        The commit, on the rank that published.
-
-    Raises:
-        PublishError: see [`publish_adapter`]; says that the adapter is in the output folder, and the command for later.
-    """
-    args = trainer.args
-    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    trainer.save_model(_internal_call=True)
-    if not trainer.is_world_process_zero():
-        return None
-    api = HfApi(token=args.hub_token if token is None else token)
-    private = args.hub_private_repo if private is None else private
-    if trainer.hub_model_id is None:  # without `push_to_hub` in the config
-        name = args.hub_model_id or Path(args.output_dir).absolute().name
-        trainer.hub_model_id = api.create_repo(name, private=private, exist_ok=True).repo_id
-        trainer.push_in_progress = None
-    trainer.create_model_card(**{"model_name": trainer.hub_model_id.split("/")[-1], **card})
-    if trainer.push_in_progress is not None and not trainer.push_in_progress.is_done():
-        trainer.push_in_progress.wait_until_done()  # a checkpoint on its way
-    try:
-        revision = args.hub_revision if revision is None else revision
-        sent = publish_adapter(
-            args.output_dir, trainer.hub_model_id, private=private, api=api, revision=revision, proves=False,
-            **({} if message is None else {"message": message}),
-        )  # fmt: skip
-        return sent.commit
-    except PublishError as error:
-        later = f"trl-fsdp-qlora publish {Path(args.output_dir)} --repo {trainer.hub_model_id}"
-        raise PublishError(f"{error}. The adapter itself is saved: {later}") from error
-
-
-def checks_push(trainer: Any, blocking: bool) -> bool:
-    """Whether [`push`] does it: an adapter, and nobody asked to have it sent in the background."""
-    return blocking and is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def run_publish(arguments: list[str]) -> int:
@@ -224,7 +166,7 @@ def run_publish(arguments: list[str]) -> int:
     parser.add_argument("--base-folder", help="folder to load the base from for the proof, in place of the Hub")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--check", action="store_true", help="only check the folder; nothing is sent")
-    given: argparse.Namespace = parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             base = stage(given.adapter, scratch, given.repo, given.base)
@@ -238,9 +180,9 @@ def run_publish(arguments: list[str]) -> int:
             print(f"  {result.metric_name} on {result.dataset_name}: {result.metric_value}", flush=True)
         if given.check:
             return 0
-        done = publish_adapter(given.adapter, given.repo, given.base, given.base_folder, given.private)
+        commit, proof = publish_adapter(given.adapter, given.repo, given.base, given.base_folder, given.private)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
-    print(f"published: {done.commit.repo_url} at {done.commit.oid[:8]}; downloaded and compared; {done.proof}")
+    print(f"published: {commit.repo_url} at {commit.oid[:8]}; downloaded and compared; {proof}")
     return 0

@@ -28,12 +28,10 @@ from ..run.nonfatal import nonfatal
 Moment = float | torch.cuda.Event
 Span = tuple[str, Moment, Moment]  # name of the phase, start, end
 
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MIB = 2**20
 MODES = ("on", "peaks", "off")
-# Read at the latest after so many, for runs that log never or seldom.
-MOST = 1000
+MOST = 1000  # numbers are read at the latest after so many, for runs that log never or seldom
 
 
 class PeakMemory:
@@ -42,27 +40,19 @@ class PeakMemory:
     def __init__(self, device: torch.device):
         self.device = device
         self.cuda = device.type == "cuda"
-        self.available = self.cuda
-        if not self.cuda and _STATUS.exists():
+        self.available = self.cuda or _STATUS.exists()
+        if self.available and not self.cuda:
             try:
-                self.reset_resident()
-                self.available = True
+                self.reset()
                 self.read()
-            except (
-                OSError,
-                StopIteration,
-            ):  # a container may forbid the write, or not count; then there is no such metric
+            except (OSError, StopIteration):  # a container may forbid the write, or not count
                 self.available = False
-
-    @staticmethod
-    def reset_resident() -> None:
-        _CLEAR_REFS.write_text("5")  # proc(5): resets the peak of the resident set to its current value
 
     def reset(self) -> None:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self.available:
-            self.reset_resident()
+            _CLEAR_REFS.write_text("5")  # proc(5): resets the peak of the resident set to its current value
 
     def read(self) -> int:
         """Peak bytes since `reset`; 0 where it cannot be known."""
@@ -72,16 +62,6 @@ class PeakMemory:
             return 0
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
-
-
-def check_clock(mode: str) -> None:
-    """Refuse a `phase_metrics` that is none.
-
-    Raises:
-        ValueError: names the choices.
-    """
-    if mode not in MODES:
-        raise ValueError(f"phase_metrics={mode!r} is unknown; use one of {', '.join(map(repr, MODES))}")
 
 
 class PhaseTimer:
@@ -100,9 +80,8 @@ class PhaseTimer:
         self.memory = PeakMemory(device)
         self.is_on = mode != "off"
         self.resets = mode == "peaks" or not self.memory.cuda
-        self.peak: dict[str, int] = defaultdict(int)  # since the last drain
+        self.peak: dict[str, int] = defaultdict(int)  # since the last drain, or, where nothing is reset, of the run
         self.tokens = 0.0  # completion tokens of all ranks in this step
-        self._known: dict[str, int] = {}  # of the phases that raised the process's peak, where nothing is reset
         self._highest = 0  # the process's peak, as last read
         self._spans: list[Span] = []
         self._open: list[str] = []
@@ -126,13 +105,12 @@ class PhaseTimer:
 
     @nonfatal("the memory metric")
     def _see_peak(self) -> None:
-        peak = self.memory.read()
+        peak, before = self.memory.read(), self._highest
+        self._highest = peak
         if self.resets:
             self.memory.reset()
-        else:
-            raised, self._highest = peak != self._highest, peak  # lower: someone has reset it since the last mark
-            if not raised:
-                return
+        elif peak == before:  # lower: someone has reset it since the last mark
+            return
         for name in self._open:
             self.peak[name] = max(self.peak[name], peak)
 
@@ -143,11 +121,10 @@ class PhaseTimer:
 
     def stop(self, name: str) -> None:
         """Close phase `name`, and phases inside it that an exception left open."""
-        if not self.is_on:
-            return
-        self._mark()
-        if name in self._open:
-            del self._open[self._open.index(name) :]
+        if self.is_on:
+            self._mark()
+            if name in self._open:
+                del self._open[self._open.index(name) :]
 
     @contextmanager
     def phase(self, name: str):
@@ -168,14 +145,13 @@ class PhaseTimer:
 
     def efficiency(self, counts: torch.Tensor) -> dict[str, float]:
         """The `efficiency/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
-        values = counts.tolist()
-        self.tokens += values[-1]
-        return efficiency_metrics(values)
-
-    def drain(self) -> dict[str, float]:
-        """The metrics since the last drain; forgets them. Waits for the device."""
-        metrics = {f"time/{name}_s": seconds for name, seconds in summed(self.drain_spans()).items()}
-        return metrics | self.drain_peaks()
+        padded, valid, once, rows, zero, completion_tokens = counts.tolist()
+        self.tokens += completion_tokens
+        return {
+            "efficiency/padding_fraction": 1 - valid / max(padded, 1),
+            "efficiency/prompt_redundancy": valid / max(once, 1),
+            "efficiency/zero_advantage_fraction": zero / max(rows, 1),
+        }
 
     def drain_spans(self) -> list[Span]:
         """What the phases took since the last drain, to be read by [`summed`]; forgets it."""
@@ -183,22 +159,18 @@ class PhaseTimer:
         return spans
 
     def drain_peaks(self) -> dict[str, float]:
-        """The `memory/` metrics since the last drain; forgets them. Nothing to wait for: the host keeps the allocator's books."""
-        peaks = dict(self.peak)
-        self.peak.clear()
-        if not self.resets:
-            self._known |= {name: max(peak, self._known.get(name, 0)) for name, peak in peaks.items()}
-            peaks = self._known
-        if not self.memory.available:
-            return {}
-        return {f"memory/{name}_peak_mib": peak / MIB for name, peak in peaks.items()}
+        """The `memory/` metrics since the last drain. Nothing to wait for: the host keeps the allocator's books."""
+        peaks = {f"memory/{name}_peak_mib": peak / MIB for name, peak in self.peak.items()}
+        if self.resets:
+            self.peak.clear()
+        return peaks if self.memory.available else {}
 
 
 def seconds(start: Moment, end: Moment) -> float:
     """Seconds between two moments of a clock; waits until the later one is there."""
     if isinstance(start, float):
         return end - start
-    if not _is_past(end):
+    if not end.query():
         end.synchronize()
     return start.elapsed_time(end) / 1000
 
@@ -222,49 +194,33 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
         int64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions,
         completions with zero advantage, completion tokens.
     """
-    prompt_B = batch["prompt_mask"].sum(1)
-    completion_B = batch["completion_mask"].sum(1)
+    prompt_B, completion_tokens = batch["prompt_mask"].sum(1), batch["completion_mask"].sum()
     rows = len(prompt_B)
     padded = rows * (batch["prompt_mask"].size(1) + batch["completion_mask"].size(1))
-    once = prompt_B[::group_size].sum() + completion_B.sum()
-    advantages = batch["advantages"]
-    dead = (advantages == 0) if advantages.ndim == 1 else (advantages == 0).all(1)
-    completion_tokens = completion_B.sum()
-    valid = prompt_B.sum() + completion_tokens
+    zero = (batch["advantages"].view(rows, -1) == 0).all(1).sum()
     # Filled in on the device: what comes from the host would be waited for.
     padded, rows = (prompt_B.new_full((), x) for x in (padded, rows))
-    return torch.stack([padded, valid, once, rows, dead.sum(), completion_tokens])
-
-
-def efficiency_metrics(counts: list[float]) -> dict[str, float]:
-    """The `efficiency/` metrics from summed [`token_counts`]."""
-    padded, valid, once, rows, dead, _ = counts
-    return {
-        "efficiency/padding_fraction": 1 - valid / max(padded, 1),
-        "efficiency/prompt_redundancy": valid / max(once, 1),
-        "efficiency/zero_advantage_fraction": dead / max(rows, 1),
-    }
+    once = prompt_B[::group_size].sum() + completion_tokens
+    return torch.stack([padded, prompt_B.sum() + completion_tokens, once, rows, zero, completion_tokens])
 
 
 class AsyncMetrics:
-    """Numbers that stay on the device until they are logged, so that no micro-batch waits for one, and what to do with each set of them once the host has read them all, in one transfer."""
+    """Numbers that stay on the device until they are logged, so that no micro-batch waits for one."""
 
     def __init__(self):
         self._held: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
 
     def add(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
-        """Call `finish` with the numbers of `sums_N` in the next [`flush`].
+        """Call `finish`, which puts them where they belong, with the numbers of `sums_N` in the next [`flush`].
 
-        Args:
-            sums_N: one dimension; whatever ranks have to sum is summed already.
-            finish: puts them where they belong.
+        Whatever ranks have to sum is summed already.
         """
         self._held.append((sums_N.detach(), finish))
         if len(self._held) >= MOST:
             self.flush()
 
     def flush(self) -> None:
-        """Read everything that was added, in the order in which it was."""
+        """Read everything that was added, in one transfer and in the order in which it was."""
         if not self._held:
             return
         held, self._held = self._held, []
@@ -293,7 +249,7 @@ class TelemetryCallback(TrainerCallback):
 
     @nonfatal("a deferred metric")
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
-        """Call `finish` with the numbers in `sums_N` when metrics are logged."""
+        """Call `finish` with the numbers in `sums_N`, one dimension, when metrics are logged."""
         self.deferred.add(sums_N, finish)
 
     @nonfatal("a deferred metric")
@@ -301,7 +257,7 @@ class TelemetryCallback(TrainerCallback):
         """Put what is outstanding among the metrics; without `wait`, only steps that the device has done."""
         if wait:
             self.deferred.flush()
-        while self._steps and (wait or _is_past(self._steps[0][2])):
+        while self._steps and (wait or isinstance(self._steps[0][2], float) or self._steps[0][2].query()):
             spans, begin, end, tokens = self._steps.pop(0)
             # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases
             # add up.
@@ -329,7 +285,3 @@ class TelemetryCallback(TrainerCallback):
         if self._step_started is not None:
             self._steps.append((self.clock.drain_spans(), self._step_started, self.clock.now(), tokens))
             self.flush(wait=False)
-
-
-def _is_past(moment: Moment) -> bool:
-    return isinstance(moment, float) or moment.query()

@@ -14,6 +14,12 @@ from ..fsdp2_qlora.prepare import dense_shapes
 from ..run.nonfatal import nonfatal
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
+_LAYOUTS = {
+    "FSDP": "weights sharded over them by FSDP",
+    "DEEPSPEED": "DeepSpeed",
+    "MULTI_GPU": "a copy of the model in each (DDP)",
+    "MULTI_CPU": "a copy of the model in each (DDP)",
+}
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -22,13 +28,13 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     A 4-bit weight counts as what it unpacks to.
     """
     packed = dense_shapes(model)
-    counts = {"trainable": [0, 0], "frozen": [0, 0]}
+    counts = {"trainable": (0, 0), "frozen": (0, 0)}
     for parameter in model.parameters():
-        entry = counts["trainable" if parameter.requires_grad else "frozen"]
+        kind = "trainable" if parameter.requires_grad else "frozen"
         state = getattr(parameter, "quant_state", None)
-        entry[0] += math.prod(packed.get(id(parameter), parameter.shape if state is None else state.shape))
-        entry[1] += parameter.numel() * parameter.element_size()
-    return {kind: (n, size) for kind, (n, size) in counts.items()}
+        weights = math.prod(packed.get(id(parameter), parameter.shape if state is None else state.shape))
+        counts[kind] = counts[kind][0] + weights, counts[kind][1] + parameter.numel() * parameter.element_size()
+    return counts
 
 
 def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[tuple[str, str]]) -> str:
@@ -40,30 +46,11 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         steps: optimizer steps of the whole run.
         features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
-    rows = [
-        *_counts(args, steps),
-        *(
-            (f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)")
-            for kind, (count, size) in parameter_bytes(model).items()
-        ),
-        ("hardware", _hardware(args)),
-        ("precision", _precision(args, model)),
-        ("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"),
-    ]
-    for heading in ("on", "off", "as stock TRL"):
-        lines = [line for of, line in features if of == heading]
-        rows += [(heading if i == 0 else "", line) for i, line in enumerate(lines)]
-    width = max(len(name) for name, _ in rows) + 1
-    return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
-
-
-def _counts(args: Any, steps: int) -> list[tuple[str, str]]:
-    """Prompts and completions of an optimizer step, a generation batch and the whole run."""
-    group, uses = args.num_generations, args.num_iterations
-    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    group, uses, ranks = args.num_generations, args.num_iterations, args.world_size
+    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
     new = completions / uses
     every = args.steps_per_generation * uses / args.gradient_accumulation_steps
-    return [
+    rows = [
         (
             "optimizer step",
             f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions"
@@ -76,31 +63,34 @@ def _counts(args: Any, steps: int) -> list[tuple[str, str]]:
         ),
         ("whole run", f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"),
     ]
+    for kind, (count, size) in parameter_bytes(model).items():
+        rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
+    kind = args.distributed_state.distributed_type.value
+    where = {"cpu": "the CPU", "cuda": "CUDA"}.get(args.device.type, args.device.type)
+    hardware = f"{ranks} process{'es' if ranks > 1 else ''} on {where}"
+    if is_fsdp2_launch() and kind != "FSDP" and args.device.type == "cpu":
+        hardware += ", no FSDP, which accelerate leaves out on a CPU"
+    if ranks > 1 or kind in ("FSDP", "DEEPSPEED"):
+        hardware += f", {_LAYOUTS.get(kind, kind)}"
+    rows += [
+        ("hardware", hardware),
+        ("precision", _precision(args, model)),
+        ("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"),
+    ]
+    for heading in ("on", "off", "as stock TRL"):
+        lines = [line for of, line in features if of == heading]
+        rows += [(heading if i == 0 else "", line) for i, line in enumerate(lines)]
+    width = max(len(name) for name, _ in rows) + 1
+    return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
 
 
 def _precision(args: Any, model: torch.nn.Module) -> str:
     dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-    said = dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
-    if "bfloat16" in said and lacks_bf16(args.device):
-        said += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
-    return said
-
-
-def _hardware(args: Any) -> str:
-    ranks = args.world_size
-    layouts = {
-        "FSDP": "weights sharded over them by FSDP",
-        "DEEPSPEED": "DeepSpeed",
-        "MULTI_GPU": "a copy of the model in each (DDP)",
-        "MULTI_CPU": "a copy of the model in each (DDP)",
-    }
-    kind = args.distributed_state.distributed_type.value
-    layout = layouts.get(kind, kind) if ranks > 1 or kind in ("FSDP", "DEEPSPEED") else None
-    if is_fsdp2_launch() and kind != "FSDP" and args.device.type == "cpu":
-        layout = "no FSDP, which accelerate leaves out on a CPU" + (f": {layout}" if layout else "")
-    where = {"cpu": "the CPU", "cuda": "CUDA"}.get(args.device.type, args.device.type)
-    return f"{ranks} process{'es' if ranks > 1 else ''} on {where}" + (f", {layout}" if layout else "")
+    text = dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
+    if "bfloat16" in text and lacks_bf16(args.device):
+        text += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
+    return text
 
 
 def first_prompt(
@@ -115,16 +105,19 @@ def first_prompt(
         decode: the text of token ids.
 
     Returns:
-        `None` where it cannot be said before training: no `tokenize`, images, streamed data.
+        `None` where it cannot be known before training: no `tokenize`, images, streamed data.
     """
     columns = set(getattr(data, "column_names", None) or ())
-    plain = tokenize is not None and not columns & {"image", "images"}
-    if not plain or "prompt" not in columns or not hasattr(data, "__getitem__"):
+    if (
+        tokenize is None
+        or columns & {"image", "images"}
+        or "prompt" not in columns
+        or not hasattr(data, "__getitem__")
+    ):
         return None
     ids = tokenize([data[0]["prompt"]])[0][0]
-    text = decode(ids)
-    if len(text) > _PROMPT_CHARACTERS:
-        half = _PROMPT_CHARACTERS // 2
+    text, half = decode(ids), _PROMPT_CHARACTERS // 2
+    if len(text) > 2 * half:
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
     lines = "\n".join(f"    {line}" for line in text.splitlines())
     return f"the first training prompt, {len(ids)} tokens:\n{lines}"

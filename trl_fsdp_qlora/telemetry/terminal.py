@@ -32,20 +32,10 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three decimals, or four significant digits where those would say nothing; `-` for what was not measured."""
+    """Three decimals, or four significant digits where those would show nothing; `-` for what was not measured."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
-
-
-def other_line(step: int, logs: Mapping[str, Any]) -> str:
-    """The line of whatever else is logged: an evaluation, the end of training, a user's own figures."""
-    if "train_runtime" in logs:
-        return f"trained to step {step} in {duration(logs['train_runtime'])}"
-    evaluated = {name: logs[name] for name in ("eval_reward", "eval_loss") if name in logs}
-    shown = evaluated or {name: value for name, value in logs.items() if name not in ("total_flos", "epoch")}
-    figures = (f"{name} {number(value) if isinstance(value, float) else value}" for name, value in shown.items())
-    return f"step {step}: {'  '.join(figures)}"
 
 
 def _one_line(text: Any, width: int) -> str:
@@ -68,18 +58,13 @@ def completion_lines(
     """
     rows = min(len(prompts), len(completions), *(len(values) for values in rewards.values())) if rewards else 0
     totals = [sum(values[i] for values in rewards.values() if not math.isnan(values[i])) for i in range(rows)]
-    order = sorted(range(rows), key=totals.__getitem__)
-    count = min(count, rows)
-    picked = [order[round(i * (rows - 1) / max(count - 1, 1))] for i in range(count)]
+    order, count = sorted(range(rows), key=totals.__getitem__), min(count, rows)
     lines = []
-    for i in picked:
-        if len(rewards) == 1:
-            earned = f"reward {number(totals[i])}"
-        else:
-            earned = ", ".join(f"{name} {number(values[i])}" for name, values in rewards.items())
-        lines.append(
-            f"    {earned}  {_one_line(prompts[i], _PROMPT_WIDTH)} → {_one_line(completions[i], _COMPLETION_WIDTH)}"
-        )
+    for i in [order[round(i * (rows - 1) / max(count - 1, 1))] for i in range(count)]:
+        earned = ", ".join(f"{name} {number(values[i])}" for name, values in rewards.items())
+        earned = f"reward {number(totals[i])}" if len(rewards) == 1 else earned
+        texts = f"{_one_line(prompts[i], _PROMPT_WIDTH)} → {_one_line(completions[i], _COMPLETION_WIDTH)}"
+        lines.append(f"    {earned}  {texts}")
     return lines
 
 
@@ -96,12 +81,9 @@ class TerminalCallback(ProgressCallback):
 
     def __init__(self, bar: bool, completions: Callable[[], Iterable[str]]):
         super().__init__()
-        self._bars = bar
+        self._draws = bar and sys.stderr.isatty()
         self._completions = completions
         self._steps = 0
-
-    def _draws(self) -> bool:
-        return self._bars and sys.stderr.isatty()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._began = None
@@ -109,11 +91,12 @@ class TerminalCallback(ProgressCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_began = time.perf_counter()
-        if self._began is not None:
-            return
-        self._began, self._first_step = self._step_began, state.global_step
-        if state.is_world_process_zero and self._draws():
-            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True, unit="step")
+        if self._began is None:
+            self._began, self._first_step = self._step_began, state.global_step
+            if state.is_world_process_zero and self._draws:
+                self.training_bar = tqdm(
+                    total=state.max_steps, initial=state.global_step, dynamic_ncols=True, unit="step"
+                )
 
     def on_step_end(self, args, state, control, **kwargs):
         self._seconds += time.perf_counter() - self._step_began
@@ -125,7 +108,7 @@ class TerminalCallback(ProgressCallback):
             control.should_log = True
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if self._draws():
+        if self._draws:
             super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
 
     @nonfatal("a line on the terminal")
@@ -134,26 +117,26 @@ class TerminalCallback(ProgressCallback):
             return
         # Not over the bar; where there is none, into a log file as soon as it is known.
         write = partial(print, flush=True) if self.training_bar is None else self.training_bar.write
-        for line in self._lines(state, control, logs):
-            write(line)
-
-    def _lines(self, state, control, logs) -> Iterable[str]:
-        if "loss" not in logs or not self._steps:
-            yield other_line(state.global_step, logs)
-            return
         step, steps = state.global_step, state.max_steps
-        left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
-        accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if logs.get("accuracy") is not None else ""
-        seconds = self._seconds / self._steps
-        self._steps, self._seconds = 0, 0.0
-        yield (
-            f"step {step:>{len(str(steps))}}/{steps}  reward {number(logs.get('reward'))}{accuracy}  {seconds:.2f} s/step  "
-            f"{duration(left)} left"
-        )
-        due = step >= self._next_show or _is_last(state, control)
-        if due and logs.get("reward") is not None:  # completions are new
-            self._next_show = step + steps / SHOWS_PER_RUN
-            yield from self._completions()
+        if "train_runtime" in logs:
+            write(f"trained to step {step} in {duration(logs['train_runtime'])}")
+        elif "loss" not in logs or not self._steps:  # an evaluation, a user's own figures
+            evaluated = {name: logs[name] for name in ("eval_reward", "eval_loss") if name in logs}
+            shown = evaluated or {name: value for name, value in logs.items() if name not in ("total_flos", "epoch")}
+            figures = (f"{name} {number(x) if isinstance(x, float) else x}" for name, x in shown.items())
+            write(f"step {step}: {'  '.join(figures)}")
+        else:
+            left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
+            accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if logs.get("accuracy") is not None else ""
+            seconds = self._seconds / self._steps
+            self._steps, self._seconds = 0, 0.0
+            reward = f"reward {number(logs.get('reward'))}{accuracy}"
+            write(f"step {step:>{len(str(steps))}}/{steps}  {reward}  {seconds:.2f} s/step  {duration(left)} left")
+            due = step >= self._next_show or _is_last(state, control)
+            if due and logs.get("reward") is not None:  # completions are new
+                self._next_show = step + steps / SHOWS_PER_RUN
+                for line in self._completions():
+                    write(line)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
@@ -173,17 +156,15 @@ def use_terminal(trainer: Any) -> None:
     printing = [c for c in trainer.callback_handler.callbacks if type(c) in (PrinterCallback, ProgressCallback)]
     for callback in printing:
         trainer.remove_callback(callback)
-    if printing:
-        # With log_completions TRL prints a table of its own.
+
+    def completions() -> list[str]:
+        logs = trainer._logs  # that TRL keeps for its own table of completions, which it prints with log_completions
         count = 0 if trainer.log_completions else trainer.args.show_completions
-        shown = partial(_logged_completions, trainer._logs, count)
-        trainer.add_callback(TerminalCallback(not trainer.args.disable_tqdm, shown))
+        rewards = {name: list(values) for name, values in logs["rewards"].items()}
+        return completion_lines(list(logs["prompt"]), list(logs["completion"]), rewards, count) if count else []
 
-
-def _logged_completions(logs: Mapping[str, Any], count: int) -> list[str]:
-    """[`completion_lines`] of what TRL keeps for its own table of completions."""
-    rewards = {name: list(values) for name, values in logs["rewards"].items()}
-    return completion_lines(list(logs["prompt"]), list(logs["completion"]), rewards, count) if count else []
+    if printing:
+        trainer.add_callback(TerminalCallback(not trainer.args.disable_tqdm, completions))
 
 
 def no_bars_in_files() -> None:
