@@ -44,11 +44,11 @@ def main(folder: str, seconds: float, n: int) -> None:
         time.sleep(seconds)
         drawn = []
         for item, count in zip(asked, counts, strict=True):
-            had = len(values.rewards.get(values.cache.key(item.prompt_ids, item.row), []))
+            had = len(values.rewards.get(values.items([item.row], [item.prompt_ids])[0][0], []))
             with open(f"{folder}.log", "a") as log:  # one short write in append mode is atomic
                 log.write(f"{item.prompt_ids[0]} {had} {count} {os.getpid()}\n")
             drawn.append(true_rewards(item.prompt_ids)[had : had + count])
         return drawn
 
     values = open_values(folder, draw)
-    values._fill(items(values, n))
+    values.fill(items(values, n))

@@ -66,7 +66,7 @@ def main():
     trainer.train()
     result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     result["evaluation_after"] = trainer.evaluate(problems(13))
-    table = trainer.values.cache.read()
+    table = trainer.values.read()
     result["table"] = {key: rewards.tolist() for key, rewards in table.items()}
     result["steps"] = [
         {name: log[name] for name in ("loss", "v_star", "reward", "advantage")}

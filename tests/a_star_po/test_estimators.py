@@ -41,20 +41,6 @@ def test_large_rewards_do_not_overflow_and_unscorable_samples_are_left_out():
     assert math.isnan(optimal_value([math.nan, math.nan]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], "mean"), "at least one"),
-        (([math.inf], "mean"), "not finite"),
-        (([1.0], "median"), "unknown"),
-        (([1.0], "log_mean_exp", -0.5), "negative"),
-    ],
-)
-def test_bad_input(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        optimal_value(*arguments)
-
-
 @given(st.integers(0, 8), st.sampled_from(["mean", "log_mean_exp"]))
 def test_interval_contains_the_value_and_its_ends_are_values_of_wilson_ends(solved, estimator):
     rewards = [1.0] * solved + [0.0] * (8 - solved)

@@ -18,11 +18,13 @@ def batch():
 
 def test_regression_sums_over_tokens_and_averages_over_rows(batch):
     logps_BC, ref_BC, mask_BC, target_B = batch
-    loss, implicit_B = regression_loss(logps_BC, ref_BC, mask_BC, target_B, beta2=0.1)
+    loss, kl_BC, implicit_B = regression_loss(logps_BC, ref_BC, mask_BC, target_B, beta2=0.1)
     expected, gradient_BC = 0.0, torch.zeros(5, 7)
     for b in range(5):
         ratio = sum((logps_BC[b, t] - ref_BC[b, t]).item() for t in range(7) if mask_BC[b, t])
         assert implicit_B[b].item() == pytest.approx(0.1 * ratio)
+        deltas = [(ref_BC[b, t] - logps_BC[b, t]).item() for t in range(7) if mask_BC[b, t]]
+        assert kl_BC[b].sum().item() == pytest.approx(sum(math.exp(delta) - delta - 1 for delta in deltas))
         error = 0.1 * ratio - target_B[b].item()
         expected += error**2 / 5
         gradient_BC[b] = 2 * error * 0.1 / 5 * mask_BC[b]
@@ -34,7 +36,7 @@ def test_regression_sums_over_tokens_and_averages_over_rows(batch):
 def test_regression_leaves_rows_out_whose_target_is_not_defined(batch):
     logps_BC, ref_BC, mask_BC, target_B = batch
     target_B[2] = math.nan
-    loss, _ = regression_loss(logps_BC, ref_BC, mask_BC, target_B, beta2=0.1)
+    loss, _, _ = regression_loss(logps_BC, ref_BC, mask_BC, target_B, beta2=0.1)
     (gradient,) = torch.autograd.grad(loss, logps_BC)
     assert loss.isfinite() and gradient.isfinite().all()
     assert (gradient[2] == 0).all() and (gradient[3][:5] != 0).all()

@@ -125,55 +125,49 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, allowed in (
-            ("objective", OBJECTIVES),
-            ("value_estimator", ESTIMATORS),
-            ("unseen_prompts", UNSEEN_PROMPTS),
-        ):
+        if self.value_cache is None:
+            self.value_cache = str(cache_folder() / "values")
+        for name in ("objective", "value_estimator", "unseen_prompts"):
+            allowed = self.__dataclass_fields__[name].metadata["choices"]
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}")
-        if self.dynamic_sampling:
-            raise ValueError(
-                "dynamic_sampling=True replaces groups of equal rewards, and A*-PO learns from one completion per prompt: "
-                "leave it at False"
-            )
-        if self.beta <= 0:
-            raise ValueError(
-                f"beta={self.beta} must be positive: without it TRL keeps no reference policy, from which A*-PO takes "
-                f"its values; for a weak regularisation use a small one, e.g. beta=1e-6"
-            )
-        if self.beta1 < 0:
-            raise ValueError(f"beta1={self.beta1} is negative: it is a temperature; use 0.5, or 0 for the mean")
-        if self.value_samples < 1 or self.value_batch_size < 1:
-            raise ValueError(
-                f"value_samples={self.value_samples} and value_batch_size={self.value_batch_size} must be at least 1"
-            )
+        group_statistics = self.use_adaptive_entropy or self.multi_objective_aggregation != "sum_then_normalize"
+        for has_no_place, name, reason in (
+            (
+                self.dynamic_sampling,
+                "dynamic_sampling",
+                "it replaces groups of equal rewards, and there are none; leave it False",
+            ),
+            (
+                group_statistics,
+                "use_adaptive_entropy",
+                "it and normalize_then_sum belong to group statistics; remove them",
+            ),
+            (
+                self.token_selection != "all",
+                "token_selection",
+                "the losses take the whole completion; leave it at 'all'",
+            ),
+            (
+                self.vllm_importance_sampling_correction,
+                "vllm_importance_sampling_correction",
+                "no ratio; set it to False",
+            ),
+            (self.beta <= 0, "beta", "TRL keeps no reference policy without it; for a weak term use 1e-6"),
+            (self.beta1 < 0, "beta1", "it is a temperature; use 0.5, or 0 for the mean"),
+            (self.value_samples < 1, "value_samples", "it must be at least 1"),
+            (self.value_batch_size < 1, "value_batch_size", "it must be at least 1"),
+        ):
+            if has_no_place:
+                raise ValueError(f"{name}={getattr(self, name)!r} has no place in A*-PO: {reason}")
         if self.value_samples_min is not None and not 1 <= self.value_samples_min <= self.value_samples:
             raise ValueError(
                 f"value_samples_min={self.value_samples_min} is outside [1, value_samples={self.value_samples}]"
             )
-        if self.value_reward_range is not None:
-            low, high = self.value_reward_range
-            if not low < high:
-                raise ValueError(f"value_reward_range={self.value_reward_range} must be [low, high] with low < high")
-        elif self.sample_plan.adaptive:
+        if self.value_reward_range is None and self.sample_plan.adaptive:
             raise ValueError("value_samples_min needs value_reward_range, from which the interval of V* is computed")
-        if self.use_adaptive_entropy or self.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                "use_adaptive_entropy and multi_objective_aggregation='normalize_then_sum' belong to GRPO's group "
-                "statistics; A*-PO has none, remove them"
-            )
-        if self.token_selection != "all":
-            raise ValueError(
-                f"token_selection={self.token_selection!r}: A*-PO's losses are functions of the log-probability of the "
-                f"whole completion; leave it at 'all'"
-            )
-        if self.vllm_importance_sampling_correction:
-            raise ValueError(
-                "vllm_importance_sampling_correction corrects a ratio that A*-PO does not have; set it to False"
-            )
-        if self.value_cache is None:
-            self.value_cache = str(cache_folder() / "values")
+        if self.value_reward_range is not None and not self.value_reward_range[0] < self.value_reward_range[1]:
+            raise ValueError(f"value_reward_range={self.value_reward_range} must be [low, high] with low < high")
         if os.path.isfile(os.path.expanduser(self.value_cache)):
             raise ValueError(f"value_cache={self.value_cache!r} is a file (earlier versions' was); name a folder")
 

@@ -11,7 +11,7 @@ def regression_loss(
     mask_BC: torch.Tensor,
     target_B: torch.Tensor,
     beta2: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`mean_x (β2·(Σ_t log π_θ − Σ_t log π_ref) − (r − V*))²` (arXiv 2505.20686): no ratio, no clip, no length norm.
 
     Args:
@@ -22,13 +22,15 @@ def regression_loss(
         beta2: strength of the KL regularisation, in units of reward per nat.
 
     Returns:
-        the scalar loss and the implicit reward `β2·log(π_θ/π_ref)` of shape `(B,)`, detached.
+        the scalar loss; the k3 estimate of the KL per token, shape `(B, C)`, and the implicit reward `β2·log(π_θ/π_ref)`,
+        shape `(B,)`, both detached.
     """
     log_ratio_B = ((logps_BC - ref_logps_BC) * mask_BC).sum(1)
     implicit_B = beta2 * log_ratio_B
     defined_B = ~target_B.isnan()
     error_B = torch.where(defined_B, implicit_B - target_B.nan_to_num(), 0.0)
-    return (error_B**2).mean(), implicit_B.detach()
+    delta_BC = (ref_logps_BC - logps_BC).detach()
+    return (error_B**2).mean(), (delta_BC.exp() - delta_BC - 1) * mask_BC, implicit_B.detach()
 
 
 def advantage_weighted_loss(

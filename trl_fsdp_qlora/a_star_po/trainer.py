@@ -1,6 +1,9 @@
 """`AStarPOTrainer`: A*-PO on top of the drop-in GRPO trainer."""
 
+import asyncio
+import math
 import textwrap
+import time
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -9,44 +12,37 @@ import torch
 from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
+from transformers import GenerationConfig
+from trl.data_utils import apply_chat_template, is_conversational
 
-from ..compat.trl import ASYNC_LOOP, GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, use_adapter
+from ..compat.trl import (
+    ASYNC_LOOP,
+    GROUP_SPREAD,
+    OLD_LOGPS,
+    REFERENCE_LOGPS,
+    is_async_callable,
+    parse_response,
+    use_adapter,
+)
 from ..grpo.arguments import own_config
 from ..grpo.requests import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
-from ..rollout.completions import generate
+from ..recipe.stats import wilson_interval
+from ..rollout.completions import generate, over_ranks
 from ..rollout.rewards import combine
 from ..scoring.request import Kind
 from .config import AStarPOConfig
 from .estimators import check_reward_range
-from .evaluation import evaluate_rows
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .sampling import LocalScorer, decode, generation_config
-from .value_cache import describe_context
-from .values import Item, ReferenceValues, Report
+from .values import Item, ReferenceValues, Report, describe_context
 
 logger = get_logger(__name__)
 
 # Fields that only GRPO's ratio, clip and group statistics read.
 _GRPO_ONLY = (
-    "delta",
-    "epsilon",
-    "epsilon_high",
-    "importance_sampling_level",
-    "loss_type",
-    "off_policy_mask_threshold",
-    "scale_rewards",
-    "top_entropy_quantile",
-    "use_bias_correction_kl",
-)
-
-
-def _ignored_fields(args: AStarPOConfig) -> list[str]:
-    """GRPO's own fields that were set."""
-    defaults = AStarPOConfig.__dataclass_fields__
-    changed = [name for name in _GRPO_ONLY if getattr(args, name) != defaults[name].default]
-    # TRL turns scale_rewards=True into its new name.
-    return [name for name in changed if (name, getattr(args, name)) != ("scale_rewards", "group")]
+    "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "scale_rewards",
+    "top_entropy_quantile", "use_bias_correction_kl",
+)  # fmt: skip
 
 
 class AStarPOTrainer(EfficientGRPOTrainer):
@@ -82,8 +78,15 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         # The cache identifies the user's own functions, not what the trainer wraps them in.
         self._given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self._refuse_what_stage_one_cannot_sample()
-        if ignored := _ignored_fields(args):
+        images = {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ())
+        if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
+            raise ValueError(
+                "A*-PO estimates V* from single-turn text completions of the reference policy: tools, "
+                "environment_factory, rollout_func and image columns are not supported; use EfficientGRPOTrainer"
+            )
+        defaults = {name: AStarPOConfig.__dataclass_fields__[name].default for name in _GRPO_ONLY}
+        defaults["scale_rewards"] = "group"  # what TRL turns True into
+        if ignored := [name for name in _GRPO_ONLY if getattr(args, name) != defaults[name]]:
             logger.warning(f"A*-PO has no ratio, no clip and no groups: {', '.join(ignored)} will be ignored.")
         self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
         self.values = ReferenceValues(
@@ -96,14 +99,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self._draw,
             lockstep=self._is_lockstep,
         )
-
-    def _refuse_what_stage_one_cannot_sample(self) -> None:
-        images = {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ())
-        if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
-            raise ValueError(
-                "A*-PO estimates V* from single-turn text completions of the reference policy: tools, "
-                "environment_factory, rollout_func and image columns are not supported; use EfficientGRPOTrainer"
-            )
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         tags = [tags] if isinstance(tags, str) else list(tags or [])
@@ -154,16 +149,13 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         model, adapter = self.accelerator.unwrap_model(self.model), None
         if self.ref_model is not None and not self.rollout.is_sharded:
             model = self.accelerator.unwrap_model(self.ref_model)
-        elif "ref" in getattr(model, "peft_config", {}):
+        elif self._starts_from_adapter:
             adapter = "ref"
-        functions = [
-            loaded if isinstance(loaded, nn.Module) else given
-            for loaded, given in zip(self.reward_funcs, self._given_rewards, strict=True)
-        ]
+        pairs = zip(self.reward_funcs, self._given_rewards, strict=True)
+        functions = [loaded if isinstance(loaded, nn.Module) else given for loaded, given in pairs]
         sampling = self._generation_config(sample=True)
-        return describe_context(
-            model, adapter, sampling, functions, self.reward_func_names, self.args.value_reward_version
-        )
+        version = self.args.value_reward_version
+        return describe_context(model, adapter, sampling, functions, self.reward_func_names, version)
 
     @contextmanager
     def _reference_policy(self):
@@ -201,22 +193,69 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         prompt_ids, rows = [item.prompt_ids for item in repeated], [item.row for item in repeated]
         with self._reference_policy() as (model, lockstep):
             ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced=lockstep)
-        completions = decode(self.processing_class, [row["prompt"] for row in rows], prompt_ids, ids)
-        rewards = self._scorer()(rows, completions, ids).double().numpy()
+        rewards = self._rewards_of(rows, prompt_ids, ids).double().numpy()
         return np.split(rewards, np.cumsum(counts)[:-1])
 
-    def _generation_config(self, sample: bool):
-        return generation_config(self.args, self._tokenizer.pad_token_id, self.eos_token_ids, sample)
+    def _generation_config(self, sample: bool) -> GenerationConfig:
+        """How the reference policy is sampled, or the policy decodes greedily."""
+        args = self.args
+        settings = {"max_new_tokens": args.max_completion_length, "repetition_penalty": args.repetition_penalty}
+        settings |= {
+            "pad_token_id": self._tokenizer.pad_token_id,
+            "eos_token_id": self.eos_token_ids,
+            "do_sample": sample,
+        }
+        if sample:
+            settings |= {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+            settings |= args.generation_kwargs or {}
+        return GenerationConfig(**settings, disable_compile=True)
 
-    def _scorer(self) -> LocalScorer:
-        return LocalScorer(
-            self.reward_funcs,
-            self.reward_processing_classes,
-            self.state,
-            self.accelerator.device,
-            self.chat_template_kwargs,
-            getattr(self, ASYNC_LOOP, None),
-        )
+    def _rewards_of(
+        self, rows: list[dict], prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    ) -> torch.Tensor:
+        """Rewards of R completions by K functions, float32 of shape `(R, K)` on the CPU, NaN where one says `None`.
+
+        As `GRPOTrainer._calculate_rewards`, which ends in a collective operation: stage 1 and evaluation hand prompts out
+        to ranks unevenly.
+        """
+        prompts, processing_class = [row["prompt"] for row in rows], self.processing_class
+        completions = processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        conversational = is_conversational({"prompt": prompts[0]})
+        if conversational:
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+            if getattr(processing_class, "response_template", None) or getattr(
+                processing_class, "response_schema", None
+            ):
+                pairs = zip(prompt_ids, completion_ids, strict=True)
+                completions = [[parse_response(processing_class, ids, prefix=prefix)] for prefix, ids in pairs]
+        columns = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
+        kwargs = {name: [row[name] for row in rows] for name in columns}
+        # Values of stage 1 belong to no training step, so what a reward function logs here goes nowhere.
+        kwargs |= {"trainer_state": self.state, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
+        kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        rewards_RK = torch.zeros(len(rows), len(self.reward_funcs))
+        for k, function in enumerate(self.reward_funcs):
+            if isinstance(function, nn.Module):
+                tokenizer = self.reward_processing_classes[k]
+                texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+                if conversational:
+                    template = self.chat_template_kwargs
+                    texts = [apply_chat_template({"messages": text}, tokenizer, **template)["text"] for text in texts]
+                settings = {
+                    "return_tensors": "pt",
+                    "padding": True,
+                    "padding_side": "right",
+                    "add_special_tokens": False,
+                }
+                with torch.inference_mode():
+                    logits = function(**tokenizer(text=texts, **settings).to(self.accelerator.device)).logits
+                rewards_RK[:, k] = logits[:, 0].float().cpu()
+                continue
+            values = function(**kwargs)
+            if is_async_callable(function):
+                values = asyncio.run_coroutine_threadsafe(values, getattr(self, ASYNC_LOOP)).result()
+            rewards_RK[:, k] = torch.tensor([math.nan if value is None else value for value in values])
+        return rewards_RK
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
 
@@ -241,12 +280,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         target = self.accelerator.gather(rewards[mine] - values_B.to(self.accelerator.device))
         advantage = normalised_advantage(target) if self.args.objective == "advantage_weighted" else target
         output["advantages"] = advantage[mine]
-        self._log_advantages(rewards, target, advantage)
-        return output
-
-    def _log_advantages(self, rewards, target, advantage) -> None:
-        """In the place of what TRL logged about groups."""
-        # A group of one has no standard deviation.
+        # In the place of what TRL logged about groups: one of one completion has no standard deviation.
         self._metrics["train" if self.model.training else "eval"].pop(GROUP_SPREAD, None)
         rewards, target, advantage = torch.stack([rewards, target, advantage]).cpu()
         self._add_metrics({"v_star": (rewards - target).nanmean().item(), "advantage": target.nanmean().item()})
@@ -254,19 +288,28 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         for _ in range(min(len(target), len(logged))):
             logged.pop()
         logged.extend(advantage.tolist())
+        return output
 
     def _score(self, request, padded):
         if request.kind is Kind.OLD:
-            # TRL wants the old log-probabilities where a generation batch serves several optimizer steps. They are for
-            # an importance ratio, which A*-PO does not have: save the forward.
-            zeros_BC = torch.zeros(len(request.input_ids), request.logits_to_keep, device=request.input_ids.device)
-            return zeros_BC, None, None
+            # Where a generation batch serves several optimizer steps, TRL wants them for an importance ratio, which A*-PO
+            # does not have.
+            return (
+                torch.zeros(len(request.input_ids), request.logits_to_keep, device=request.input_ids.device),
+                None,
+                None,
+            )
         return super()._score(request, padded)
 
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
         logps_BC, entropies_BC, aux_loss = self._score_completions(loss_pass(model, self.model.training), inputs)
-        loss, kl_BC = self._objective(logps_BC, inputs[REFERENCE_LOGPS], mask_BC, inputs["advantages"])
+        given = (logps_BC, inputs[REFERENCE_LOGPS], mask_BC, inputs["advantages"])
+        if self.args.objective == "advantage_weighted":
+            loss, kl_BC = advantage_weighted_loss(*given, self.beta)
+        else:
+            loss, kl_BC, implicit_B = regression_loss(*given, self.args.beta2)
+            self._record("implicit_reward", implicit_B.sum(), torch.ones_like(implicit_B).sum())
         self._record("kl", kl_BC.sum(), mask_BC.sum())
         self._record("entropy", (entropies_BC * mask_BC).sum().detach(), mask_BC.sum())
         if self._entropy_bonus_enabled:  # without it, the log-probabilities may come without an entropy to derive
@@ -275,15 +318,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             loss = loss + self.router_aux_loss_coef * aux_loss
         # `Trainer` leaves the division to the trainer, as for GRPO.
         return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
-
-    def _objective(self, logps_BC, ref_logps_BC, mask_BC, advantages_B):
-        """The loss without its bonuses, and the KL estimate of each token."""
-        if self.args.objective == "advantage_weighted":
-            return advantage_weighted_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.beta)
-        loss, implicit_B = regression_loss(logps_BC, ref_logps_BC, mask_BC, advantages_B, self.args.beta2)
-        self._record("implicit_reward", implicit_B.sum(), torch.ones_like(implicit_B).sum())
-        delta_BC = (ref_logps_BC - logps_BC).detach()
-        return loss, (delta_BC.exp() - delta_BC - 1) * mask_BC
 
     def _record(self, name: str, total, count) -> None:
         """Mean over all ranks of a metric; `total` and `count` lie on the device."""
@@ -321,17 +355,33 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return metrics
 
     def _accuracy(self, rows: list[dict]) -> dict[str, float]:
+        """The same for any number of ranks; `Trainer`'s own loop repeats problems until the ranks have equal numbers."""
+        if not rows:
+            raise ValueError("eval_dataset is empty")
         if not self.engine_draws:
             self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
+        started, config = time.perf_counter(), self._generation_config(sample=False)
+
+        def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
+            prompt_ids = self._tokenize_prompts([rows[i]["prompt"] for i in batch])[0]
+            return prompt_ids, generate(model, prompt_ids, config, synced=lockstep)
+
+        def score(batch: range, generated: tuple[list[list[int]], list[list[int]]]) -> list[tuple[float, int]]:
+            rewards = combine(self._rewards_of([rows[i] for i in batch], *generated), self.reward_weights.cpu())
+            return list(zip(rewards.tolist(), map(len, generated[1]), strict=True))
+
         with self.clock.phase("evaluate"), self.generating() as (model, lockstep):
-            return evaluate_rows(
-                rows,
-                self._tokenize_prompts,
-                lambda ids: generate(model, ids, self._generation_config(sample=False), synced=lockstep),
-                self.processing_class,
-                self._scorer(),
-                self.reward_weights.cpu(),
-                solved_from=(self.args.value_reward_range or [0.0, 1.0])[1],
-                batch_size=self.args.per_device_eval_batch_size,
-                lockstep=lockstep,
-            )
+            results = over_ranks(len(rows), self.args.per_device_eval_batch_size, complete, score, lockstep=lockstep)
+        # In the problems' order, so that sums do not depend on the number of ranks.
+        rewards = torch.tensor([reward for reward, _ in results], dtype=torch.float64)
+        solved = int((rewards >= (self.args.value_reward_range or [0.0, 1.0])[1] - 1e-6).sum())
+        low, high = wilson_interval(solved, len(rows))
+        return {
+            "reward": rewards.nanmean().item(),
+            "accuracy": solved / len(rows),
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "n": len(rows),
+            "completion_length": sum(length for _, length in results) / len(rows),
+            "runtime": time.perf_counter() - started,
+        }

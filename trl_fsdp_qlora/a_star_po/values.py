@@ -1,14 +1,27 @@
-"""Stage 1: V* of every prompt from samples of the reference policy, those of earlier runs included.
+"""Stage 1: V* of every prompt from samples of the reference policy, and the folder that keeps them for other runs.
 
 Prompts are cut into chunks that depend on the prompts alone, and what is drawn for a chunk depends on the seed and the
 chunk alone. The ranks draw in turns, a chunk each, and gather after every turn. So the number of ranks and a restart in
 between change who draws, never what.
+
+The folder holds append-only JSONL files with the raw rewards, one column per reward function, so weights and estimators
+may change freely. The main process of every run appends to a file of its own, so runs can share the folder, one after
+the other or at once; at worst a prompt is drawn twice. A line that a kill cuts off is no JSON, and is ignored.
+
+A value's key is a digest of the prompt's token ids, the row that the reward functions see, and a *context*: the
+reference policy, the sampling settings and the reward functions. What changes a reward changes the key.
 """
 
+import hashlib
+import inspect
+import json
+import linecache
 import math
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +29,9 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
+from datasets.fingerprint import Hasher
+from torch import nn
+from transformers import GenerationConfig
 
 from ..rollout.rewards import combine
 from ..run.ranks import on_main
@@ -23,7 +39,6 @@ from ..telemetry.phases import PhaseTimer
 from ..telemetry.progress import progress
 from .config import AStarPOConfig
 from .estimators import check_reward_range
-from .value_cache import ValueCache, digest
 
 logger = get_logger(__name__)
 
@@ -83,59 +98,92 @@ class ReferenceValues:
         self.rewards: dict[str, list[float]] = {}
         self.known: dict[str, float] = {}
         self.estimated = False
-        self.cache: ValueCache | None = None
+        self.folder = Path(args.value_cache).expanduser().absolute()
+        self.context: str | None = None
+        self._file: Path | None = None
+
+    # --- the folder --------------------------------------------------------------------------------------------------
 
     def open(self, describe: Callable[[], dict]) -> None:
         """Read what earlier runs stored, once.
 
         Args:
-            describe: what a value depends on ([`value_cache.describe_context`]); called on the main rank, which reads
-                and writes the cache for all of them.
+            describe: what a value depends on beside its row ([`describe_context`]); called on the main rank, which reads
+                and writes the folder for all of them.
         """
-        if self.cache is not None:
-            return
-        self.cache = ValueCache(self.args.value_cache, on_main(describe))
-        stored, difference = on_main(lambda: (self.cache.read(), self.cache.difference()))
-        self.rewards = self._weighted(stored)
-        if difference is not None:
-            logger.warning(f"no values in {self.cache.folder} fit this run; what differs: {difference}")
+        if self.context is None:
+            self.context = on_main(lambda: digest(describe()))
+            self._file = (
+                self.folder / f"{self.context[:16]}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}.jsonl"
+            )
+            self.rewards = {key: self._weighted(raw) for key, raw in on_main(self.read).items()}
 
-    def _weighted(self, raw: dict[str, np.ndarray]) -> dict[str, list[float]]:
-        if not raw:
-            return {}
-        scalars = combine(torch.from_numpy(np.concatenate(list(raw.values()))), self.reward_weights)
-        parts = scalars.split([len(rewards) for rewards in raw.values()])
-        return {key: part.tolist() for key, part in zip(raw, parts, strict=True)}
+    def read(self) -> dict[str, np.ndarray]:
+        """Stored rewards by key, float64 of shape `(samples, reward functions)`, in the order they were drawn."""
+        entries = []
+        for path in sorted(self.folder.glob(f"{self.context[:16]}-*.jsonl")):
+            for line in path.read_bytes().splitlines():
+                try:
+                    entry = json.loads(line)
+                    entries.append(
+                        (int(entry["start"]), str(entry["key"]), np.array(entry["rewards"], dtype=np.float64))
+                    )
+                except (ValueError, TypeError, KeyError):  # cut off by a kill, or a line of something else
+                    continue
+        found = {}
+        for start, key, rewards in sorted(entries, key=lambda entry: entry[0]):
+            if rewards.ndim == 2 and rewards.shape[1] == len(self.reward_names):
+                have = found.get(key, rewards[:0])
+                # Where two runs drew the same samples at once, those of the first file count.
+                if start <= len(have) < start + len(rewards):
+                    found[key] = np.concatenate([have, rewards[len(have) - start :]])
+        return found
+
+    def store(self, entries: dict[str, tuple[int, np.ndarray]]) -> None:
+        """Append samples: key -> (how many were stored before, rewards of the new ones as in [`read`])."""
+        if self._file is None or not entries:
+            return
+        lines = [{"key": key, "start": start, "rewards": raw.tolist()} for key, (start, raw) in entries.items()]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+        except OSError as error:
+            self._file = None
+            logger.warning(f"V* values are not stored, and the next run draws them again: {error}")
 
     def items(self, rows: list[dict], prompt_ids: list[list[int]] | None = None) -> list[tuple[str, Item]]:
-        """Cache key and stage-1 item of each row."""
+        """Key and stage-1 item of each row: the prompt as the model gets it, and the row as the reward functions do."""
         rows = [{k: v for k, v in row.items() if k not in ("completion", "completion_ids")} for row in rows]
         if prompt_ids is None:
             prompt_ids = self.tokenize([row["prompt"] for row in rows])
-        return [(self.cache.key(ids, row), Item(list(ids), row)) for ids, row in zip(prompt_ids, rows, strict=True)]
+        return [
+            (digest([self.context, list(map(int, ids)), row]), Item(list(ids), row))
+            for ids, row in zip(prompt_ids, rows, strict=True)
+        ]
+
+    # --- drawing -----------------------------------------------------------------------------------------------------
 
     def estimate(self, dataset: Dataset) -> Report:
         """Stage 1 for every row of `dataset`; interrupted at any time, it continues where it stopped."""
-        started = time.perf_counter()
-        items = {}
+        started, items = time.perf_counter(), {}
         for start in range(0, len(dataset), 1000):
             items |= dict(self.items(as_loaded(dataset, range(start, min(start + 1000, len(dataset))))))
-        report = self._fill(items)
+        report = self.fill(items)
         self.estimated = True
-        values = np.array([self.known[key] for key in items])
         report.seconds = time.perf_counter() - started
         logger.info(
-            f"V* of {report.prompts} prompts in {report.seconds:.1f} s: {report.already_known} from {self.cache.folder}, "
-            f"{report.samples} samples drawn; mean {np.nanmean(values):.3f}"
+            f"V* of {report.prompts} prompts in {report.seconds:.1f} s: {report.already_known} from {self.folder}, "
+            f"{report.samples} samples drawn; mean {np.nanmean([self.known[key] for key in items]):.3f}"
         )
         return report
 
-    def _missing(self, keys) -> list[str]:
-        """Keys that need more samples."""
-        return [key for key in keys if self.args.sample_plan.use(self.rewards.get(key, [])) is None]
+    def fill(self, items: dict[str, Item]) -> Report:
+        """Draw and store what is missing of `items` (the same on every rank), so that `known` has them all.
 
-    def _fill(self, items: dict[str, Item]) -> Report:
-        """Draw and store what is missing of `items` (the same on every rank), so that `known` has them all."""
+        Raises:
+            ValueError: rewards outside the range that the estimator assumes, or no sample of any prompt got one.
+        """
         plan, size = self.args.sample_plan, self.args.value_batch_size
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         check_reward_range(torch.tensor([r for key in items for r in self.rewards.get(key, [])]), plan)
@@ -151,11 +199,15 @@ class ReferenceValues:
                 turn, chunks = chunks[:world], chunks[world:]
                 drawn = {}
                 if rank < len(turn):
-                    drawn = self._draw_missing(turn[rank], items)
+                    have = [(key, self.rewards.get(key, [])) for key in self._missing(turn[rank])]
+                    job = [(key, len(rewards), plan.target(rewards)) for key, rewards in have]
+                    seed = int(digest([self.args.seed, job])[:14], 16)
+                    raw = self.draw([items[key] for key, *_ in job], [target - had for _, had, target in job], seed)
+                    drawn = {key: rewards for (key, *_), rewards in zip(job, raw, strict=True)}
                 elif self.lockstep:  # a forward of a sharded model takes every rank
                     self.draw([items[order[0]]], [1], 0)
                 drawn = {key: raw for part in gather_object([drawn]) for key, raw in part.items()}
-                weighted = self._weighted(drawn)
+                weighted = {key: self._weighted(raw) for key, raw in drawn.items()}
                 check_reward_range(torch.tensor([r for rewards in weighted.values() for r in rewards]), plan)
                 entries = {}
                 for key, raw in drawn.items():
@@ -168,13 +220,12 @@ class ReferenceValues:
                         entries[key] = (len(have) - sum(map(math.isnan, have)), scored)
                     have += weighted[key]
                 if rank == 0:
-                    self.cache.append(entries)
+                    self.store(entries)
                 again = [chunk for chunk in turn if self._missing(chunk)]  # an adaptive plan may want more
                 bar.update(sum(len(missing.intersection(chunk)) for chunk in turn if chunk not in again))
                 chunks = again + chunks
-        values = {key: plan.value(self.rewards[key]) for key in items}
-        self.known |= values
-        if nothing := sum(map(math.isnan, values.values())):
+        self.known |= {key: plan.value(self.rewards[key]) for key in items}
+        if nothing := sum(math.isnan(self.known[key]) for key in items):
             names = ", ".join(self.reward_names)
             if all(map(math.isnan, self.known.values())):
                 raise ValueError(
@@ -187,14 +238,14 @@ class ReferenceValues:
             )
         return report
 
-    def _draw_missing(self, chunk: list[str], items: dict[str, Item]) -> dict[str, np.ndarray]:
-        plan, job = self.args.sample_plan, []
-        for key in self._missing(chunk):
-            have = self.rewards.get(key, [])
-            job.append((key, len(have), plan.target(have)))
-        seed = int(digest([self.args.seed, job])[:14], 16)
-        rewards = self.draw([items[key] for key, *_ in job], [target - had for _, had, target in job], seed)
-        return {key: raw for (key, *_), raw in zip(job, rewards, strict=True)}
+    def _missing(self, keys) -> list[str]:
+        """Keys that need more samples."""
+        return [key for key in keys if self.args.sample_plan.use(self.rewards.get(key, [])) is None]
+
+    def _weighted(self, raw: np.ndarray) -> list[float]:
+        return combine(torch.from_numpy(raw), self.reward_weights).tolist()
+
+    # --- what stage 2 asks for ---------------------------------------------------------------------------------------
 
     def without_all_failed(self, dataset: Dataset) -> Dataset:
         """`dataset` without the prompts whose reference samples all got the lowest reward.
@@ -233,12 +284,110 @@ class ReferenceValues:
                     f"{str(first.row['prompt'])[:200]!r}. Run stage 1 on them, or set unseen_prompts='estimate'"
                 )
             logger.info(f"{len(unseen)} prompts that stage 1 never saw: estimating their V* now")
-            self._fill(unseen)
+            self.fill(unseen)
         return torch.tensor([self.known[key] for key, _ in items], dtype=torch.float32)
 
 
 def as_loaded(dataset: Dataset, indices: range) -> list[dict]:
     """Rows as a data loader gets them: in the dataset's format, through its transform."""
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(list(indices))
-    return [dataset[i] for i in indices]
+    return dataset.__getitems__(list(indices)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
+
+
+# --- what a value depends on -----------------------------------------------------------------------------------------
+
+
+def digest(value) -> str:
+    """Hexadecimal SHA-256 of plain values, arrays and whatever `datasets` can hash."""
+
+    def hashable(value):
+        return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else Hasher.hash(value)
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=hashable).encode()).hexdigest()
+
+
+def describe_context(
+    model: nn.Module,
+    adapter: str | None,
+    sampling: GenerationConfig,
+    reward_funcs: list[Callable],
+    reward_names: list[str],
+    reward_version: str | None = None,
+) -> dict:
+    """All that a value depends on beside its row.
+
+    Args:
+        model: the reference policy or a PEFT model around it, whole on this rank.
+        adapter: the name of the adapter that is part of the reference, if one is.
+        sampling: what `generate` is called with; the model's own settings fill in what it leaves open.
+        reward_version: stands for the source of the reward functions.
+    """
+    generation = getattr(model, "generation_config", None)
+    settings = {} if generation is None else generation.to_dict()
+    settings |= {name: value for name, value in sampling.to_dict().items() if value is not None}
+    for name in ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id"):
+        settings.pop(name, None)
+    rewards = [
+        [name, describe_reward(f, name, reward_version)] for name, f in zip(reward_names, reward_funcs, strict=True)
+    ]
+    return {
+        "reference": describe_model(model, adapter),
+        "sampling": json.loads(json.dumps(settings, default=str)),
+        "rewards": rewards,
+    }
+
+
+def describe_model(model: nn.Module, adapter: str | None = None) -> dict:
+    """Config and a hash of the weights: a path does not say what lies behind it, nor what a model object has become.
+
+    Names are those of the bare model, so full fine-tuning and any adapter on one base share their values.
+    """
+    origin = ("_name_or_path", "_commit_hash", "architectures", "transformers_version", "torch_dtype", "dtype")
+    config = {k: v for k, v in model.config.to_dict().items() if k not in (*origin, "use_cache", "pad_token_id")}
+    result = {"config": digest(json.loads(json.dumps(config, default=str)))}
+    others = set(getattr(model, "peft_config", {})) - {adapter}
+    if adapter is not None:
+        result["adapter"] = digest(model.peft_config[adapter].to_dict())
+    weights = {}
+    for name, weight in model.named_parameters():
+        if hasattr(weight, "ds_tensor"):  # ZeRO-3: no rank holds it whole
+            revision = getattr(model.config, "_commit_hash", None)
+            return {**result, "name": model.config.name_or_path, "revision": revision}
+        parts = name.removeprefix("base_model.model.").split(".")
+        if not others.intersection(parts):
+            flat = weight.detach().cpu().contiguous().reshape(-1)
+            hashed = hashlib.sha256(f"{weight.dtype} {tuple(weight.shape)}".encode())
+            hashed.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+            weights[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = (
+                hashed.hexdigest()
+            )
+    return {**result, "weights": digest(weights)}
+
+
+def describe_reward(function: Callable, name: str, version: str | None) -> dict | str:
+    """The text of the file that defines a reward function, with the plain values that it was built with."""
+    if isinstance(function, nn.Module):
+        return describe_model(function)
+    if version is not None:
+        return {"version": version}
+    layers = [function]
+    while (inner := getattr(layers[-1], "__wrapped__", getattr(layers[-1], "func", None))) is not None:
+        layers.append(inner)  # decorators and partials
+    built_with = []
+    for layer in layers:
+        built_with += [getattr(layer, "args", None), getattr(layer, "keywords", None)]
+        built_with += [getattr(getattr(layer, "__self__", layer), "__dict__", None)]
+        built_with += [cell.cell_contents for cell in getattr(layer, "__closure__", None) or ()]
+    defined = layers[-1] if inspect.isroutine(layers[-1]) else type(layers[-1])
+    try:
+        file = inspect.getsourcefile(defined) or ""
+        linecache.checkcache(file)
+        text = "".join(linecache.getlines(file))
+    except TypeError:  # compiled code
+        text = ""
+    if not text:
+        logger.warning(
+            f"the source of the reward function {name} cannot be read, so a change of it would not be seen and old V* "
+            f"values would be used: set value_reward_version, and another one with every change"
+        )
+    values = json.dumps(built_with, default=lambda value: type(value).__qualname__, skipkeys=True)
+    return {"source": digest([text, values])}
