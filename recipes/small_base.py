@@ -12,7 +12,7 @@ from pathlib import Path
 from trl_fsdp_qlora.recipe.small_base import build_small_base
 from trl_fsdp_qlora.recipe.small_tasks import TASKS
 from trl_fsdp_qlora.run.one_line import OneLineParser
-from trl_fsdp_qlora.run.quiet_end import quietly
+from trl_fsdp_qlora.run.signals import quietly
 from trl_fsdp_qlora.telemetry.terminal import no_bars_in_files
 
 

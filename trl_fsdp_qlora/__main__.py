@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import did_you_mean
-from .run import quiet_end
+from .run import signals
 
 
 class _Command(NamedTuple):
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Ctrl-C is one line and 130; where nobody reads on (`| head -1`) it ends without a word, and 141.
     """
-    with quiet_end.quietly():
+    with signals.quietly():
         return _run(argv)
 
 
@@ -76,9 +76,9 @@ def _run(argv: list[str] | None) -> int:
         return 2
     # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    quiet_end.stop_at_once()
+    signals.stop_at_once()
     function = getattr(import_module(f".{command.module}", __package__), command.function)
-    quiet_end.stop_by_exception()
+    signals.stop_by_exception()
     return function(words)
 
 

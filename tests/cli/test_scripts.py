@@ -22,7 +22,7 @@ def launched(monkeypatch, tmp_path):
     monkeypatch.setattr(own, "default_config_file", str(tmp_path / "default_config.yaml"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     calls = []
-    monkeypatch.setattr(scripts, "launch", lambda words, goes_on: calls.append(words) or 0)
+    monkeypatch.setattr(scripts, "launch", lambda words: calls.append(words) or 0)
     return calls
 
 

@@ -1,7 +1,6 @@
 """Experts in 4 bits against the same model with its experts dequantized."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,13 +30,10 @@ from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.parts import as_reference
 from tests.fsdp2_qlora.runs import Run, chosen_by_name
 from tests.fsdp2_qlora.test_hsdp import mesh_environment
-from tests.tiny import config as tiny_trainer_config
 from tests.tiny import trainer as tiny_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
-from trl_fsdp_qlora.fsdp2_qlora.launch_checks import LaunchError
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, load_quantized_base
-from trl_fsdp_qlora.grpo.arguments import checked_arguments
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
 
@@ -352,17 +348,6 @@ def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loadin
     at_once = packed_experts(loaded(tmp_path / "plain"))
     for name, module in packed_experts(stored).items():
         assert all(torch.equal(getattr(module, p), getattr(at_once[name], p)) for p in module.layouts)
-
-
-@pytest.mark.parametrize("given", ["object", "model_init_kwargs"])
-def test_zero_3_is_refused_however_the_base_is_quantized(tmp_path, given):
-    save_mixture(tmp_path / "model")
-    how = {"model_init_kwargs": {"quantization_config": quantization()}} if given == "model_init_kwargs" else {}
-    args = tiny_trainer_config(EfficientGRPOConfig, tmp_path / "run", **how)
-    args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
-    model = loaded(tmp_path / "model") if given == "object" else str(tmp_path / "model")
-    with pytest.raises(LaunchError, match="zero_stage: 3 with a quantized base"):
-        checked_arguments({"model": model, "args": args, "peft_config": tiny.lora(target_modules=["q_proj"])})
 
 
 def test_a_checkpoint_that_is_quantized_in_another_way_is_one_line(tmp_path):

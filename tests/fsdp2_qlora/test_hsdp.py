@@ -1,4 +1,4 @@
-"""Four gloo ranks as two replicas of two shards against one process; the mesh's checks, in process."""
+"""Four gloo ranks as two replicas of two shards against one process."""
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.test_sharded_training import difference
-from trl_fsdp_qlora.fsdp2_qlora.launch_checks import LaunchError, check_launch, check_reference
-from trl_fsdp_qlora.fsdp2_qlora.mesh import MeshShape, launch_mesh, reads_checkpoint
+from trl_fsdp_qlora.fsdp2_qlora.mesh import reads_checkpoint
 
 HSDP_WORKER = "tests/fsdp2_qlora/hsdp_worker.py"
 RANKS = range(4)
@@ -140,55 +139,9 @@ class TestFourRanks:
             assert "`model_name_or_path`" in rank["differ"]
 
 
-@pytest.fixture
-def mesh(monkeypatch):
-    def set_up(replicate, shard, ranks=4, **others):
-        values = {**mesh_environment(replicate, shard, **others), "WORLD_SIZE": str(ranks)}
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-
-    return set_up
-
-
 @pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (1, 4)])
-def test_meshes_that_fit(mesh, replicate, shard):
-    mesh(replicate, shard)
-    check_launch()
-    assert launch_mesh() == MeshShape(replicate, shard, {})
+def test_the_first_rank_of_each_replica_reads(monkeypatch, replicate, shard):
+    assert [reads_checkpoint(rank) for rank in RANKS] == [True, False, False, False]
+    for name, value in mesh_environment(replicate, shard).items():
+        monkeypatch.setenv(name, value)
     assert [reads_checkpoint(rank) for rank in RANKS] == [rank % shard == 0 for rank in RANKS]
-
-
-def test_without_a_mesh_rank_0_reads():
-    assert launch_mesh() is None and [reads_checkpoint(rank) for rank in RANKS] == [True, False, False, False]
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "others", "message"),
-    [
-        (
-            3,
-            2,
-            {},
-            r"holds 6 ranks, and this launch has 4\. .*`parallelism_config_dp_replicate_size: 2`.*shard_size: 2`",
-        ),
-        (4, 1, {}, r"dp_shard_size is 1 under FSDP"),
-        (2, 2, {"PARALLELISM_CONFIG_TP_SIZE": "2"}, r"asks for tp_size 2"),
-        (2, 3, {"WORLD_SIZE": "6"}, r"dp_shard_size 3 on nodes of 2 ranks"),
-    ],
-)
-def test_meshes_that_do_not_fit(mesh, monkeypatch, replicate, shard, others, message):
-    mesh(replicate, shard, **others)
-    monkeypatch.setenv("WORLD_SIZE", others.get("WORLD_SIZE", "4"))
-    with pytest.raises(LaunchError, match=message):
-        check_launch()
-
-
-def test_replicas_of_a_sharded_reference_model_are_refused(mesh):
-    mesh(1, 4)
-    check_reference(True, "5.23.0")
-    mesh(2, 2)
-    check_reference(False, "5.23.0")
-    with pytest.raises(
-        LaunchError, match=r"`parallelism_config_dp_replicate_size: 1` and .*`parallelism_config_dp_shard_size: 4`"
-    ):
-        check_reference(True, "5.23.0")

@@ -10,7 +10,7 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora import generation, prepare
-from trl_fsdp_qlora.fsdp2_qlora.launch_checks import FLOORS, LaunchError, check_launch, check_reference, check_versions
+from trl_fsdp_qlora.fsdp2_qlora.launch_checks import LaunchError, check_launch, check_reference
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
 EIGHT_BIT = BitsAndBytesConfig(load_in_8bit=True)
@@ -40,7 +40,6 @@ def test_what_works_is_not_refused(fsdp):
         ({"fsdp_version": "1"}, FOUR_BIT, None, r"set `fsdp_version: 2`"),
         ({}, EIGHT_BIT, None, r"`load_in_4bit: true` instead of `load_in_8bit: true`"),
         ({}, FOUR_BIT, LoraConfig(target_modules=["q_proj", "lm_head"]), r"lm_head in lora_target_modules"),
-        ({"fsdp_ignored_modules": ".*mlp"}, FOUR_BIT, None, r"Remove `fsdp_ignored_modules`"),
     ],
 )
 def test_fsdp_combinations_that_do_not_work(fsdp, environment, quantization, peft, message):
@@ -62,25 +61,9 @@ def test_a_reference_model_of_zeros_is_refused(fsdp, monkeypatch):
     check_reference(True, "5.22.0")
 
 
-def test_a_missing_fsdp_version_is_one(fsdp, monkeypatch):
-    fsdp()
-    monkeypatch.delenv("FSDP_VERSION")
-    with pytest.raises(LaunchError, match="fsdp_version is 1"):
-        check_launch(FOUR_BIT)
-
-
 def test_zero_3_with_4_bit_names_the_config_that_works():
     with pytest.raises(LaunchError, match=r"--accelerate_config fsdp2_qlora"):
         check_launch(FOUR_BIT, zero_stage=3)
-
-
-@pytest.mark.parametrize("package", FLOORS)
-def test_versions_below_the_floor(package):
-    check_versions({**FLOORS, "torch": "2.13.0+cpu"})
-    with pytest.raises(LaunchError, match=f"{package} 0.1.0 is older than {FLOORS[package]}"):
-        check_versions({**FLOORS, package: "0.1.0"})
-    with pytest.raises(LaunchError, match="not installed"):
-        check_versions({name: floor for name, floor in FLOORS.items() if name != package})
 
 
 def test_the_trainer_checks_before_it_loads(fsdp, tmp_path):
@@ -94,11 +77,6 @@ def test_the_trainer_checks_before_it_loads(fsdp, tmp_path):
             quantization_config=FOUR_BIT,
             peft_config=LoraConfig(target_modules="all-linear"),
         )
-
-
-def test_an_unknown_way_to_gather_is_told_before_a_model_is_loaded(tmp_path):
-    with pytest.raises(ValueError, match="fsdp_gather='twice' is unknown; use one of 'auto', 'once', 'per_layer'"):
-        EfficientGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, fsdp_gather="twice")
 
 
 def test_another_release_of_torch_gathers_by_layer_and_shards_no_4_bit_base(monkeypatch):

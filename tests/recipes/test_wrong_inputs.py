@@ -49,10 +49,7 @@ GRPO = [
     ("--chat perhaps", "--chat: Truthy value expected: got perhaps"),
     ("--dtype float12", "--dtype: invalid choice: 'float12'"),
     ("--max_steps 1 2", "'2' belongs to no option"),
-    (
-        "--per_device_train_batch_size 3",
-        "generation_batch_size (3) must be divisible by num_generations (8). A generation",
-    ),
+    ("--per_device_train_batch_size 3", "generation_batch_size (3) must be divisible by num_generations (8)."),
     ("--num_generations 0", "num_generations=0 must be at least 1"),
     ("--max_steps 0", "max_steps=0 trains nothing"),
     ("--learning_rate nan", "learning_rate=nan must be at least 0"),
@@ -102,7 +99,7 @@ GRPO = [
 ]
 OTHERS = [
     ("a_star_po", "--stage both", "--stage: invalid choice: 'both'"),
-    ("a_star_po", "--beta 0", "beta=0.0 must be positive"),
+    ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),
     ("t_spmo", "--rewards tags", "unknown reward 'tags'"),
     ("evaluate", "--adapter empty", "adapter='empty' cannot be loaded"),
     ("evaluate", "--samples -1", "accuracy_samples=-1 must be at least 0"),

@@ -59,14 +59,11 @@ def test_what_is_no_import_path():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            "own_rewards.py:has_unitt",
-            "own_rewards.py has no function 'has_unitt'; did you mean 'has_unit'?",
-        ),
+        ("own_rewards.py:has_unitt", "own_rewards.py has no function 'has_unitt'; did you mean 'has_unit'?"),
         ("own_reward.py:has_unit", "own_reward.py: no such file here; did you mean 'own_rewards.py'?"),
         ("own_broken.py:f", "own_broken.py cannot be imported: ZeroDivisionError: division by zero"),
         ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
-        ("json.py:loads", "a module 'json' is imported already; give the file another name"),
+        ("json.py:loads", "there is another module 'json'; give the file another name"),
     ],
 )
 def test_what_is_not_there_is_named(folder, text, said):

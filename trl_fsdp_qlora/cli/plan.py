@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..errors import UserError
 from ..run.one_line import OneLineParser, refuse_misspelled
-from ..run.quiet_end import stop_at_once, stop_by_exception
+from ..run.signals import stop_at_once, stop_by_exception
 from .scripts import with_recipe
 from .words import refuse
 

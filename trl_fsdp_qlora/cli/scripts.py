@@ -8,7 +8,6 @@ from pathlib import Path
 from ..errors import UserError, mistyped_path
 from ..run.accelerate_configs import accelerate_config
 from ..run.launch import launch
-from ..run.launch_line import resume_line
 from . import catalog
 from .words import refuse, take
 
@@ -56,8 +55,7 @@ def _launched(name: str, words: list[str]) -> int:
     except UserError as error:
         return refuse(str(error))
     others = [word for option, value in launcher.items() for word in (option, value)]
-    goes_on = None if name == "evaluate" else resume_line(["trl-fsdp-qlora", name.replace("_", "-"), *words])
-    return launch([*flags, *others, str(path), *rest], goes_on)
+    return launch([*flags, *others, str(path), *rest])
 
 
 def with_recipe(words: list[str]) -> list[str]:

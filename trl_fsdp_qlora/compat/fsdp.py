@@ -16,19 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "filled_shard",
-    "finds_final_norm",
-    "initialise",
-    "integer_shards",
-    "misfit",
-    "param_groups",
-    "plain_name",
-    "reshard_settings",
-    "restore_reshard_settings",
-    "units",
-]
-
 # Torch 2.12 shards integer parameters as they are.
 SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
 
@@ -75,9 +62,9 @@ def initialise(model: nn.Module) -> None:
 
 def reshard_settings(model: nn.Module) -> list[tuple[bool | None, list]]:
     """Each unit's reshard settings, in the order of the modules."""
+    states = [state for _, state in units(model)]
     return [
-        (state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in param_groups(state)])
-        for _, state in units(model)
+        (s._auto_reshard_after_forward, [group.post_forward_mesh_info for group in param_groups(s)]) for s in states
     ]
 
 

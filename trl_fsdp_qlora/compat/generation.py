@@ -25,13 +25,8 @@ _EXPECTED = {
 }
 
 
-def _misfit() -> str | None:
-    found = {name: (getattr(GenerationMixin, name, _misfit), parameters) for name, parameters in _EXPECTED.items()}
-    problems = misfits(found)
-    return f"transformers {transformers.__version__} differs in {problems[0]}" if problems else None
-
-
-MISFIT = _misfit()
+_problems = misfits(GenerationMixin, _EXPECTED)
+MISFIT = f"transformers {transformers.__version__} differs in {_problems[0]}" if _problems else None
 
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict):

@@ -1,37 +1,33 @@
 """Comparing borrowed functions with the signatures they were written for."""
 
 import inspect
-from collections.abc import Callable
+import logging
+from operator import attrgetter
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
-class UnsupportedVersion(ImportError):
-    """An installed library differs from the one this package was written for, in a place that matters."""
-
-
-def misfits(expected: dict[str, tuple[Callable, str]]) -> list[str]:
-    """The functions in `expected` whose parameters are not those they were written for, each with both."""
+def misfits(where: Any, expected: dict[str, str]) -> list[str]:
+    """What differs in `where` (a module, a class) from `expected`: dotted name -> its parameters in order."""
     problems = []
-    for name, (function, parameters) in expected.items():
-        found = " ".join(inspect.signature(inspect.unwrap(function)).parameters)
-        if found != parameters:
-            problems.append(f"{name}: expected ({parameters}), found ({found})")
+    for name, parameters in expected.items():
+        try:
+            found = f"({' '.join(inspect.signature(inspect.unwrap(attrgetter(name)(where))).parameters)})"
+        except AttributeError:
+            found = "nothing"
+        if found != f"({parameters})":
+            problems.append(f"{name}: expected ({parameters}), found {found}")
     return problems
 
 
-def check_signatures(library: str, version: str, expected: dict[str, tuple[Callable, str]], advice: str) -> None:
-    """Compare every function in `expected` with the parameters it was written for.
-
-    Args:
-        library, version: what is installed.
-        expected: name -> (function, its parameters in order).
-        advice: what to install instead.
-
-    Raises:
-        UnsupportedVersion: names each function that differs, and what was expected.
-    """
-    if problems := misfits(expected):
-        raise UnsupportedVersion(
-            f"trl_fsdp_qlora was not written for the installed {library} {version}, which differs in\n"
-            + "\n".join(f"  {problem}" for problem in problems)
-            + f"\nInstall a version that fits: {advice}"
+def warn_of_misfits(library: str, version: str, where: Any, expected: dict[str, str]) -> None:
+    """Warn where [`misfits`] finds something: a library's next release is taken, and what changed in it has a name."""
+    if problems := misfits(where, expected):
+        logger.warning(
+            "trl_fsdp_qlora was not written for %s %s, so a step may fail or be wrong; compare a few with stock TRL "
+            "(`trl-fsdp-qlora compare`), or install a version of constraints.txt. What differs: %s",
+            library,
+            version,
+            "; ".join(problems),
         )

@@ -14,20 +14,20 @@ from transformers import (
     Trainer,
 )
 
-from .signatures import check_signatures
+from .signatures import warn_of_misfits
 
-# Overridden or called -> parameters, in order; the same in all versions that are allowed.
+# Of `Trainer`, overridden or called -> parameters, in order; the same in all versions that are allowed.
 EXPECTED = {
-    "Trainer.create_accelerator_and_postprocess": (Trainer.create_accelerator_and_postprocess, "self"),
-    "Trainer.training_step": (Trainer.training_step, "self model inputs num_items_in_batch"),
-    "Trainer.save_model": (Trainer.save_model, "self output_dir _internal_call"),
-    "Trainer._save": (Trainer._save, "self output_dir state_dict"),
-    "Trainer._save_checkpoint": (Trainer._save_checkpoint, "self model trial"),
-    "Trainer._save_optimizer_and_scheduler": (Trainer._save_optimizer_and_scheduler, "self output_dir"),
-    "Trainer._load_from_checkpoint": (Trainer._load_from_checkpoint, "self resume_from_checkpoint model"),
-    "Trainer._load_optimizer_and_scheduler": (Trainer._load_optimizer_and_scheduler, "self checkpoint"),
-    "Trainer._load_best_model": (Trainer._load_best_model, "self"),
-    "Trainer._get_output_dir": (Trainer._get_output_dir, "self trial"),
+    "create_accelerator_and_postprocess": "self",
+    "training_step": "self model inputs num_items_in_batch",
+    "save_model": "self output_dir _internal_call",
+    "_save": "self output_dir state_dict",
+    "_save_checkpoint": "self model trial",
+    "_save_optimizer_and_scheduler": "self output_dir",
+    "_load_from_checkpoint": "self resume_from_checkpoint model",
+    "_load_optimizer_and_scheduler": "self checkpoint",
+    "_load_best_model": "self",
+    "_get_output_dir": "self trial",
 }
 # Of a trainer, handed on as they come; of a config; and of a model class.
 TRAINER_METHODS = ("_init_training_state", "_push_from_checkpoint", "_remove_unused_columns")
@@ -80,4 +80,4 @@ def no_optimizer_read() -> Iterator[None]:
         Trainer._load_optimizer_and_scheduler = own
 
 
-check_signatures("transformers", transformers.__version__, EXPECTED, "pip install 'transformers~=5.23'")
+warn_of_misfits("transformers", transformers.__version__, Trainer, EXPECTED)

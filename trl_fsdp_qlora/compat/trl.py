@@ -1,11 +1,13 @@
 """Every name borrowed from TRL.
 
-Functions and methods that this package calls or overrides are listed with the parameters they are written for, and checked
-once at import. An upstream release that renames or reshapes one of them is then a message that says which, instead of a wrong
-number somewhere in a loss. Attributes, metrics and error texts are checked by `tests/compat`.
+Functions and methods that this package calls or overrides are listed with the parameters they are written for, and compared
+once at import: a warning names those that an upstream release has renamed or reshaped. Attributes, metrics and error texts are
+checked by `tests/compat`.
 """
 
-from collections.abc import Callable, Iterable
+import logging
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ import trl
 from packaging.version import Version
 from transformers import PretrainedConfig
 from trl.chat_template_utils import parse_response
-from trl.kernels import chunked_logprob
+from trl.kernels import chunked_logprob  # noqa: F401
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import unwrap_model_for_generation
-from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: F401 (looked at below)
 from trl.trainer.utils import (
     FusedCausalLMOutput,
     RepeatSampler,
@@ -31,111 +33,59 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
-from .signatures import UnsupportedVersion, check_signatures
+from .signatures import warn_of_misfits
 
 __all__ = [
-    "ChunkedLogProbFunction",
-    "FusedCausalLMOutput",
-    "RepeatSampler",
-    "ensure_master_addr_port",
-    "get_callable_name",
-    "is_async_callable",
-    "maybe_gather_lm_head_ctx",
-    "parse_response",
-    "rows_of_images",
-    "shuffle_sequence_dict",
-    "split_pixel_values_by_grid",
-    "split_tensor_dict",
-    "unsplit_pixel_values_by_grid",
-    "unwrap_model_for_generation",
+    "ChunkedLogProbFunction", "FusedCausalLMOutput", "RepeatSampler", "ensure_master_addr_port", "get_callable_name",
+    "is_async_callable", "maybe_gather_lm_head_ctx", "parse_response", "rows_of_images", "shuffle_sequence_dict",
+    "split_pixel_values_by_grid", "split_tensor_dict", "unsplit_pixel_values_by_grid", "unwrap_model_for_generation",
     "use_adapter",
-]
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 TESTED_TRL = "1.16"
 
 
 # What is overridden or called -> its parameters, in order, as of TRL 1.16.
-_VISION = (
-    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
-    "mm_token_type_ids image_position_ids"
-)
-EXPECTED: dict[str, tuple[Callable, str]] = {
-    "GRPOTrainer._prepare_inputs": (GRPOTrainer._prepare_inputs, "self generation_batch"),
-    "GRPOTrainer._generate_and_score_completions": (GRPOTrainer._generate_and_score_completions, "self inputs"),
-    "GRPOTrainer._generate": (GRPOTrainer._generate, "self prompts"),
-    "GRPOTrainer._generate_single_turn": (
-        GRPOTrainer._generate_single_turn,
-        "self prompt_ids images multimodal_fields num_generations has_tool_images",
-    ),
-    "GRPOTrainer._calculate_rewards": (
-        GRPOTrainer._calculate_rewards,
-        "self inputs prompts completions completion_ids_list",
-    ),
-    "GRPOTrainer._get_per_token_logps_and_entropies": (
-        GRPOTrainer._get_per_token_logps_and_entropies,
-        "self model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss " + _VISION,
-    ),
-    "GRPOTrainer._compute_loss": (GRPOTrainer._compute_loss, "self model inputs"),
-    "GRPOTrainer._tokenize_prompts": (GRPOTrainer._tokenize_prompts, "self prompts"),
-    "GRPOTrainer._get_train_sampler": (GRPOTrainer._get_train_sampler, "self dataset"),
-    "GRPOTrainer._save_checkpoint": (GRPOTrainer._save_checkpoint, "self model trial"),
-    "GRPOTrainer._load_optimizer_and_scheduler": (GRPOTrainer._load_optimizer_and_scheduler, "self checkpoint"),
-    "ChunkedLogProbFunction.forward": (
-        ChunkedLogProbFunction.forward,
-        "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs",
-    ),
-    "chunked_logprob._addmm_fp32": (chunked_logprob._addmm_fp32, "acc a b"),  # see `older_gpus.py`
-    "RepeatSampler.__init__": (
-        RepeatSampler.__init__,
-        "self data_source mini_repeat_count batch_size repeat_count shuffle seed",
-    ),
-    "get_callable_name": (get_callable_name, "func"),
-    "is_async_callable": (is_async_callable, "func"),
-    "shuffle_sequence_dict": (shuffle_sequence_dict, "seq_dict"),
-    "split_tensor_dict": (split_tensor_dict, "tensor_dict num_chunks"),
-    "split_pixel_values_by_grid": (split_pixel_values_by_grid, "batch"),
-    "unsplit_pixel_values_by_grid": (unsplit_pixel_values_by_grid, "batch"),
-    "maybe_gather_lm_head_ctx": (maybe_gather_lm_head_ctx, "params"),
-    "parse_response": (parse_response, "tokenizer ids prefix tools"),
-    "unwrap_model_for_generation": (
-        unwrap_model_for_generation,
-        "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs",
-    ),
-    "use_adapter": (use_adapter, "model adapter_name"),
+EXPECTED = {
+    "GRPOTrainer._prepare_inputs": "self generation_batch",
+    "GRPOTrainer._generate_and_score_completions": "self inputs",
+    "GRPOTrainer._generate": "self prompts",
+    "GRPOTrainer._generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
+    "GRPOTrainer._calculate_rewards": "self inputs prompts completions completion_ids_list",
+    "GRPOTrainer._get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size "
+    "compute_entropy compute_aux_loss pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles "
+    "image_sizes token_type_ids mm_token_type_ids image_position_ids",
+    "GRPOTrainer._compute_loss": "self model inputs",
+    "GRPOTrainer._tokenize_prompts": "self prompts",
+    "GRPOTrainer._get_train_sampler": "self dataset",
+    "GRPOTrainer._save_checkpoint": "self model trial",
+    "GRPOTrainer._load_optimizer_and_scheduler": "self checkpoint",
+    "ChunkedLogProbFunction.forward": "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping "
+    "logit_scale outputs",
+    "chunked_logprob._addmm_fp32": "acc a b",  # see `older_gpus.py`
+    "RepeatSampler.__init__": "self data_source mini_repeat_count batch_size repeat_count shuffle seed",
+    "get_callable_name": "func",
+    "is_async_callable": "func",
+    "shuffle_sequence_dict": "seq_dict",
+    "split_tensor_dict": "tensor_dict num_chunks",
+    "split_pixel_values_by_grid": "batch",
+    "unsplit_pixel_values_by_grid": "batch",
+    "maybe_gather_lm_head_ctx": "params",
+    "parse_response": "tokenizer ids prefix tools",
+    "unwrap_model_for_generation": "model accelerator gather_deepspeed3_params generation_kwargs "
+    "gradient_checkpointing_kwargs",
+    "use_adapter": "model adapter_name",
 }
-
-
 # Attributes of a trainer, and of objects on it, that this package reads or sets.
-ATTRIBUTES = [
-    "_buffered_inputs",
-    "_dist",
-    "_entropy_bonus_enabled",
-    "_logs",
-    "_metrics",
-    "_pending_extra_logs",
-    "_step",
-    "_tokenizer",
-    "aux_loss_enabled",
-    "beta",
-    "chat_template_kwargs",
-    "current_gradient_accumulation_steps",
-    "entropy_coef",
-    "environment_factories",
-    "eos_token_ids",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "ref_model",
-    "reward_func_names",
-    "reward_funcs",
-    "reward_processing_classes",
-    "reward_weights",
-    "rollout_func",
-    "router_aux_loss_coef",
-    "temperature",
-    "tools",
-    "use_vllm",
-]
+ATTRIBUTES = (
+    "_buffered_inputs", "_dist", "_entropy_bonus_enabled", "_logs", "_metrics", "_pending_extra_logs", "_step", "_tokenizer",
+    "aux_loss_enabled", "beta", "chat_template_kwargs", "current_gradient_accumulation_steps", "entropy_coef",
+    "environment_factories", "eos_token_ids", "num_generations", "num_generations_eval", "num_iterations", "ref_model",
+    "reward_func_names", "reward_funcs", "reward_processing_classes", "reward_weights", "rollout_func",
+    "router_aux_loss_coef", "temperature", "tools", "use_vllm",
+)  # fmt: skip
 DISTRIBUTED_ATTRIBUTES = ("is_fsdp", "is_zero3", "summon_full_params")  # of `_dist`
 # Of `vllm_generation`, where there is one: what it is called for, and what it sets.
 VLLM_ATTRIBUTES = ("sync_weights",)
@@ -160,22 +110,9 @@ PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
 
 
-def is_split_group(error: ValueError) -> bool:
-    """Whether TRL's config refuses a generation batch that is no multiple of the group."""
-    return "must be divisible by num_generations" in str(error)
-
-
-def check_seams(expected: dict[str, tuple[Callable, str]] = EXPECTED) -> None:
-    """Raise [`UnsupportedVersion`] where TRL's functions are not those of `expected`."""
-    check_signatures("TRL", trl.__version__, expected, f"pip install 'trl~={TESTED_TRL}.0'")
-
-
 if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
-    raise UnsupportedVersion(
-        f"trl_fsdp_qlora is written for TRL {TESTED_TRL}.x and found TRL {trl.__version__}, which it was never tested "
-        f"with. Install a version that fits: pip install 'trl~={TESTED_TRL}.0'"
-    )
-check_seams()
+    logger.warning("trl_fsdp_qlora is written for TRL %s and was never run with TRL %s", TESTED_TRL, trl.__version__)
+warn_of_misfits("TRL", trl.__version__, sys.modules[__name__], EXPECTED)
 
 
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:

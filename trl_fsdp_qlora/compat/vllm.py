@@ -10,38 +10,27 @@ from trl.trainer import grpo_trainer
 
 from .signatures import misfits
 
-_INIT = (
-    "self model accelerator processing_class mode structured_outputs_regex server_base_url server_host server_port "
-    "server_timeout group_port tensor_parallel_size gpu_memory_utilization max_model_length max_num_seqs "
-    "enable_sleep_mode model_impl trust_remote_code repetition_penalty temperature top_p top_k min_p "
-    "max_completion_length logprobs generation_kwargs"
-)
+_EXPECTED = {
+    "VLLMGeneration.__init__": "self model accelerator processing_class mode structured_outputs_regex server_base_url "
+    "server_host server_port server_timeout group_port tensor_parallel_size gpu_memory_utilization max_model_length "
+    "max_num_seqs enable_sleep_mode model_impl trust_remote_code repetition_penalty temperature top_p top_k min_p "
+    "max_completion_length logprobs generation_kwargs",
+    "VLLMGeneration._init_vllm": "self",
+    "VLLMGeneration.sync_weights": "self",
+    "VLLMGeneration.generate": "self prompts images num_generations profiler",
+    "VLLMClient.get_server_info": "self",
+    "VLLMClient.generate": "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens logprobs "
+    "structured_outputs_regex generation_kwargs",
+}
 
 
 def adapter_misfits() -> list[str]:
     """Where the installed TRL differs from what an engine that is sent the adapter is written for; empty where it fits."""
     try:
-        from trl.generation.vllm_client import VLLMClient
-        from trl.generation.vllm_generation import VLLMGeneration
+        from trl.generation import vllm_generation
 
-        return misfits(
-            {
-                "VLLMGeneration.__init__": (VLLMGeneration.__init__, _INIT),
-                "VLLMGeneration._init_vllm": (VLLMGeneration._init_vllm, "self"),
-                "VLLMGeneration.sync_weights": (VLLMGeneration.sync_weights, "self"),
-                "VLLMGeneration.generate": (
-                    VLLMGeneration.generate,
-                    "self prompts images num_generations profiler",
-                ),
-                "VLLMClient.get_server_info": (VLLMClient.get_server_info, "self"),
-                "VLLMClient.generate": (
-                    VLLMClient.generate,
-                    "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens logprobs "
-                    "structured_outputs_regex generation_kwargs",
-                ),
-            }
-        )
-    except (ImportError, AttributeError) as error:
+        return misfits(vllm_generation, _EXPECTED)
+    except ImportError as error:
         return [str(error)]
 
 

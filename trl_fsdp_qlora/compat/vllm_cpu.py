@@ -13,7 +13,7 @@ from .signatures import misfits
 
 _LINEAR = "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs"
 _LOGITS = "self y x lora_a_stacked lora_b_stacked scale buffer kwargs"
-_EXPECTED = {"add_lora_linear": (Stock.add_lora_linear, _LINEAR), "add_lora_logits": (Stock.add_lora_logits, _LOGITS)}
+_EXPECTED = {"add_lora_linear": _LINEAR, "add_lora_logits": _LOGITS}
 
 
 class OneAdapterOnCPU(Stock):
@@ -51,7 +51,7 @@ class OneAdapterOnCPU(Stock):
 @contextmanager
 def one_adapter():
     """An engine that is started inside, in this process, computes with [`OneAdapterOnCPU`] where this vLLM fits it."""
-    if not misfits(_EXPECTED) and current_platform.get_punica_wrapper().endswith(".PunicaWrapperCPU"):
+    if not misfits(Stock, _EXPECTED) and current_platform.get_punica_wrapper().endswith(".PunicaWrapperCPU"):
         current_platform.get_punica_wrapper = lambda: f"{__name__}.{OneAdapterOnCPU.__name__}"
     try:
         yield

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -44,19 +43,13 @@ class BaseBytes:
         return {**asdict(self), "ratio": self.ratio}
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lives on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     """Measure a sharded model. Call it while the parameters are in their sharded state."""
     packed = []  # parameter, bytes of the whole, quantization state in it, and beside it where it is not packed
     for experts in packed_experts(model).values():
-        sizes = ((name, layout.total_bytes, layout.state_bytes) for name, layout in experts.layouts.items())
-        packed += [
-            (getattr(experts, name), experts.num_experts * n, experts.num_experts * s, 0) for name, n, s in sizes
-        ]
+        for name, layout in experts.layouts.items():
+            rows = experts.num_experts
+            packed.append((getattr(experts, name), rows * layout.total_bytes, rows * layout.state_bytes, 0))
     for layer in quantized_layers(model).values():
         if isinstance(layer, PackedLinear4bit):
             packed.append((layer.weight, layer.layout.total_bytes, layer.layout.state_bytes, 0))
@@ -66,12 +59,13 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
             packed.append((layer.weight, layer.weight.nbytes + state, state, state))
     known = {id(parameter) for parameter, *_ in packed}
     others = [p for p in model.parameters() if not p.requires_grad and id(p) not in known]
+    here = {id(p): p.to_local() if isinstance(p, DTensor) else p for p in [*others, *(p for p, *_ in packed)]}
     return BaseBytes(
         # Of the storage, not of the view: a shard that is a view into the whole weight would not be a shard.
-        sum(local_tensor(parameter).untyped_storage().nbytes() + beside for parameter, _, _, beside in packed),
+        sum(here[id(parameter)].untyped_storage().nbytes() + beside for parameter, _, _, beside in packed),
         sum(whole for _, whole, _, _ in packed),
         sum(state for _, _, state, _ in packed),
-        sum(local_tensor(parameter).nbytes for parameter in others),
+        sum(here[id(parameter)].nbytes for parameter in others),
         sum(parameter.numel() * parameter.element_size() for parameter in others),
         world_size,
     )

@@ -83,11 +83,6 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
                 "the run that wrote it"
             )
         for name, parameter in targets.items():
-            if parameter.shape != saved[name].shape:
-                raise ValueError(
-                    f"{source}: {name} has shape {tuple(saved[name].shape)}, the model wants {tuple(parameter.shape)}; "
-                    "use the LoRA rank of the run that wrote it"
-                )
             parameter.copy_(_like(saved[name], parameter))
 
 
@@ -108,9 +103,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     state = {}
     for index, entry in saved["state"].items():
         parameter = parameters[index]
-        state[index] = {
-            # Everything of the parameter's shape is sharded as it is; step counts are scalars.
-            key: _like(value, parameter) if torch.is_tensor(value) and value.shape == parameter.shape else value
-            for key, value in entry.items()
-        }
+        # Everything of the parameter's shape is sharded as it is; step counts are scalars.
+        like = {key for key, value in entry.items() if torch.is_tensor(value) and value.shape == parameter.shape}
+        state[index] = {key: _like(value, parameter) if key in like else value for key, value in entry.items()}
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})

@@ -1,10 +1,6 @@
 """What a quantized model that a user brings leaves in 16 bit: bitsandbytes alone packs linear layers, and experts are 3-D parameters."""
 
-import math
-
 from torch import nn
-
-_GIB = 2**30
 
 
 def experts_in_16_bit(model: nn.Module) -> str | None:
@@ -22,16 +18,14 @@ def experts_in_16_bit(model: nn.Module) -> str | None:
     head, packed, experts, other, unknown = model.get_output_embeddings(), 0, 0, 0, set()
     for path, module in model.named_modules():
         kind = type(module).__name__
-        linear = isinstance(module, nn.Linear) and module is not head
         for name, parameter in module.named_parameters(recurse=False):
             if "lora_" in f"{path}.{name}":
                 continue
-            if linear and name == "weight":
-                packed += math.prod((module.in_features, module.out_features))  # whatever shape its bytes have
+            if isinstance(module, nn.Linear) and module is not head and name == "weight":
+                packed += module.in_features * module.out_features  # whatever shape its bytes have
             elif parameter.dim() == 3 and (id(module) in known or "Expert" in kind):
                 experts += parameter.numel()
-                if id(module) not in known:
-                    unknown.add(kind)
+                unknown |= set() if id(module) in known else {kind}
             else:
                 other += parameter.numel()
     if not experts:
@@ -44,6 +38,6 @@ def experts_in_16_bit(model: nn.Module) -> str | None:
         change = "a model given by its name, or loaded inside experts_in_4bit(), has them in 4 bit"
     share = 100 * packed / (packed + experts + other)
     return (
-        f"{2 * experts / _GIB:.2f} GiB of experts stay in 16 bit: {8 if eight_bit else 4}-bit covers {share:.1f}% of the "
+        f"{2 * experts / 2**30:.2f} GiB of experts stay in 16 bit: {8 if eight_bit else 4}-bit covers {share:.1f}% of the "
         f"weights; {change} (docs/fsdp2_qlora.md)"
     )

@@ -88,9 +88,8 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
 
     for name, layer in quantized_layers(model).items():
         if not isinstance(layer, PackedLinear4bit):
-            convert_layer(
-                layer, torch.empty(layouts[name].total_bytes, dtype=torch.uint8, device="meta"), layouts[name]
-            )
+            flat = torch.empty(layouts[name].total_bytes, dtype=torch.uint8, device="meta")
+            convert_layer(layer, flat, layouts[name])
     frozen = _frozen(model)
     if frozen.keys() != spec.keys():
         odd = sorted(frozen.keys() ^ spec.keys())

@@ -26,13 +26,11 @@ FREE_SHARE = 0.5
 def bytes_to_gather(model: nn.Module) -> int:
     """Bytes that [`gathered`] adds on this rank: what of each weight is not here yet, in the dtype it is gathered in."""
     total = 0
-    for _, state in units(model):
-        for group in param_groups(state):
-            for parameter in group.fsdp_params:
-                dtype = parameter.sharded_param.dtype
-                if dtype.is_floating_point:  # integers, so the packed base, are never cast
-                    dtype = parameter.mp_policy.param_dtype or dtype
-                total += parameter.sharded_param.numel() * dtype.itemsize
+    for parameter in (p for _, state in units(model) for group in param_groups(state) for p in group.fsdp_params):
+        dtype = parameter.sharded_param.dtype
+        if dtype.is_floating_point:  # integers, so the packed base, are never cast
+            dtype = parameter.mp_policy.param_dtype or dtype
+        total += parameter.sharded_param.numel() * dtype.itemsize
     return total
 
 

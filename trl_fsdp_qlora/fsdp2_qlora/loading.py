@@ -105,14 +105,9 @@ def load_for_launch(model, quantization_config, model_init_kwargs: dict | None):
 
 def _skeleton(config, quantization_config, stored, dtype, attention) -> PreTrainedModel:
     """The quantized model's modules without data. Shapes and dtypes that differ from rank 0's are replaced by its."""
-    pre_quantized = stored is not None
-    if pre_quantized:
-        quantization_config = (
-            AutoHfQuantizer.merge_quantization_configs(stored, quantization_config)
-            if quantization_config is not None
-            else stored
-        )
-    quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=pre_quantized)
+    if stored is not None and quantization_config is not None:
+        stored = AutoHfQuantizer.merge_quantization_configs(stored, quantization_config)
+    quantizer = AutoHfQuantizer.from_config(stored or quantization_config, pre_quantized=stored is not None)
     if dtype == "auto":
         dtype = config.dtype or torch.float32
     options = {} if attention is None else {"attn_implementation": attention}

@@ -6,7 +6,6 @@ gradients cross the network. Everything here also holds for plain FSDP2, which i
 """
 
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,44 +14,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-_SIZES = "PARALLELISM_CONFIG_{}_SIZE"  # what `accelerate launch` makes of `parallelism_config` in its YAML
-
 
 class ReplicasDiffer(RuntimeError):
     """Replicas of one base hold different weights."""
 
 
-@dataclass(frozen=True)
-class MeshShape:
-    """Sizes of the mesh that a launch asks for, in ranks.
-
-    Attributes:
-        replicate: replicas of the base (`dp_replicate_size`).
-        shard: ranks over which each replica is spread (`dp_shard_size`).
-        others: sizes above one of further dimensions (`tp`, `cp`, `sp`), by name.
-    """
-
-    replicate: int
-    shard: int
-    others: dict[str, int]
-
-
-def launch_mesh() -> MeshShape | None:
-    """The mesh in the environment of this launch; `None` where it has none, so that all ranks are one replica."""
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
-        return None
-    sizes = {
-        name: int(os.environ.get(_SIZES.format(name.upper()), "1"))
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    }
-    others = {name: size for name, size in sizes.items() if not name.startswith("dp_") and size > 1}
-    return MeshShape(sizes["dp_replicate"], sizes["dp_shard"], others)
-
-
 def reads_checkpoint(rank: int) -> bool:
-    """Whether this rank reads the base for its replica: the first of each, so one per node where a replica is a node."""
-    mesh = launch_mesh()
-    return rank == 0 if mesh is None else rank % mesh.shard == 0
+    """Whether this rank reads the base for its replica: the first of each, so one per node where a replica is a node.
+
+    Read from the environment, in which `accelerate launch` puts what its YAML has under `parallelism_config`.
+    """
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return rank == 0
+    return rank % int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")) == 0
 
 
 def shard_size(accelerator: Accelerator) -> int:
@@ -68,11 +42,8 @@ def shard_dimension(mesh: DeviceMesh) -> DeviceMesh:
 
 def replicate_group(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that hold the same shard as this one, or `None` where there is one replica."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            return mesh.get_group(0) if mesh.ndim == 2 else None
-    return None
+    mesh = next((parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)), None)
+    return None if mesh is None or mesh.ndim == 1 else mesh.get_group(0)
 
 
 def check_replicas(model: nn.Module, device: torch.device) -> None:
@@ -94,7 +65,9 @@ def check_replicas(model: nn.Module, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and isinstance(parameter, DTensor):
             names.append(name)
-            sums.append(_checksum(parameter.to_local()))
+            # The sum of its bytes, the even ones twice: swapped neighbours differ, too.
+            data = parameter.to_local().detach().contiguous().view(-1).view(torch.uint8)
+            sums.append(data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64))
     low = torch.stack(sums).to(device)
     high = low.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
@@ -109,9 +82,3 @@ def check_replicas(model: nn.Module, device: torch.device) -> None:
             "loaded different files under the same name. Copy one node's folder to the others, or set the recipe's "
             "`model_name_or_path` to a folder that all of them share (and `model_revision` to one commit)"
         )
-
-
-def _checksum(shard: torch.Tensor) -> torch.Tensor:
-    """Sum of the shard's bytes, the even ones twice: swapped neighbours differ, too. int64, on the shard's device."""
-    data = shard.detach().contiguous().view(-1).view(torch.uint8)
-    return data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64)

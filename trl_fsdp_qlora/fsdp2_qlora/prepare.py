@@ -7,7 +7,6 @@ quantized model under FSDP2 packs the 4-bit layers before `fully_shard` sees the
 import functools
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,6 @@ from transformers.utils import is_bitsandbytes_available
 
 from ..compat.fsdp import finds_final_norm, integer_shards, misfit
 from .launch_checks import LaunchError
-
-if TYPE_CHECKING:
-    from .accounting import BaseBytes
 
 logger = get_logger(__name__)
 
@@ -57,10 +53,10 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
         there = {type(module).__name__ for module in model.modules()}
         model._no_split_modules = [x for x in getattr(model, "_no_split_modules", None) or () if x in there]
         with _trained_head_in_root(model):
-            if not _has_4bit_layers(model):
-                with _whole_outputs(accelerator.state.fsdp_plugin):
-                    return stock_prepare(*args, **kwargs)
-            return _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs)
+            if any(type(module).__name__ in ("Linear4bit", "PackedLinear4bit") for module in model.modules()):
+                return _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs)
+            with _own_settings(accelerator.state.fsdp_plugin):
+                return stock_prepare(*args, **kwargs)
 
     prepare.shards_quantized_base = True
     accelerator.prepare = prepare
@@ -86,48 +82,27 @@ def _trained_head_in_root(model: nn.Module):
         del model.get_output_embeddings
 
 
-def _is_accelerates_own(policy) -> bool:
-    return policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype
-
-
 @contextmanager
-def _whole_outputs(plugin):
-    """No cast of what modules return, log-probabilities among them, for the time of `prepare`.
+def _own_settings(plugin, reduce_dtype: torch.dtype | None = None):
+    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`.
 
-    Accelerate's own policy rounds it to the compute dtype: 8 bits of a log-probability in bfloat16, where DDP keeps 24.
+    Accelerate's own policy rounds what modules return, log-probabilities among them, and the gradients that are summed over the
+    ranks to the compute dtype: 8 bits in bfloat16, where DDP keeps 24.
+
+    Args:
+        reduce_dtype: of the sums, for a quantized base; `None` leaves them to the policy, and the loading to accelerate.
     """
-    stock = plugin.mixed_precision_policy
-    if _is_accelerates_own(stock):
-        plugin.mixed_precision_policy = replace(stock, output_dtype=None)
-    try:
-        yield
-    finally:
-        plugin.mixed_precision_policy = stock
-
-
-@contextmanager
-def _own_settings(plugin, reduce_dtype: torch.dtype):
-    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`."""
-    stock = plugin.cpu_ram_efficient_loading, plugin.mixed_precision_policy
-    # Accelerate's rank-0 loading broadcasts every weight whole; distribute.py sends shards.
-    plugin.cpu_ram_efficient_loading = False
     policy = plugin.mixed_precision_policy
-    if _is_accelerates_own(policy):
-        # Accelerate's own policy also rounds the gradients that are summed over the ranks and every module's output,
-        # log-probabilities among them, to the compute dtype. DDP does neither.
-        plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype, output_dtype=None)
+    stock = plugin.cpu_ram_efficient_loading, policy
+    if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
+        reduce = policy.reduce_dtype if reduce_dtype is None else reduce_dtype
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce, output_dtype=None)
+    if reduce_dtype is not None:
+        plugin.cpu_ram_efficient_loading = False  # it broadcasts every weight whole; distribute.py sends shards
     try:
         yield
     finally:
         plugin.cpu_ram_efficient_loading, plugin.mixed_precision_policy = stock
-
-
-def _has_4bit_layers(model: nn.Module) -> bool:
-    if not is_bitsandbytes_available():
-        return False
-    from .packed_linear import quantized_layers
-
-    return bool(quantized_layers(model))
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
@@ -171,11 +146,6 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     return result
 
 
-def sharded_base_bytes(model: nn.Module) -> "BaseBytes | None":
-    """What was measured when this model was prepared, or `None` where its base was not sharded here."""
-    return getattr(model, "base_bytes", None)
-
-
 def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
     """Shape of the dense weight behind every packed 4-bit parameter, which itself is a vector of bytes; by `id`."""
     if not is_bitsandbytes_available():
@@ -189,11 +159,6 @@ def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
         for name, layout in experts.layouts.items():
             shapes[id(getattr(experts, name))] = (experts.num_experts, *layout.shape)
     return shapes
-
-
-def has_sharded_base(model: nn.Module) -> bool:
-    """Whether `model` is an FSDP2 model whose 4-bit base was sharded here."""
-    return isinstance(model, FSDPModule) and sharded_base_bytes(model) is not None
 
 
 def has_sharded_adapter(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
 from .generation import choose, gathered, keep_gathered
-from .prepare import has_sharded_adapter, has_sharded_base, shard_quantized_base, sharded_base_bytes
+from .prepare import has_sharded_adapter, shard_quantized_base
 
 if TYPE_CHECKING:
     from .accounting import BaseBytes
@@ -45,7 +45,7 @@ class Sharding:
 
     def base_bytes(self, model: nn.Module) -> "BaseBytes | None":
         """Bytes of the base on this rank, measured when the model was prepared; `None` where it is not sharded."""
-        return sharded_base_bytes(model)
+        return getattr(model, "base_bytes", None)
 
     def is_unprepared(self, model: nn.Module) -> bool:
         """Whether `model` is to be sharded and was not yet (evaluation before training)."""
@@ -59,7 +59,7 @@ class Sharding:
 
     def before_micro_batch(self, model: nn.Module) -> None:
         """Keep the base gathered over the micro-batches of an optimizer step, if `fsdp_keep_gathered`."""
-        if getattr(self.args, "fsdp_keep_gathered", False) and has_sharded_base(model):
+        if getattr(self.args, "fsdp_keep_gathered", False) and self.base_bytes(model) is not None:
             keep_gathered(model, last_micro_batch=self.accelerator.sync_gradients)
 
     @contextmanager
@@ -89,12 +89,12 @@ class Sharding:
         language_model = model.get_base_model() if isinstance(model, PeftModel) else model
         head = language_model.get_output_embeddings()
 
-        def there(tensor):
-            return None if tensor is None else tensor.to(self.accelerator.device)
+        def there():
+            bias = getattr(head, "bias", None)
+            device = self.accelerator.device
+            return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
 
-        language_model.get_output_embeddings = lambda: SimpleNamespace(
-            weight=there(head.weight), bias=there(getattr(head, "bias", None))
-        )
+        language_model.get_output_embeddings = there
         try:
             yield
         finally:

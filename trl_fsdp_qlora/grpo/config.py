@@ -6,11 +6,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from trl import GRPOConfig
 
-from ..compat.trl import is_split_group
 from ..fsdp2_qlora.generation import check_mode
 from ..run import redaction
 from ..run.config_fields import SWITCHES, documented, option, spelled
-from ..run.input_checks import batch_size_advice
 from ..scoring.logprobs import check_head_kernel
 from ..telemetry.phases import MODES
 from .token_budget import check_config
@@ -133,18 +131,7 @@ class EfficientGRPOConfig(GRPOConfig):
             self.token_selection_rate = 0.75 if self.token_selection == "prefix_cut" else 0.5
         if self.num_generations < 1:
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
-        accumulation = self.steps_per_generation or self.gradient_accumulation_steps
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            if not is_split_group(error):
-                raise
-            if self.generation_batch_size is not None and self.steps_per_generation is not None:
-                accumulation = self.steps_per_generation
-            advice = batch_size_advice(
-                self.per_device_train_batch_size, self.world_size, accumulation, self.num_generations
-            )
-            raise ValueError(f"{error} {advice}") from None
+        super().__post_init__()
         check_config(self)
         check_mode(self.fsdp_gather)
         if self.phase_metrics not in MODES:
@@ -154,8 +141,7 @@ class EfficientGRPOConfig(GRPOConfig):
         check_head_kernel(self.lm_head_kernel)
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
-                f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more, or "
-                "dynamic_sampling=False"
+                f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more"
             )
 
     def _take_numpy(self) -> None:

@@ -417,12 +417,16 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def features(self) -> list[tuple[str, str]]:
         """Lines of the start-up block under `"on"`, `"off"` (by a setting) or `"as stock TRL"` (with the reason)."""
-        cost = checks.split_group_cost(self.args.per_device_train_batch_size, self.num_generations)
+        per_device, size = self.args.per_device_train_batch_size, self.num_generations
+        groups = ("on", "whole groups in every micro-batch")
+        if per_device % size:
+            whole = f"per_device_train_batch_size={-(-per_device // size) * size} keeps them whole"
+            groups = ("as stock TRL", f"groups of {size} are split over micro-batches of {per_device}: {whole}")
         sync = "on" if self.sync.mode == "adapter" else "as stock TRL"
         return [
             self.prefix_sharing.feature(),
             *self.budget.features(self.prefix_sharing.active()),
-            ("on", "whole groups in every micro-batch") if cost is None else ("as stock TRL", cost),
+            groups,
             *self.rollout.features(self.model, self._generate_settings()),
             *([(sync, self.sync.describe())] if self.use_vllm else []),
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),

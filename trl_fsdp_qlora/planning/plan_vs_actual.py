@@ -12,7 +12,7 @@ from trl import ModelConfig
 from ..recipe.arguments import ConfigError, ScriptArguments
 from ..recipe.script import say
 from ..run.nonfatal import nonfatal
-from ..run.quiet_end import stop_at_once, stop_by_exception
+from ..run.signals import stop_at_once, stop_by_exception
 from .plan import PROCESS, ROOM, Plan, format_bytes, make_plan
 from .settings import from_config
 

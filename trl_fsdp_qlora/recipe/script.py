@@ -14,7 +14,7 @@ from accelerate import PartialState
 
 from ..checkpoints import checkpoints
 from ..errors import UserError
-from ..run import launch_line, quiet_end
+from ..run import launch_line, signals
 from ..run.launch import USER_ERROR
 from ..telemetry import terminal
 from .arguments import DEBUG_ERRORS
@@ -31,8 +31,7 @@ def run_main(main: Callable[[], None]) -> None:
     line, too, while training with the command that resumes; the exit status then is 130. Where nobody reads on what is
     printed (`| head -1`), it is 141.
     """
-    quiet_end.print_anything()
-    quiet_end.stop_by_exception()
+    signals.stop_by_exception()
     terminal.no_bars_in_files()
     # Libraries about each other: nothing that a recipe's user can change.
     warnings.simplefilter("ignore", FutureWarning)
@@ -42,10 +41,10 @@ def run_main(main: Callable[[], None]) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except KeyboardInterrupt as stop:
-        quiet_end.say_stopped(str(stop) or "stopped")
-        sys.exit(quiet_end.INTERRUPTED)
+        signals.say_stopped(str(stop) or "stopped")
+        sys.exit(signals.INTERRUPTED)
     except BrokenPipeError:
-        sys.exit(quiet_end.reader_gone())
+        sys.exit(signals.reader_gone())
     except UserError as error:
         if DEBUG_ERRORS in sys.argv:
             raise

@@ -6,8 +6,9 @@ from ..errors import UserError, did_you_mean
 from .shipped import shipped
 
 
-def _all() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(shipped("accelerate_configs").glob("*.yaml"))}
+def names() -> list[str]:
+    """Names that [`accelerate_config`] takes."""
+    return sorted(path.stem for path in shipped("accelerate_configs").glob("*.yaml"))
 
 
 def accelerate_config(name: str) -> Path:
@@ -16,14 +17,8 @@ def accelerate_config(name: str) -> Path:
     Raises:
         UserError: there is none of that name; says which is called nearly so, and lists those there are.
     """
-    known = _all()
-    if name not in known:
+    if name not in names():
         raise UserError(
-            f"no accelerate config named {name!r}{did_you_mean(name, known)}; there are {', '.join(known) or 'none installed'}"
+            f"no accelerate config named {name!r}{did_you_mean(name, names())}; there are {', '.join(names())}"
         )
-    return known[name]
-
-
-def names() -> list[str]:
-    """Names that [`accelerate_config`] takes."""
-    return list(_all())
+    return shipped("accelerate_configs") / f"{name}.yaml"

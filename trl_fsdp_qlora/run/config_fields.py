@@ -10,14 +10,12 @@ Config = TypeVar("Config", bound=type)
 
 # Fields of this package's configs that hold a word, `on` or `off` among the possible ones.
 SWITCHES = ("prefix_sharing", "phase_metrics")
-_WORDS = {True: ("on", "yes"), False: ("off", "no")}
 
 
 def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
     """`value`, and for a truth value the word of `known` that YAML has read as one: `prefix_sharing: off` arrives as `False`."""
-    if not isinstance(value, bool):
-        return value
-    return next((word for word in _WORDS[value] if word in known), value)
+    words = {True: ("on", "yes"), False: ("off", "no")}.get(value, ()) if isinstance(value, bool) else ()
+    return next((word for word in words if word in known), value)
 
 
 def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:

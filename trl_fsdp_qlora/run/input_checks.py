@@ -1,12 +1,11 @@
-"""Bad input, told before the first step: what is wrong, where, and which line to change."""
+"""Bad input, refused before the first step: what is wrong, where, and which line to change."""
 
 import contextlib
 import copy
 import functools
-import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,28 +13,22 @@ from datasets import DatasetDict, IterableDatasetDict
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import logging
 
 from ..compat.peft import targets_not_found
 from ..compat.transformers import model_class
 from ..compat.trl import get_callable_name, is_async_callable
 from ..errors import UserError
 
-logger = logging.get_logger(__name__)
-
 
 class RewardError(UserError):
-    """A reward function that returned something that is no reward."""
+    """A reward function that returned something that is no list of rewards."""
 
 
 def check_processes(world_size: int) -> None:
-    """Refuse a launch of several processes of which each takes itself for the only one.
+    """Refuse a launch of several processes of which each takes itself for the only one, and would train the whole run.
 
     Args:
         world_size: as the training arguments see it.
-
-    Raises:
-        UserError: every process would train the whole run, into the same folder.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world_size == 1:
@@ -54,12 +47,13 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         needs_prompt: `False` where an environment supplies the prompts.
 
     Raises:
-        UserError: a dictionary of splits; no `prompt` column; no rows; fewer rows than one generation batch needs.
+        UserError: a dictionary of splits; no `prompt` column; fewer rows than one generation batch needs.
     """
     if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
         part = "train" if "train" in dataset else next(iter(dataset), "train")
+        splits = ", ".join(dataset)
         raise UserError(
-            f"train_dataset is a {type(dataset).__name__} with the splits {', '.join(dataset)}; take dataset[{part!r}]"
+            f"train_dataset is a {type(dataset).__name__} with the splits {splits}; take dataset[{part!r}]"
         )
     columns = getattr(dataset, "column_names", None)
     if needs_prompt and columns is not None and "prompt" not in columns:
@@ -67,11 +61,7 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
             f"the training dataset has no `prompt` column; its columns are {', '.join(columns) or 'none'}. "
             "Rename the one that holds the prompts: dataset.rename_column('question', 'prompt')"
         )
-    if not hasattr(dataset, "__len__"):
-        return
-    if len(dataset) == 0:
-        raise UserError("the training dataset is empty")
-    if len(dataset) < generation_prompts:
+    if hasattr(dataset, "__len__") and len(dataset) < max(generation_prompts, 1):
         raise UserError(
             f"the training dataset has {len(dataset)} rows, but one generation batch takes {generation_prompts} "
             "different prompts, so not one step could be taken. Lower generation_batch_size (or "
@@ -79,99 +69,34 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         )
 
 
-def batch_size_advice(per_device: int, world_size: int, accumulation: int, num_generations: int) -> str:
-    """Which settings near the given ones make whole groups, as a sentence."""
-    rows = per_device * world_size * accumulation
-
-    def nearest(values: list[int], wanted: int) -> str:
-        return ", ".join(map(str, sorted(sorted(values, key=lambda value: abs(value - wanted))[:3])))
-
-    limit = 4 * num_generations
-    sizes = [n for n in range(1, per_device + limit) if n * world_size * accumulation % num_generations == 0]
-    steps = [n for n in range(1, accumulation + limit) if n * world_size * per_device % num_generations == 0]
-    groups = [n for n in range(2, rows + 1) if rows % n == 0]
-    return (
-        f"A generation batch has per_device_train_batch_size={per_device} × {world_size} processes × "
-        f"{accumulation} steps = {rows} completions, which must be whole groups of num_generations="
-        f"{num_generations}. What would work: per_device_train_batch_size {nearest(sizes, per_device)}; or "
-        f"gradient_accumulation_steps (steps_per_generation) {nearest(steps, accumulation)}"
-        + (f"; or num_generations {nearest(groups, num_generations)}." if groups else ".")
-    )
-
-
-def split_group_cost(per_device: int, num_generations: int) -> str | None:
-    """One line on what it costs that groups are split over micro-batches or ranks; `None` where they are whole."""
-    if per_device % num_generations == 0:
-        return None
-    parts = math.ceil(num_generations / per_device)
-    whole = math.ceil(per_device / num_generations) * num_generations
-    return (
-        f"groups of {num_generations} are split over micro-batches of {per_device}: a prompt is computed at least "
-        f"{max(parts, 2)} times per step instead of once; per_device_train_batch_size={whole} keeps groups whole"
-    )
-
-
 def guard_reward(function: Any) -> Any:
-    """A reward function that says which function and which rows, when it fails or returns no list of rewards.
+    """A reward function that is refused where it returns another number of values than completions.
 
-    Values TRL accepts pass through: numbers (also of numpy or torch), `None` and NaN, which TRL treats alike. What the
-    function raises is raised as it is, with a note that names function and rows; it is never called a second time (it may be
-    a paid judge). Models and model ids are left alone.
-
-    Raises (when called):
-        RewardError: wrong number of values (TRL would spread a single one over all), or a value that is no number.
+    TRL would spread a single value over all of them (trl#6533). What the function raises is raised as it is. Models and model
+    ids are left alone.
     """
     if isinstance(function, (str, nn.Module)) or not callable(function):
         return function
     name = get_callable_name(function)
 
-    @contextlib.contextmanager
-    def noted(columns: dict) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            rows = ", ".join(map(str, dict.fromkeys(columns.get("row", ()))))
-            error.add_note(f"Raised by reward function {name!r}{f' for rows {rows} of the dataset' if rows else ''}.")
-            raise
-
-    def checked(values: Any, prompts: Sequence, columns: dict) -> list:
-        if not hasattr(values, "__iter__"):
-            raise RewardError(f"reward function {name!r} returned {values!r}, not a list of numbers")
-        values = list(values)
-        if len(values) != len(prompts):
+    def checked(values: Any, completions: list) -> list:
+        if not hasattr(values, "__len__") or len(values) != len(completions):
+            got = f"{len(values)} values" if hasattr(values, "__len__") else repr(values)
             raise RewardError(
-                f"reward function {name!r} returned {len(values)} values for {len(prompts)} completions; it must "
-                "return one per completion"
+                f"reward function {name!r} returned {got} for {len(completions)} completions; it must return one each"
             )
-        for i, value in enumerate(values):
-            try:
-                if value is not None and math.isinf(value):
-                    logger.warning_once(
-                        f"reward function {name!r} returned inf: all advantages of its group are then NaN"
-                    )
-            except (TypeError, OverflowError):
-                prompt = prompts[i] if isinstance(prompts[i], str) else prompts[i][-1].get("content", "")
-                row = f"row {columns['row'][i]} of the dataset" if "row" in columns else f"completion {i} of the batch"
-                raise RewardError(
-                    f"reward function {name!r} returned {value!r} for {row} (prompt ends in {str(prompt)[-60:]!r}); rewards "
-                    "are numbers, or None for a completion it cannot judge"
-                ) from None
-        return values
+        return list(values)
 
     if is_async_callable(function):
 
         @functools.wraps(function, updated=())
-        async def guarded(prompts, completions, **columns):
-            with noted(columns):
-                values = await function(prompts=prompts, completions=completions, **columns)
-            return checked(values, prompts, columns)
+        async def guarded(completions, **columns):
+            return checked(await function(completions=completions, **columns), completions)
     else:
 
         @functools.wraps(function, updated=())
-        def guarded(prompts, completions, **columns):
-            with noted(columns):
-                values = function(prompts=prompts, completions=completions, **columns)
-            return checked(values, prompts, columns)
+        def guarded(completions, **columns):
+            return checked(function(completions=completions, **columns), completions)
 
     guarded.__name__ = name
     return guarded
@@ -211,11 +136,6 @@ def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision
     return peft_config
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """Last components of the names of a model's linear layers: what `lora_target_modules` can match."""
-    return sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
-
-
 @contextlib.contextmanager
 def explained_lora_targets(model: Any) -> Iterator[None]:
     """PEFT's error about targets that match nothing, raised inside, comes with the names that would match.
@@ -228,9 +148,9 @@ def explained_lora_targets(model: Any) -> Iterator[None]:
     except ValueError as error:
         if not targets_not_found(error):
             raise
-        if isinstance(model, str):
-            model = without_weights(AutoConfig.from_pretrained(model))
+        model = without_weights(AutoConfig.from_pretrained(model)) if isinstance(model, str) else model
+        linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         raise UserError(
-            f"{error} Linear layers of this model: {', '.join(linear_names(model))}. "
+            f"{error} Linear layers of this model: {', '.join(sorted(linear))}. "
             "Set lora_target_modules to some of these, or to all-linear."
         ) from None

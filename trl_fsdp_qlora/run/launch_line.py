@@ -14,15 +14,6 @@ _MODULES = {
 }
 
 
-def _from_launcher(words: list[str]) -> list[str] | None:
-    """The part of a process's command line that calls a launcher, by its plain name; `None` where it calls none."""
-    for place, word in enumerate(words[:3]):  # the interpreter and `-m` may stand before it
-        plain = _MODULES.get(word) if place and words[place - 1] == "-m" else _LAUNCHERS.get(Path(word).name)
-        if plain is not None:
-            return [*plain, *words[place + 1 :]]
-    return None
-
-
 def launch_words() -> list[str]:
     """The words of the command that started this run, the launcher's own (`--config_file`) among them.
 
@@ -30,9 +21,11 @@ def launch_words() -> list[str]:
     """
     try:
         for process in psutil.Process().parents():
-            words = _from_launcher(process.cmdline())
-            if words is not None:
-                return words
+            words = process.cmdline()
+            for place, word in enumerate(words[:3]):  # the interpreter and `-m` may stand before it
+                plain = _MODULES.get(word) if place and words[place - 1] == "-m" else _LAUNCHERS.get(Path(word).name)
+                if plain is not None:
+                    return [*plain, *words[place + 1 :]]
     except psutil.Error:  # another user's process, or one that has just ended: what this one knows itself has to do
         pass
     return ["python", *sys.argv]

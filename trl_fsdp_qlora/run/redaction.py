@@ -37,10 +37,8 @@ def portable(value: Any) -> Any:
         return {key: portable(item) for key, item in value.items()}
     if isinstance(value, list):
         return [portable(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    if not os.path.isabs(value) and not value.startswith("~"):
-        return _CREDENTIALS.sub("", value)
+    if not isinstance(value, str) or not (os.path.isabs(value) or value.startswith("~")):
+        return _CREDENTIALS.sub("", value) if isinstance(value, str) else value
     inside = Path(value).is_relative_to(Path.cwd()) and Path(value) != Path.cwd()
     return str(Path(value).relative_to(Path.cwd())) if inside else Path(value).name
 
@@ -53,10 +51,9 @@ def command_line(words: Sequence[str]) -> str:
     line, flag = [], ""
     for word in words:
         name, equals, value = word.partition("=")
-        named = bool(equals) and re.fullmatch(r"-{0,2}[A-Za-z][\w.-]*", name) is not None
         if flag and not word.startswith("--"):
             line.append(_variable(flag))
-        elif named:
+        elif equals and re.fullmatch(r"-{0,2}[A-Za-z][\w.-]*", name):
             line.append(f"{name}={_variable(name) if is_secret_name(name) else shlex.quote(portable(value))}")
         else:
             line.append(shlex.quote(portable(word)))

@@ -1,4 +1,4 @@
-"""Ctrl-C, and a reader that is gone (`| head -1`), end a command with a word or none; an encoding that lacks a letter does not."""
+"""Ctrl-C, and a reader that is gone (`| head -1`), end a command with a line or none."""
 
 import ctypes
 import os
@@ -7,23 +7,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT  # what a shell makes of the signal
 READER_GONE = 128 + 13  # SIGPIPE, which Windows has not
 
 
-def print_anything() -> None:
-    """Let what an output's encoding has not (an arrow, what a model writes, under ISO-8859-1) be escaped, and not end a run."""
-    for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-
-
 @contextmanager
 def quietly() -> Iterator[None]:
     """Around a command: Ctrl-C is one line and exit status 130; where nobody reads on, no word and 141."""
-    print_anything()
     try:
         yield
         sys.stdout.flush()
@@ -51,7 +42,7 @@ def stop_by_exception() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _stop(_signal: int, _frame: FrameType | None) -> None:
+def _stop(*_signal) -> None:
     say_stopped("stopped")
     os._exit(INTERRUPTED)
 

@@ -92,34 +92,11 @@ def test_nobody_reads_on(words, unbuffered):
         os.close(write)
 
 
-def test_nobody_reads_what_a_script_prints():
-    code = "from trl_fsdp_qlora.run.quiet_end import quietly\nwith quietly():\n    print('a')"
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        assert ended("-c", code, stdout=write) == (141, "")
-    finally:
-        os.close(write)
-
-
 def test_a_recipes_script_ends_so_too(monkeypatch):
     def nobody_reads():
         raise BrokenPipeError
 
-    monkeypatch.setattr("trl_fsdp_qlora.run.quiet_end.reader_gone", lambda: 141)
+    monkeypatch.setattr("trl_fsdp_qlora.run.signals.reader_gone", lambda: 141)
     with pytest.raises(SystemExit) as end:
         run_main(nobody_reads)
     assert end.value.code == 141
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from trl_fsdp_qlora.run.quiet_end import quietly\nwith quietly():\n    print('a → b')",
-        "from trl_fsdp_qlora.run.quiet_end import print_anything\nprint_anything()\nprint('a → b')",
-    ],
-)
-def test_an_output_that_has_no_arrow(code):
-    environment = {**os.environ, "PYTHONIOENCODING": "iso-8859-1"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60)
-    assert (run.returncode, run.stdout, run.stderr) == (0, b"a \\u2192 b\n", b"")
