@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from tests.distributed.launch import launch
 from tests.tiny import LOSS_TYPES, lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.grpo.padded_cut import padded_cut, padded_pass
+from trl_fsdp_qlora.grpo.passes import padded_cut, padded_pass
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 from trl_fsdp_qlora.scoring.token_selection import TokenSelection
 

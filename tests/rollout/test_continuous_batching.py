@@ -45,12 +45,12 @@ def test_stock_leaves_them_in_bf16(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_come_back_after_an_error_too(fails):
-    from trl_fsdp_qlora.rollout.continuous_batching import weights_kept
+    from trl_fsdp_qlora.rollout.rollout import restore_weights
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
-        with weights_kept(model):
+        with restore_weights(model):
             model.to(torch.bfloat16).eval()
             if fails:
                 raise OSError

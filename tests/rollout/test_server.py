@@ -25,9 +25,8 @@ def client(url: str) -> AdapterServer:
     return AdapterServer(url, patience=0.2, max_lora_rank=8)
 
 
-@pytest.mark.parametrize("started", [{}, {"replicas": 2, "api_processes": 1}])
-def test_a_server_that_is_right(started):
-    with RecordedServer(**started) as running:
+def test_a_server_that_is_right():
+    with RecordedServer() as running:
         found = client(running.url)
         assert (found.base, found.folder) == ("base", "/base")
         assert found.generate([[5, 6]], logprobs=None)["completion_ids"] == [[7]]

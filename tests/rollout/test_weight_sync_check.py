@@ -36,16 +36,11 @@ def test_another_model_is_an_error_after_the_first_sync_alone(warned):
     assert judged(float("nan"), float("inf")).is_waiting  # of a policy that overflows; vLLM has no part in it
 
 
-def test_what_is_high_or_grows_is_named_once_and_again_when_it_has_doubled(warned):
+def test_what_is_high_is_named_once_and_again_when_it_has_doubled(warned):
     judged(0.04, 0.05, 0.09)
-    judged(2e-5, 9e-5, 2e-3)  # tenfold, and of no consequence
     assert not warned
     judged(0.15, 0.16, 0.2, 0.35)
     assert [line.split(" by ")[1].split(" nats")[0] for line in warned] == ["0.15", "0.35"]
-    warned.clear()
-    judged(1e-4, 0.012)
-    judged(0.003, 0.02, 0.031)
-    assert len(warned) == 2 and all("after the first sync" in line for line in warned)
 
 
 def test_few_tokens_are_judged_together():
@@ -70,15 +65,12 @@ def test_nothing_is_judged_where_vllm_does_not_draw_from_the_policy(warned):
         ({"top_k": -1, "min_p": 0.0}, True),
         ({"generation_kwargs": {"seed": 3, "stop": ["."], "max_tokens": 4, "ignore_eos": True}}, True),
         ({"top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, True),  # vLLM gets the latter
-        ({"generation_kwargs": {"min_tokens": 0, "logit_bias": {}, "bad_words": None}}, True),
         ({"top_p": 0.9}, False),
         ({"top_k": 20}, False),
-        ({"min_p": 0.1}, False),
         ({"repetition_penalty": 1.1}, False),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, False),
         ({"generation_kwargs": {"temperature": 0.7}}, False),
         ({"generation_kwargs": {"min_tokens": 8}}, False),
-        ({"generation_kwargs": {"extra_args": {"what": "ever"}}}, False),
         ({"vllm_engine_kwargs": '{"quantization": "fp8"}'}, True),
         ({"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, False),
         ({"vllm_mode": "server", "temperature": 0.7}, False),  # the server may leave it out

@@ -73,8 +73,6 @@ class Server:
 WRONG_STARTS = [
     ({"max_lora_rank": None}, "--enable-lora"),
     ({"max_lora_rank": 4}, "--max-lora-rank 8"),
-    ({"replicas": 2}, "--api-server-count 1"),
-    ({"replicas": 2, "api_processes": 1, "external": True}, "--api-server-count 1"),
 ]
 
 
@@ -82,7 +80,7 @@ class RecordedServer:
     """Answers as a vLLM 0.31 server does that was started in some way.
 
     Args:
-        max_lora_rank, replicas, api_processes, external, weight_transfer: what it was started with.
+        max_lora_rank, weight_transfer: what it was started with.
         other: paths at which it answers otherwise, with this status.
 
     Attributes:
@@ -92,16 +90,11 @@ class RecordedServer:
     def __init__(
         self,
         max_lora_rank: int | None = 16,
-        replicas: int = 1,
-        api_processes: int | None = None,
-        external: bool = False,
         weight_transfer: bool = False,
         other: Mapping[str, int] | None = None,
     ):
-        parallel = {"data_parallel_size": replicas, "data_parallel_external_lb": external}
         info = {
             "lora_config": None if max_lora_rank is None else {"max_lora_rank": max_lora_rank},
-            "parallel_config": parallel | {"_api_process_count": api_processes or replicas},
             "weight_transfer_config": {"backend": "nccl"} if weight_transfer else None,
             "model_config": {"logprobs_mode": "processed_logprobs"},
         }

@@ -25,7 +25,7 @@ from ..compat.trl import (
     use_adapter,
 )
 from ..grpo.arguments import own_config
-from ..grpo.requests import loss_pass
+from ..grpo.passes import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..recipe.stats import wilson_interval
 from ..rollout.completions import generate, over_ranks

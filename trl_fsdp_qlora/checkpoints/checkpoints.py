@@ -6,6 +6,7 @@ Transformers saves, each rank keeps the completions it has generated and not yet
 a generation cycle goes on as the uninterrupted one did.
 """
 
+import errno
 import hashlib
 import logging
 import os
@@ -39,8 +40,8 @@ LOCK = "_run.lock"
 STAGING = "_staging"
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_FORMATS = (1, 2, 3)  # sizes alone; sizes and check sums; sizes and settings
-_UNFINISHED = ".being-written"  # in a folder that a version with format 2 did not finish
+_FRESH = (None, False, "", "false", "False")  # spellings of `resume_from_checkpoint`
+_FORMAT = 3
 
 # Of `TrainingArguments`, what a resumed run should know of.
 _TRAINING = [
@@ -78,27 +79,20 @@ def why_incomplete(checkpoint: str | Path) -> str | None:
     """
     checkpoint = Path(checkpoint)
     try:
-        if (checkpoint / _UNFINISHED).exists():
-            return "the run ended while it was being written"
         if not (checkpoint / MANIFEST).exists():
             if any(checkpoint.glob("rollouts_*")) or not (checkpoint / TRAINER_STATE_NAME).exists():
                 return f"it has no {MANIFEST}: the run ended while it was being written or removed"
-            state = read_json(checkpoint / TRAINER_STATE_NAME)
-            return None if "global_step" in state else f"its {TRAINER_STATE_NAME} holds no global_step"
+            read_json(checkpoint / TRAINER_STATE_NAME)
+            return None
         content = read_json(checkpoint / MANIFEST)
-        if content.get("format") not in _FORMATS or not isinstance(content.get("files"), dict):
-            return f"its {MANIFEST} is not one of this package's"
-        for name, entry in content["files"].items():
-            size = entry.get("bytes") if isinstance(entry, dict) else entry
+        if content.get("format") != _FORMAT:
+            return f"its {MANIFEST} is of another version of this package"
+        for name, size in content["files"].items():
             path = checkpoint / name
-            if not path.is_file():
-                return f"its file {name} is missing"
-            if path.stat().st_size != size:
-                return f"its file {name} has {path.stat().st_size} bytes instead of {size}"
+            if not path.is_file() or path.stat().st_size != size:
+                return f"its file {name} has not {size} bytes" if path.exists() else f"its file {name} is missing"
     except CheckpointError as error:
         return str(error)
-    except OSError as error:
-        return f"it cannot be read: {error.strerror} ({error.filename})"
     return None
 
 
@@ -133,7 +127,7 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | N
     Raises:
         CheckpointError: nothing to resume from, or the named folder is not whole.
     """
-    if resume in (None, False, "", "false", "False"):
+    if resume in _FRESH:
         return None
     if resume in (True, "auto", "true", "True"):
         found = last_complete_checkpoint(output_dir)
@@ -158,37 +152,28 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | N
 # --- the output folder -----------------------------------------------------------------------------------------------
 
 
-def check_writable(output_dir: str | Path) -> None:
-    """Create `output_dir` and a file in it, before hours are spent on what is to be saved there.
+def hold(lock: FileLock) -> None:
+    """Create an output folder and hold it for this process; the lock ends with it, however that ends.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written, or another process holds it.
     """
-    probe = Path(output_dir) / f".writable.{os.getpid()}"
+    output_dir = Path(lock.lock_file).parent
     try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
-
-
-def take(lock: FileLock) -> None:
-    """Hold an output folder for this process; the lock ends with it, however that ends.
-
-    Raises:
-        CheckpointError: another process holds it.
-    """
-    folder = Path(lock.lock_file).parent
-    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise CheckpointError(
-            f"output_dir={folder} is in use by another run: two would overwrite each other's checkpoints. Wait for it, end "
+            f"output_dir={output_dir} is in use by another run: two would overwrite each other's checkpoints. Wait for it, end "
             "it, or set another output_dir"
         ) from None
-    except (OSError, NotImplementedError) as error:
-        logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", folder, error)
+    except NotImplementedError as error:
+        logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
+    except OSError as error:
+        if error.errno == errno.ENOLCK:
+            logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
+        else:
+            raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
 
 
 def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
@@ -197,13 +182,11 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
     Raises:
         CheckpointError: says what is there and what to do.
     """
-    output_dir = Path(output_dir)
-    check_writable(output_dir)
     if int(os.environ.get("RANK", 0)) == 0:  # before a model is loaded; the run takes it for good when it begins
-        lock = FileLock(output_dir / LOCK)
-        take(lock)
+        lock = FileLock(Path(output_dir) / LOCK)
+        hold(lock)
         lock.release()
-    if resume in (None, False, "", "false", "False") and checkpoints_in(output_dir):
+    if resume in _FRESH and checkpoints_in(output_dir):
         raise CheckpointError(
             f"output_dir={output_dir} holds another run ({checkpoints_in(output_dir)[-1].name}). Go on with it: "
             "--resume_from_checkpoint auto. Start another: --output_dir with another folder, or remove this one."
@@ -219,18 +202,14 @@ def describe_rollouts(
     """What completions were made with: base, data, rewards, the cut into micro-batches, and the method's own settings.
 
     Args:
-        args: the trainer's config.
-        model: unwrapped.
-        dataset: its training data.
-        rewards: names of the functions.
-        trainer: name of the class.
+        args, model, dataset: of the trainer, the model unwrapped.
+        rewards, trainer: names of the functions and of the class.
     """
     own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
     names = {*_LAYOUT, *(name for name in own if not _BESIDE.match(name))}
     run = {name: getattr(args, name, None) for name in names} | {"processes": args.world_size, "seed": args.seed}
-    return plain(
-        run | {"base": Path(model_name(model)).name, "data": _data(dataset), "rewards": rewards, "trainer": trainer}
-    )
+    base = Path(model_name(model)).name
+    return plain(run | {"base": base, "data": _data(dataset), "rewards": rewards, "trainer": trainer})
 
 
 def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
@@ -246,9 +225,8 @@ def _data(dataset: Any) -> str:
     """Rows, columns, and a digest of 64 evenly spaced rows."""
     if not isinstance(dataset, Dataset):
         return type(dataset).__name__
-    rows = dataset.with_format("arrow").select(
-        range(0, len(dataset), max(1, len(dataset) // 64))
-    )  # no image is decoded
+    every = range(0, len(dataset), max(1, len(dataset) // 64))
+    rows = dataset.with_format("arrow").select(every)  # no image is decoded
     digest = hashlib.sha256(repr([batch.to_pylist() for batch in rows.iter(64)]).encode()).hexdigest()[:12]
     return f"{len(dataset)} rows of {', '.join(sorted(dataset.column_names))}, digest {digest}"
 
@@ -295,7 +273,7 @@ def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
         with path.open("rb+") as file:
             os.fsync(file.fileno())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
-    write_json(staging / MANIFEST, {"format": _FORMATS[-1], "files": sizes, "run": run})
+    write_json(staging / MANIFEST, {"format": _FORMAT, "files": sizes, "run": run})
     if checkpoint.exists():
         _remove(checkpoint)
     os.replace(staging, checkpoint)
@@ -305,8 +283,7 @@ class WholeCheckpoints:
     """Writes a trainer's checkpoints and finds them again. Every rank calls every method; one looks and decides.
 
     Args:
-        args: of the trainer.
-        accelerator: of the trainer.
+        args, accelerator: of the trainer.
         describe: gives the settings of this run, [`describe_rollouts`] and [`describe_training`]; called once.
     """
 
@@ -316,11 +293,9 @@ class WholeCheckpoints:
         accelerator: Accelerator,
         describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
     ):
-        self.args = args
-        self.accelerator = accelerator
+        self.args, self.accelerator = args, accelerator
         self.staging: Path | None = None  # where checkpoints are written, while one is
-        self._describe = describe
-        self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._describe, self._described = describe, None
         self._lock = FileLock(Path(args.output_dir) / LOCK)
         self._resolved: str | None = None
 
@@ -340,12 +315,7 @@ class WholeCheckpoints:
         Raises:
             CheckpointError: it cannot be written, or another process holds it.
         """
-
-        def hold() -> None:
-            check_writable(self.args.output_dir)
-            take(self._lock)
-
-        on_main(hold, self.args.should_save)
+        on_main(lambda: hold(self._lock), self.args.should_save)
         try:
             yield
         finally:
@@ -358,19 +328,18 @@ class WholeCheckpoints:
         Raises:
             CheckpointError: there is no whole checkpoint to resume from.
         """
-        if resume is None or resume != self._resolved:
-            self._resolved = on_main(lambda: self._resolve(resume), self.args.should_save)
-        return self._resolved
 
-    def _resolve(self, resume: str | bool | None) -> str | None:
-        found = resolve_resume(self.args.output_dir, resume)
-        if found is not None and (Path(found) / MANIFEST).exists():
-            run = read_json(Path(found) / MANIFEST).get("run") or {}
-            before = {**run.get("identity", {}), **run.get("layout", {}), **run.get("settings", {})}  # format 2, and 3
-            changed = differences(before, self.run[0] | self.run[1])
-            if changed:
-                logger.warning("going on from %s with other settings: %s", found, "; ".join(changed))
-        return found
+        def resolve() -> str | None:
+            found = resolve_resume(self.args.output_dir, resume)
+            if found is not None and (Path(found) / MANIFEST).exists():
+                before = (read_json(Path(found) / MANIFEST).get("run") or {}).get("settings", {})
+                if changed := differences(before, self.run[0] | self.run[1]):
+                    logger.warning("going on from %s with other settings: %s", found, "; ".join(changed))
+            return found
+
+        if resume is None or resume != self._resolved:
+            self._resolved = on_main(resolve, self.args.should_save)
+        return self._resolved
 
     def say_finished(self, steps: int) -> None:
         if self.accelerator.is_main_process:
@@ -396,7 +365,10 @@ class WholeCheckpoints:
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         staging = checkpoint.parent / STAGING / checkpoint.name
         with disk_errors(checkpoint):
-            on_main(lambda: self._empty(staging), self.args.should_save)
+            if self.args.should_save:
+                shutil.rmtree(staging.parent, ignore_errors=True)  # of a run that was killed
+                staging.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
             self.staging = staging.parent
             try:
                 yield
@@ -416,11 +388,6 @@ class WholeCheckpoints:
                 rotate(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
 
-    @staticmethod
-    def _empty(staging: Path) -> None:
-        shutil.rmtree(staging.parent, ignore_errors=True)  # of a run that was killed
-        staging.mkdir(parents=True)
-
     def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
         """What [`writing`] kept of this rank, on its device; `None` where it cannot be used, which is said."""
         if checkpoint is None:
@@ -436,8 +403,8 @@ class WholeCheckpoints:
                 reason = f"{file.name} cannot be read: {type(error).__name__}"
         if state is not None and state.get("buffer") is not None:
             changed = differences(state.get("shape") or {}, self.run[0])
-            if changed or "shape" not in state:  # format 1 has none
-                reason = f"they were made with other settings: {'; '.join(changed) or 'unknown ones'}"
+            if changed:
+                reason = f"they were made with other settings: {'; '.join(changed)}"
         # One rank alone must not generate while the others do not.
         reason = next((each for each in gather_object([reason]) if each is not None), None)
         if reason is None:

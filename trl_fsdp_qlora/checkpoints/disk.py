@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import UserError
 
-_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 # torch and safetensors write in C++ and Rust and raise their own types; these are their words for a failed write.
 _WORDS = re.compile(r"no space left|disk quota|file too large|PytorchStreamWriter|inline_container", re.IGNORECASE)
 
@@ -48,14 +47,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"its {path.name} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # JSON and UTF-8 that do not decode
-        raise CheckpointError(f"its {path.name} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"its {path.name} holds no mapping")
-    return content
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:  # JSON and UTF-8 that do not decode are value errors
+        raise CheckpointError(f"its {path.name} cannot be read: {error}") from error
 
 
 @contextmanager
@@ -69,13 +63,11 @@ def disk_errors(folder: str | Path) -> Iterator[None]:
         yield
     except Exception as error:
         link: BaseException | None = error
-        while link is not None and not (getattr(link, "errno", None) in _FULL or _WORDS.search(str(link))):
+        while link is not None and not (getattr(link, "errno", None) == errno.ENOSPC or _WORDS.search(str(link))):
             link = link.__cause__ or link.__context__
         if link is None or isinstance(error, CheckpointError):
             raise
-        existing = next(path for path in [Path(folder).absolute(), *Path(folder).absolute().parents] if path.exists())
-        free = shutil.disk_usage(existing).free / 2**20
         raise CheckpointError(
-            f"the disk did not take what was to be written to {folder} ({free:,.0f} MiB free): {str(link).splitlines()[0]}. "
+            f"the disk did not take what was to be written to {folder}: {str(link).splitlines()[0]}. "
             "Make room, or set another output_dir; a run goes on from its last checkpoint with resume_from_checkpoint=auto"
         ) from error

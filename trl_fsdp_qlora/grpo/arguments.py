@@ -54,34 +54,10 @@ def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
     return args
 
 
-def check_dynamic_sampling(call: dict[str, Any]) -> None:
-    """Refuse what further prompts cannot be drawn for.
-
-    Raises:
-        ValueError: names it.
-    """
-    dataset = call.get("train_dataset")
-    if dataset is not None and not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"dynamic_sampling draws further prompts by their index, which an {type(dataset).__name__} does not have: load the "
-            "dataset without streaming, or set dynamic_sampling=False"
-        )
-    own = next((name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)), None)
-    pictures = next(
-        (name for name in ("image", "images") if name in (getattr(dataset, "column_names", None) or ())), None
-    )
-    if own or pictures:
-        what = own or f"a column {pictures!r}"
-        raise ValueError(
-            f"dynamic_sampling draws single-turn completions of text prompts, and there is {what}: set "
-            "dynamic_sampling=False"
-        )
-
-
 def _server_info(args: Any) -> dict[str, Any]:
     from ..rollout.server import server_info
 
-    return server_info(args)
+    return on_main(lambda: server_info(args))
 
 
 def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
@@ -100,18 +76,25 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
         needs_prompt = call.get("environment_factory") is None
         checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)
     if args.dynamic_sampling:
-        check_dynamic_sampling(call)
+        dataset = call.get("train_dataset")
+        columns = {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ())
+        given = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
+        given += ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
+        if given or columns:
+            raise ValueError(
+                f"dynamic_sampling draws single-turn completions of further text prompts, by their index in the dataset, and "
+                f"there is {', '.join([*given, *map(repr, columns)])}: set dynamic_sampling=False"
+            )
     rewards = call.get("reward_funcs")
     if rewards is not None:
         rewards = [checks.guard_reward(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
     quantization_config = call.get("quantization_config")
     # Refuses what vLLM cannot serve before anything is loaded.
-    sync = choose_sync(args, *adapter_and_base(call), ask=lambda args: on_main(lambda: _server_info(args)))
+    sync = choose_sync(args, *adapter_and_base(call), ask=_server_info)
     loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
     quantized = quantization_config or (args.model_init_kwargs or {}).get("quantization_config") or loaded_in
     check_launch(quantized, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
-    has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
-    check_reference(needs_reference=args.beta != 0.0 and not has_adapter)
+    check_reference(needs_reference=args.beta != 0.0 and adapter_and_base(call)[0] is None)
     model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
     loaded = {"model": model, "reward_funcs": rewards, "args": args, "quantization_config": quantization_config}
     return {**call, **loaded}, sync

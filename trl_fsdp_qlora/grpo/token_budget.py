@@ -13,7 +13,6 @@ exact:
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +42,7 @@ def check_config(args: Any) -> None:
     if args.max_completion_length is not None and args.token_selection_always_first > args.max_completion_length:
         raise ValueError(
             f"token_selection_always_first={args.token_selection_always_first} is beyond the longest completion "
-            f"(max_completion_length={args.max_completion_length}): every token would be kept; use "
-            "token_selection='all' for that"
+            f"(max_completion_length={args.max_completion_length}): use token_selection='all' to keep every token"
         )
     reason = None
     if args.importance_sampling_level == "sequence" or args.loss_type == "vespo":
@@ -136,32 +134,27 @@ class TokenBudget:
             advantages = inputs["advantages"]
             advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
             learning_BC = mask_BC & (advantages != 0).any(1, keepdim=True)
-        selection = self._select(learning_BC, step, micro_step)
-        scored_BC = learning_BC if selection is None else selection.keep
+        scored_BC, weight_BC, args = learning_BC, None, self.args
+        if self.strategy != "all":
+            scored_BC, weight_BC = select_tokens(
+                learning_BC,
+                self.strategy,
+                rate=args.token_selection_rate,
+                always_first=args.token_selection_always_first,
+                max_tokens=args.token_selection_max_tokens,
+                weighting=args.token_selection_weighting,
+                generator=step_generator(args.seed, step, micro_step, self.rank),
+            )
         scored = scored_BC.sum()
         rows = scored.new_full((), len(mask_BC))  # filled in on the device: one from the host would be waited for
-        sums = [mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum()]
-        counts = torch.stack(sums)
-        compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if _per_token(inputs, key)}
+        counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum()])
+        tensors = [key for key in COMPARED if isinstance(inputs.get(key), torch.Tensor)]
+        compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in tensors}
         ratio = inputs.get(IMPORTANCE_RATIO)
         if isinstance(ratio, torch.Tensor):  # one per token, or one per completion
             left_out = ~scored_BC if ratio.shape == scored_BC.shape else ~scored_BC.any(1, keepdim=True)
             compared[IMPORTANCE_RATIO] = ratio.masked_fill(left_out, 1.0)
-        return Choice(scored_BC, None if selection is None else selection.weight, {**inputs, **compared}, counts)
-
-    def _select(self, learning_BC: torch.Tensor, step: int, micro_step: int):
-        if self.strategy == "all":
-            return None
-        args = self.args
-        return select_tokens(
-            learning_BC,
-            self.strategy,
-            rate=args.token_selection_rate,
-            always_first=args.token_selection_always_first,
-            max_tokens=args.token_selection_max_tokens,
-            weighting=args.token_selection_weighting,
-            generator=step_generator(args.seed, step, micro_step, self.rank),
-        )
+        return Choice(scored_BC, weight_BC, {**inputs, **compared}, counts)
 
     def report(self, metrics: dict[str, list]) -> Callable[[list[float]], None]:
         """What adds the share of scored tokens to `metrics`, and corrects the means that TRL took over all tokens.
@@ -174,32 +167,30 @@ class TokenBudget:
         """
         keys = (*SCORED_MEANS, *LEARNING_MEANS, PHI_MEAN)
         last = {key: (metrics[key], len(metrics[key]) - 1) for key in keys if metrics.get(key)}
-        shares = metrics["tokens/scored_fraction"], metrics["tokens/nothing_to_learn"]
-        return partial(self._report, shares, last)
+        fraction, nothing = metrics["tokens/scored_fraction"], metrics["tokens/nothing_to_learn"]
 
-    def _report(
-        self, shares: tuple[list, list], last: dict[str, tuple[list[float], int]], counts: list[float]
-    ) -> None:
-        valid, learning, scored, completions, scored_completions = counts
-        for values, value in zip(shares, (scored / max(valid, 1.0), float(learning == 0)), strict=True):
-            values.append(value)
-        if learning == 0:
-            self.empty_batches += 1
-            if self.empty_batches == 1 and self.rank == 0:  # the counts are those of all ranks
+        def finish(counts: list[float]) -> None:
+            valid, learning, scored, completions, scored_completions = counts
+            fraction.append(scored / max(valid, 1.0))
+            nothing.append(float(learning == 0))
+            self.empty_batches += learning == 0
+            if learning == 0 and self.empty_batches == 1 and self.rank == 0:  # the counts are those of all ranks
                 logger.warning(
                     "A micro-batch has no token to learn from (every advantage is zero or every completion is "
                     "masked); it leaves the gradient as it is. tokens/nothing_to_learn counts such batches."
                 )
-        # Zeros stand where nothing was computed. A skipped completion is never clipped, so its zeros are stock's; those of
-        # tokens that a selection left out of a completion are made up for. Phi is one where nothing is scored.
-        for keys, over, of in ((SCORED_MEANS, valid, scored), (LEARNING_MEANS, learning, scored)):
-            for key in keys:
-                if key in last and (of or key in SCORED_MEANS):
-                    values, i = last[key]
-                    values[i] = values[i] * over / of if of else float("nan")  # see `drop_missing`
-        if scored_completions and PHI_MEAN in last:
-            values, i = last[PHI_MEAN]
-            values[i] = (values[i] * completions - (completions - scored_completions)) / scored_completions
+            # Zeros stand where nothing was computed. A skipped completion is never clipped, so its zeros are stock's; those of
+            # tokens that a selection left out of a completion are made up for. Phi is one where nothing is scored.
+            for keys, over, of in ((SCORED_MEANS, valid, scored), (LEARNING_MEANS, learning, scored)):
+                for key in keys:
+                    if key in last and (of or key in SCORED_MEANS):
+                        values, i = last[key]
+                        values[i] = values[i] * over / of if of else float("nan")  # see `drop_missing`
+            if scored_completions and PHI_MEAN in last:
+                values, i = last[PHI_MEAN]
+                values[i] = (values[i] * completions - (completions - scored_completions)) / scored_completions
+
+        return finish
 
 
 def drop_missing(metrics: dict[str, list]) -> None:
@@ -210,7 +201,3 @@ def drop_missing(metrics: dict[str, list]) -> None:
             metrics[key][:] = known
         else:
             metrics.pop(key, None)
-
-
-def _per_token(inputs: dict[str, Any], key: str) -> bool:
-    return isinstance(inputs.get(key), torch.Tensor)

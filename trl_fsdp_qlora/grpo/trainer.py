@@ -49,8 +49,7 @@ from ..telemetry.phases import PhaseTimer, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
-from .padded_cut import padded_pass
-from .requests import loss_pass, padded_batch, rollout_pass
+from .passes import loss_pass, padded_batch, padded_pass, rollout_pass
 from .token_budget import TokenBudget, drop_missing
 
 logger = get_logger(__name__)
@@ -94,7 +93,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.weight_sync_check = WeightSyncCheck(judges)
         for warning in warnings_for(self.args, self.sync):
             logger.warning(warning)  # accelerate's logger: on the main rank
-        self._start_clock()
+        self.clock = PhaseTimer(self.accelerator.device, self.args.phase_metrics)
+        self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
+        self.add_callback(self.telemetry)
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
         self._start_scoring()
         tokenize = self._tokenize_prompts if self.environment_factories is None else None
         self.add_callback(StartupCallback(self.features, tokenize))
@@ -103,20 +106,9 @@ class EfficientGRPOTrainer(GRPOTrainer):
         super().create_accelerator_and_postprocess()
         self.sharding = Sharding(self.args, self.accelerator)
 
-    def _start_clock(self) -> None:
-        self.clock = PhaseTimer(self.accelerator.device, self.args.phase_metrics)
-        self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
-        self.add_callback(self.telemetry)
-        if self.use_vllm:
-            self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
-
-    @property
-    def _expects_images(self) -> bool:
-        columns = getattr(self.train_dataset, "column_names", None) or ()
-        return bool({"image", "images"} & set(columns) or self.tools or self.environments)
-
     def _start_scoring(self) -> None:
         policy = self.accelerator.unwrap_model(self.model)
+        columns = set(getattr(self.train_dataset, "column_names", None) or ())
         self.prefix_sharing = PrefixSharing(
             self.args.prefix_sharing,
             temperature=self.temperature,
@@ -124,7 +116,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             autocast=self.accelerator.autocast,
             entropy_gradient=self._entropy_bonus_enabled,
             head_kernel=self.args.lm_head_kernel,
-            expects_images=self._expects_images,
+            expects_images=bool({"image", "images"} & columns or self.tools or self.environments),
         )
         self.prefix_sharing.prepare("policy", policy)
         if self.ref_model is not None:
@@ -346,11 +338,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        rollouts = {
-            "step": self._step,
-            "buffer": self._buffered_inputs,
-            "further": {"taken": self.dynamic_sampling.taken},
-        }
+        further = {"taken": self.dynamic_sampling.taken}
+        rollouts = {"step": self._step, "buffer": self._buffered_inputs, "further": further}
         with self.checkpointing.writing(folder, self.state, rollouts):
             super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:

@@ -7,12 +7,11 @@ own function, and the engine serves exactly those.
 
 import hashlib
 import json
-import math
 import re
-import shutil
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -101,7 +100,7 @@ def dequantized_base(
         The folder of the checkpoint.
 
     Raises:
-        RolloutError: the disk has no room for it, or `output` holds something else.
+        RolloutError: `output` holds something else.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     content = _fingerprint(base, dtype)
@@ -110,18 +109,10 @@ def dequantized_base(
         return folder
     if output is not None and folder.exists():
         raise RolloutError(f"{folder} exists and holds something else; choose another output folder")
-    needed = sum(_dense_numel(module) for module in base.modules()) * dtype.itemsize
     folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < 1.05 * needed:
-        raise RolloutError(
-            f"the dequantized base takes {needed / 2**30:.1f} GiB and {folder.parent} has {free / 2**30:.1f} GiB free: "
-            "free some, or set TRL_FSDP_QLORA_CACHE to a folder with room"
-        )
     with written_whole(folder) as scratch:
         scratch.mkdir()
-        weight_map = _write_shards(_tensors(base, dtype), scratch, needed, progress)
-        index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
+        index = _write_shards(_tensors(base, dtype), scratch, progress)
         (scratch / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         config = base.config.to_dict()
         config.pop("quantization_config", None)
@@ -129,45 +120,29 @@ def dequantized_base(
         (scratch / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
         tokenizer.save_pretrained(scratch)
         base.generation_config.save_pretrained(scratch)
-        (scratch / DONE).write_text(
-            json.dumps({"content": content, "bytes": needed, "dtype": str(dtype)}) + "\n", encoding="utf-8"
-        )
+        (scratch / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")
     return folder
 
 
-def _dense_numel(module: nn.Module) -> int:
-    """Elements of a module's own weights, as if they were not packed."""
-    if type(module).__name__ == "Linear4bit":
-        return module.in_features * module.out_features + (0 if module.bias is None else module.bias.numel())
-    if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-        return 0  # the adapter's
-    layouts = getattr(module, "layouts", {})  # of experts
-    packed = sum(module.num_experts * math.prod(layout.shape) for layout in layouts.values())
-    plain = (parameter for name, parameter in module.named_parameters(recurse=False) if name not in layouts)
-    return packed + sum(parameter.numel() for parameter in plain)
-
-
-def _write_shards(tensors: Iterator, folder: Path, total: int, progress: bool) -> dict[str, str]:
+def _write_shards(tensors: Iterator, folder: Path, progress: bool) -> dict[str, Any]:
+    """Write `(name, tensor)` into files of [`SHARD_BYTES`]; returns the index that transformers looks them up in."""
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
-    held = number = 0
+    held = total = 0
 
     def flush() -> None:
-        nonlocal shard, held, number
-        if shard:
-            number += 1
-            name = f"model-{number:05d}.safetensors"
-            save_file(shard, folder / name, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(shard, name))
-        shard, held = {}, 0
+        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
 
-    with tqdm(total=total, unit="B", unit_scale=True, desc="dequantizing the base", disable=not progress) as bar:
+    with tqdm(unit="B", unit_scale=True, desc="dequantizing the base", disable=not progress) as bar:
         for name, tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            if held + size > SHARD_BYTES:
+            if shard and held + tensor.nbytes > SHARD_BYTES:
                 flush()
-            shard[name] = tensor.contiguous()
-            held += size
-            bar.update(size)
-    flush()
-    return weight_map
+                held = 0
+            shard[name] = tensor
+            held, total = held + tensor.nbytes, total + tensor.nbytes
+            bar.update(tensor.nbytes)
+        flush()
+        return {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -18,7 +18,6 @@ from ..compat.trl import unwrap_model_for_generation
 from ..fsdp2_qlora.generation import choose, gathered, is_gathered
 from ..scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
-from .continuous_batching import weights_kept
 from .decoding import Decoding, DecodingWork
 from .shared_prompts import why_per_row
 from .support import why_stock
@@ -89,7 +88,7 @@ class Rollout:
             settings: of transformers' `generate`; `None` where something else generates.
         """
         if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
-            with weights_kept(self.accelerator.unwrap_model(wrapped)):
+            with restore_weights(self.accelerator.unwrap_model(wrapped)):
                 return stock(*turn)
         prompt_ids, images, multimodal_fields, _, of_tools = turn
         vision = {}
@@ -199,6 +198,27 @@ class Rollout:
             self.backend.summon_full_params(wrapped, recurse=False),
         ):
             yield model, self.is_sharded and mode != "once"
+
+
+@contextmanager
+def restore_weights(model: nn.Module) -> Iterator[None]:
+    """Give every parameter and buffer back the values and dtype it had, and the model its mode.
+
+    TRL casts the model that is trained to bf16 or fp16 for the engine and leaves it so: the float32 master weights of the
+    adapter lose their low bits in the first step and every update below them later, and rotary frequencies are rounded,
+    which moves the positions of long prompts. Costs a copy of what is cast while completions are generated.
+    """
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+    was_training = model.training
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+        model.train(was_training)
 
 
 def _prompts(reason: str | None) -> str:

@@ -9,14 +9,13 @@ from trl.generation.vllm_client import VLLMClient
 from .adapter_sync import RolloutError
 
 
-def server_url(args: Any) -> str:
-    """Of the server that a trainer's arguments name."""
-    return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-
-
 def server_info(args: Any) -> dict[str, Any]:
-    """vLLM's own configuration of that server, as `/server_info` tells it. Waits for `vllm_server_timeout`, as TRL does."""
-    return VLLMClient(server_url(args), connection_timeout=args.vllm_server_timeout).get_server_info()
+    """What the server that a trainer's arguments name was started with, as `/server_info` tells it.
+
+    Waits for `vllm_server_timeout`, as TRL does.
+    """
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
 
 
 class AdapterServer(VLLMClient):
@@ -42,32 +41,17 @@ class AdapterServer(VLLMClient):
         base = next(model for model in models if not model.get("parent"))
         self.model = self.base = base["id"]
         self.folder = base.get("root") or base["id"]
-        self._check(self.get_server_info(), max_lora_rank)
+        lora = self.get_server_info()["lora_config"]
+        if lora is None or lora["max_lora_rank"] < max_lora_rank:
+            started = "without --enable-lora" if lora is None else f"with --max-lora-rank {lora['max_lora_rank']}"
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} was started {started}. Restart it with --enable-lora --max-lora-rank "
+                f"{max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+            )
         # TRL asks again after a 500, and forgets what it said: here that is why vLLM did not take an adapter.
         tries = Retry(total=5, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST"])
         for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
             self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=tries))
-
-    def _check(self, info: dict[str, Any], max_lora_rank: int) -> None:
-        lora, parallel = info["lora_config"], info["parallel_config"]
-        if lora is None:
-            raise RolloutError(
-                f"the vLLM server at {self.base_url} was started without --enable-lora. Restart it with --enable-lora "
-                f"--max-lora-rank {max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
-            )
-        if lora["max_lora_rank"] < max_lora_rank:
-            raise RolloutError(
-                f"the vLLM server at {self.base_url} takes adapters up to rank {lora['max_lora_rank']}, this one needs "
-                f"{max_lora_rank}. Restart it with --max-lora-rank {max_lora_rank}"
-            )
-        # vLLM hands an adapter to every engine behind the process that is asked, and each such process knows its own alone.
-        replicas = parallel["data_parallel_size"]
-        elsewhere = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
-        if replicas > 1 and (elsewhere or parallel.get("_api_process_count", replicas) > 1):
-            raise RolloutError(
-                f"the vLLM server at {self.base_url} has {replicas} data-parallel replicas behind several API processes, and "
-                "an adapter reaches only the one that is asked. Restart it with --api-server-count 1, or with one replica"
-            )
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load `folder` and answer with it from now on.

@@ -1,12 +1,9 @@
 """How the policy gets into a vLLM engine: decided, and refused where it cannot work, before a model is loaded."""
 
-import os
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
-from packaging.version import Version
 
 from ..compat.vllm import adapter_misfits
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
@@ -14,15 +11,10 @@ from .adapter_sync import RolloutError, served_rank
 from .weight_sync_check import truncations
 
 CHOICES = ("auto", "adapter", "merge")
-# vLLM versions that TRL 1.16 names as supported end here; the tests here run 0.31.0.
-TESTED_VLLM = ("0.22", "0.31")
 # Where a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
 LONG_COMPLETION = 512
 # Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
 LOW_ADAPTER_RATE = 5e-6
-
-
-_SENT = {"adapter": "the adapter alone", "merge": "all weights, the adapter merged"}
 
 
 class Sync(NamedTuple):
@@ -33,7 +25,8 @@ class Sync(NamedTuple):
 
     def describe(self) -> str:
         """A line for a start-up report."""
-        return f"vLLM gets {_SENT[self.mode]}: {self.reason}"
+        sent = "the adapter alone" if self.mode == "adapter" else "all weights, the adapter merged"
+        return f"vLLM gets {sent}: {self.reason}"
 
 
 def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any], dict] | None = None) -> Sync:
@@ -125,16 +118,4 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
         )
     if sync.mode == "adapter" and (low := low_adapter_rate(args.learning_rate)) is not None:
         found.append(low)
-    sleeps = sync.mode == "adapter" and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
-    if sleeps and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        found.append("vllm_enable_sleep_mode does not work with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
-        return found
-    low, high = map(Version, TESTED_VLLM)
-    if not low.release <= Version(installed).release[:2] <= high.release:
-        found.append(
-            f"vLLM {installed} is outside {TESTED_VLLM[0]} to {TESTED_VLLM[1]}, which TRL 1.16 was written for"
-        )
     return found

@@ -18,8 +18,6 @@ logger = get_logger(__name__)
 # 4-bit weights 0.72, untrained weights 8.0 (docs/LOG.md, 2026-11-22); larger models round less.
 OTHER_MODEL = 1.0
 HIGH = 0.1
-# A difference that has grown tenfold since the first sync is named, unless it is this small.
-GROWN, SMALL = 10.0, 0.01
 # Fewer tokens than these are not judged: one unlikely token may be off by a nat.
 ENOUGH_TOKENS = 100
 
@@ -63,8 +61,7 @@ class WeightSyncCheck:
     def __init__(self, judges: bool):
         self.judges = judges
         self.first: float | None = None
-        self._tokens = self._total = 0.0
-        self._named = 0.0
+        self._tokens = self._total = self._named = 0.0
 
     @property
     def is_waiting(self) -> bool:
@@ -82,18 +79,16 @@ class WeightSyncCheck:
         mean = total / tokens
         if self.first is None:
             self._tokens, self._total = self._tokens + tokens, self._total + total
-            mean = self._total / self._tokens
             if self._tokens < ENOUGH_TOKENS:
                 return
-            self.first = mean
+            self.first = mean = self._total / self._tokens
             if mean >= OTHER_MODEL:
                 raise RolloutError(
                     f"vLLM's log-probabilities differ from the trainer's by {mean:.3g} nats on average, which no rounding "
                     "explains: vLLM holds another model, or ignores the adapter. Compare model_name_or_path with what vLLM "
                     "serves"
                 )
-        high = min(HIGH, max(GROWN * self.first, SMALL))
-        if mean > max(high, 2 * self._named):
+        if mean > max(HIGH, 2 * self._named):
             self._named = mean
             logger.warning(
                 f"vLLM's log-probabilities differ from the trainer's by {mean:.3g} nats on average (after the first sync: "

@@ -4,7 +4,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ..grpo.arguments import own_config
-from ..grpo.requests import loss_pass
+from ..grpo.passes import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.rewards import combine
 from .config import TSPMOConfig
@@ -53,13 +53,13 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         credit = group_credit(all_ids, all_mask, self._rewards.to(all_ids.device), self._group_size)
         credit_BC = credit.credit_BC[first : first + len(ids), : ids.shape[1]].to(ids.device)
         output["advantages"] = credit_BC * output["tool_mask"] if "tool_mask" in output else credit_BC
-        self._add_metrics(
-            {
-                "t_spmo/transitions": credit.transitions,
-                "t_spmo/credited_transitions": credit.credited,
-                "t_spmo/repeated_fraction": (credit.forward - credit.distinct) / max(credit.forward, 1),
-            }
-        )
+        repeated = (credit.forward - credit.distinct) / max(credit.forward, 1)
+        counted = {
+            "transitions": credit.transitions,
+            "credited_transitions": credit.credited,
+            "repeated_fraction": repeated,
+        }
+        self._add_metrics({f"t_spmo/{name}": value for name, value in counted.items()})
         return output
 
     @property
@@ -91,20 +91,13 @@ class TSPMOTrainer(EfficientGRPOTrainer):
             loss = loss + self.router_aux_loss_coef * aux_loss
         counts = torch.stack([inputs["completion_mask"].sum(), request.scored_BC.sum(), entropies_BC.sum()]).float()
         counts = self.accelerator.reduce(counts.detach(), reduction="sum")
-        self.telemetry.later(counts, self._token_metrics(self._metrics["train" if self.model.training else "eval"]))
-        return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
-
-    @staticmethod
-    def _token_metrics(metrics):
-        """What puts summed counts among `metrics` once they are read."""
-        share, nothing, mean = (
-            metrics[name] for name in ("tokens/scored_fraction", "tokens/nothing_to_learn", "entropy")
-        )
+        metrics = self._metrics["train" if self.model.training else "eval"]
 
         def finish(counts: list[float]) -> None:
             valid, scored, entropy = counts
-            share.append(scored / max(valid, 1.0))
-            nothing.append(float(scored == 0))
-            mean.append(entropy / scored if scored else float("nan"))
+            metrics["tokens/scored_fraction"].append(scored / max(valid, 1.0))
+            metrics["tokens/nothing_to_learn"].append(float(scored == 0))
+            metrics["entropy"].append(entropy / scored if scored else float("nan"))
 
-        return finish
+        self.telemetry.later(counts, finish)
+        return loss / (self.current_gradient_accumulation_steps if self.model.training else 1)
