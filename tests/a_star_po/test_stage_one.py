@@ -1,11 +1,10 @@
 """Stage 1 in one process: what is sampled, kept, reused and refused."""
 
-import math
 import random
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 
 from .tiny import problems, tiny_model
 
@@ -99,13 +98,6 @@ def test_what_a_value_depends_on_is_never_reused_after_a_change(make_trainer, co
     assert len(count_prompts) == 24
 
 
-def test_two_rows_with_one_prompt_and_different_answers_do_not_collide(make_trainer):
-    trainer = make_trainer()
-    rows = Dataset.from_dict({"prompt": ["1+1="] * 2, "answer": ["2", "="]})
-    trainer.estimate_values(rows)
-    assert len(trainer.values.known) == 2
-
-
 @pytest.mark.parametrize("setting", ["estimate", "refuse"])
 def test_a_prompt_that_stage_one_never_saw(make_trainer, count_prompts, setting):
     trainer = make_trainer(unseen_prompts=setting)
@@ -158,19 +150,6 @@ def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing
     trainer = make_trainer(rewards=lambda completions, **_: [1.0])
     with pytest.raises(ValueError, match="returned 1 values for 64"):
         trainer.estimate_values()
-
-
-def test_unscorable_samples_are_left_out(make_trainer):
-    def sometimes(completions, answer, **kwargs):
-        return [
-            None if a == "3" else (None if c[:1] == "1" else 1.0) for c, a in zip(completions, answer, strict=True)
-        ]
-
-    trainer = make_trainer(rewards=sometimes, max_steps=3)
-    trainer.train()
-    values = list(trainer.values.known.values())
-    assert any(map(math.isnan, values)) and all(math.isnan(v) or v == pytest.approx(1) for v in values)
-    assert all(math.isfinite(log["loss"]) for log in trainer.state.log_history if "loss" in log)
 
 
 def test_a_reward_that_was_down_is_an_error_and_is_sampled_again(make_trainer, count_prompts):

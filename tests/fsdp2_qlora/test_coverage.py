@@ -43,16 +43,6 @@ def test_what_four_bits_leave_of_experts_is_what_bitsandbytes_leaves(tmp_path):
     assert experts_in_16_bit(whole) is None
 
 
-def test_eight_bits_leave_experts_too(tmp_path):
-    AutoModelForCausalLM.from_config(TINY).save_pretrained(tmp_path)
-    with experts_in_4bit():
-        loaded = AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
-        )
-    line = experts_in_16_bit(loaded)
-    assert "8-bit covers" in line and "load_in_4bit by the model's name packs experts, too" in line
-
-
 def test_experts_of_another_kind_are_named_and_convolutions_are_none(tmp_path):
     llama4 = Llama4TextConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=1, num_attention_heads=4,

@@ -1,7 +1,5 @@
 """Settings as users write them, and whatever is done beside the maths raising: training and checkpoints go on."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from trl import GRPOConfig
 from tests.tiny import character_tokenizer, lora, new_model, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints
-from trl_fsdp_qlora.recipe.record import RunRecord
 from trl_fsdp_qlora.run import nonfatal
 from trl_fsdp_qlora.telemetry.terminal import use_terminal
 
@@ -96,28 +93,3 @@ def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, b
     said = [record for record in caplog.records if "the run goes on" in record.message]
     assert len({record.message for record in said}) == len(said) >= 1
     assert "cannot represent an object" in caplog.text
-
-
-def test_a_record_takes_any_value_and_is_no_error(tmp_path, monkeypatch):
-    record = RunRecord(tmp_path)
-    record.put(share=np.float32(0.5), dtype=torch.bfloat16, seen={1: {2}})
-    assert json.loads((tmp_path / "metrics.json").read_text()) == {
-        "share": 0.5,
-        "dtype": "bfloat16",
-        "seen": {"1": [2]},
-    }
-    monkeypatch.setattr("trl_fsdp_qlora.checkpoints.disk.write_json", raises)
-    record.put(more=1)
-    record.draw()
-
-
-def test_no_logits_are_computed_for_a_checkpoint(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "trl_fsdp_qlora.publishing.logits.record_logits", lambda model, folder, *_: seen.append(str(folder))
-    )
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **SAVING)
-    made.train()
-    assert seen == []
-    made.save_model()
-    assert seen == [str(tmp_path)]

@@ -3,10 +3,8 @@
 import errno
 import json
 import os
-import random
 import shutil
 
-import datasets
 import pytest
 import safetensors.torch
 import torch
@@ -157,52 +155,6 @@ def test_a_full_disk_is_said_with_the_folder(tmp_path, monkeypatch, kind):
     assert checkpoints.last_complete_checkpoint(tmp_path).name == "checkpoint-1"
 
 
-CASES = int(os.environ.get("TRL_FSDP_QLORA_FUZZ", "20"))
-
-
-def damage(folder, rng) -> str:
-    """Do one random thing to one random file of a checkpoint; returns what."""
-    path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
-    kind = rng.choice(["remove", "truncate", "empty", "folder"])
-    content = bytearray(path.read_bytes())
-    place = rng.randrange(len(content))
-    if kind == "remove":
-        path.unlink()
-    elif kind == "truncate":
-        path.write_bytes(content[:place])
-    elif kind == "empty":
-        path.write_bytes(b"")
-    else:
-        path.unlink()
-        path.mkdir()
-    return f"{kind} {path.relative_to(folder)}"
-
-
-def test_random_damage_is_passed_over_for_an_older_whole_one(finished, tmp_path, caplog):
-    seed = int(os.environ.get("TRL_FSDP_QLORA_FUZZ_SEED", "0"))
-    for case in range(CASES):
-        rng = random.Random(f"{seed}-{case}")
-        run = shutil.copytree(finished, tmp_path / str(case))
-        done = [damage(run / f"checkpoint-{step}", rng) for step in rng.choice([(3,), (3, 2), (3, 2, 1)])]
-        caplog.clear()
-        expected = 3 - len(done)
-        found = checkpoints.last_complete_checkpoint(run)
-        assert (found and checkpoints.step_of(found)) == (expected or None), done
-        assert caplog.text.count("passing over") == len(done), done
-        shutil.rmtree(run)
-
-
-@pytest.mark.parametrize("case", range(2))
-def test_a_run_goes_on_behind_the_damage(run, case, caplog):
-    done = damage(run / "checkpoint-3", random.Random(f"train-{case}"))
-    resumed = make(run, max_steps=4)
-    resumed.train(resume_from_checkpoint="auto")
-    assert "passing over" in caplog.text, done
-    assert resumed.state.global_step == 4
-    assert [e["step"] for e in resumed.state.log_history if "loss" in e] == [1, 2, 3, 4]
-    assert checkpoints.why_incomplete(run / "checkpoint-3") is None  # written anew
-
-
 def test_a_second_run_in_the_folder_is_refused(tmp_path):
     lock = FileLock(tmp_path / checkpoints.LOCK)
     with lock, pytest.raises(CheckpointError, match="in use"):
@@ -221,17 +173,6 @@ def test_the_best_checkpoint_is_named_as_it_is_called_at_last(tmp_path):
 class BestIsTheFirst(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         state.best_global_step = 1
-
-
-def test_the_dataset_is_known_by_its_rows_not_by_how_it_came():
-    rows = [{"prompt": f"{i}", "answer": i} for i in range(50)]
-    plain = datasets.Dataset.from_list(rows)
-    assert checkpoints._data(plain) == checkpoints._data(datasets.Dataset.from_list(rows).with_format("torch"))
-    reordered = datasets.Dataset.from_list(rows[::-1]).select(range(49, -1, -1))
-    assert checkpoints._data(plain) == checkpoints._data(reordered)
-    rows[17]["answer"] = 0
-    assert checkpoints._data(plain) != checkpoints._data(datasets.Dataset.from_list(rows))
-    assert checkpoints._data(plain.to_iterable_dataset()) == "IterableDataset"
 
 
 def test_nothing_of_this_machine_is_in_a_manifest(finished):

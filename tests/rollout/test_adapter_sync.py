@@ -46,14 +46,6 @@ def test_names_are_never_used_twice_and_old_folders_go(policy, versions):
     assert not root.exists()
 
 
-def test_the_scratch_folder_goes_with_the_process(policy, tmp_path):
-    versions = AdapterVersions("run", tmp_path)
-    versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
-    root = versions.root
-    del versions
-    assert not root.exists()
-
-
 def test_no_room_is_said_with_the_folder(policy, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RolloutError, match=r"0\.0 MiB.*could not be written.*vllm_adapter_dir"):

@@ -1,7 +1,6 @@
 """The importance weights are TRL's: compared with what its trainer puts into a batch, for the four modes."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,16 +56,3 @@ def test_equal_trls(mode, clip_min, tmp_path):
     )
     torch.testing.assert_close(ours, batch["importance_sampling_ratio"], rtol=0, atol=0)
     assert ours.unique().numel() > 1
-
-
-def test_unknown_mode():
-    one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="token_truncate"):
-        importance_weights(
-            one,
-            one,
-            one,
-            SimpleNamespace(
-                **{f"vllm_importance_sampling_{n}": "token_clip" for n in ("mode", "clip_min", "clip_max")}
-            ),
-        )

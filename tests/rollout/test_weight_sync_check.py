@@ -41,6 +41,9 @@ def test_what_is_high_is_named_once_and_again_when_it_has_doubled(warned):
     assert not warned
     judged(0.15, 0.16, 0.2, 0.35)
     assert [line.split(" by ")[1].split(" nats")[0] for line in warned] == ["0.15", "0.35"]
+    judged(1e-4, 0.012)
+    judged(2e-5, 9e-5, 2e-3)  # tenfold, and of no consequence
+    assert len(warned) == 3
 
 
 def test_few_tokens_are_judged_together():

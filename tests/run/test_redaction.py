@@ -6,10 +6,7 @@ import pytest
 from trl_fsdp_qlora.run.redaction import command_line, is_secret_name, portable, without_secrets
 
 SECRET = "hub_token token --hub_token --hub-token HF_TOKEN password db_password api_key WANDB_API_KEY client_secret private_key"
-PLAIN = """
-    token_selection token_selection_max_tokens max_new_tokens max_tokens eos_token pad_token eos_token_id tokenizer key sort_key
-    label_names hub_model_id secretary author
-"""
+PLAIN = "token_selection max_new_tokens eos_token pad_token tokenizer key sort_key hub_model_id secretary author"
 
 
 @pytest.mark.parametrize("name", SECRET.split())

@@ -33,14 +33,6 @@ def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, said):
     assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, said)
 
 
-def test_ctrl_c_of_a_job_in_the_background_stays_ignored():
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import trl_fsdp_qlora.run.importing as _; "
-        "import os; os.kill(os.getpid(), signal.SIGINT); raise SystemExit(5)"
-    )
-    assert ended("-c", code) == (5, "")
-
-
 def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
     def pressed(_words):
         os.kill(os.getpid(), signal.SIGINT)

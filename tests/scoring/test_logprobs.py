@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
-from trl_fsdp_qlora.scoring import frozen_head, logprobs
+from trl_fsdp_qlora.scoring import frozen_head
 from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, choose_head_kernel, score_positions
 
@@ -201,27 +200,3 @@ def test_no_position_still_reaches_every_trained_parameter(model, trained_head):
 )
 def test_which_kernel_scores(choice, device, more, kernel):
     assert choose_head_kernel(choice, device, **{"dtype": torch.bfloat16, "triton": True, **more}) == kernel
-
-
-def test_the_named_kernel_scores(monkeypatch):
-    """Both give the same values here, so what tells them apart is which one is called."""
-    hidden, weight, _, targets, _ = problem(False)
-    called = []
-    for name in ("ChunkedLogProbFunction", "FrozenHeadLogProbFunction"):
-        inner = getattr(logprobs, name)
-
-        class Counted:
-            @staticmethod
-            def apply(*args, inner=inner, name=name):
-                called.append(name)
-                return inner.apply(*args)
-
-        monkeypatch.setattr(logprobs, name, Counted)
-    values = [score_positions(hidden, weight, None, targets, kernel=kernel)[0] for kernel in ("auto", "trl", "frozen")]
-    assert called == ["FrozenHeadLogProbFunction", "ChunkedLogProbFunction", "FrozenHeadLogProbFunction"]
-    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=0)
-
-
-def test_the_config_names_the_kernel(tmp_path):
-    with pytest.raises(ValueError, match="lm_head_kernel='fast' is unknown; it is one of auto, trl, frozen"):
-        EfficientGRPOConfig(output_dir=str(tmp_path), lm_head_kernel="fast", use_cpu=True)

@@ -10,7 +10,6 @@ from trl.kernels import chunked_logprob
 
 from trl_fsdp_qlora.compat import older_gpus
 from trl_fsdp_qlora.scoring.frozen_head import add_product
-from trl_fsdp_qlora.telemetry.startup import _precision
 
 
 @pytest.fixture
@@ -50,13 +49,6 @@ def test_bf16_operands_are_cast(capability, gpu, summed):
     assert not summed
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
-def test_others_stay_as_they_are(capability, dtype, gpu, summed):
-    gpu(*capability)
-    products(dtype)
-    assert summed == [(dtype, dtype)] * 2
-
-
 def test_trls_function_is_replaced_only_inside_and_only_where_it_has_to_be(gpu):
     own = chunked_logprob._addmm_fp32
     for capability, replaced in (((8, 6), False), ((7, 5), True)):
@@ -65,15 +57,3 @@ def test_trls_function_is_replaced_only_inside_and_only_where_it_has_to_be(gpu):
             assert (chunked_logprob._addmm_fp32 is not own) == replaced
             raise RuntimeError("a step fails")
         assert chunked_logprob._addmm_fp32 is own
-
-
-def test_the_start_up_block_says_so(gpu):
-    class Args:
-        bf16, fp16, device = True, False, torch.device("cuda", 0)
-
-    said = {}
-    for capability in ((7, 5), (8, 0)):
-        gpu(*capability)
-        said[capability] = _precision(Args, torch.nn.Linear(2, 2))
-    assert said[7, 5].endswith("; this GPU has no bfloat16 and emulates it: fp16: true is faster")
-    assert "emulates" not in said[8, 0]

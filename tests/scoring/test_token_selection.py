@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from trl_fsdp_qlora.scoring.token_selection import (
     capped_probability,
-    check_selection,
     select_tokens,
     step_generator,
     weight_gradient,
@@ -224,8 +223,3 @@ def test_draws_depend_on_seed_step_micro_step_and_rank_and_leave_the_global_gene
 def test_options_that_cannot_be_right_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         select_tokens(masks(5), **options)
-
-
-def test_auto_weighting():
-    assert check_selection("s_grpo", 0.5, 0, None) == "self_normalized"
-    assert check_selection("prefix_cut", 0.5, 0, None) == "horvitz_thompson"

@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 
 from tests.distributed.launch import launch
 from tests.tiny import lora, trainer
-from trl_fsdp_qlora import EfficientGRPOConfig, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.t_spmo.credit import group_credit
 
 
@@ -143,8 +143,3 @@ def test_equal_rewards_leave_nothing_to_learn(tmp_path):
 def test_config_refuses_what_the_objective_does_not_have(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         TSPMOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
-
-
-def test_another_config_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="TSPMOConfig"):
-        trainer(TSPMOTrainer, EfficientGRPOConfig, tmp_path)

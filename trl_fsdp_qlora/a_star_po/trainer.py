@@ -34,7 +34,7 @@ from ..scoring.request import Kind
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .values import Item, ReferenceValues, Report, describe_context
+from .values import Item, ReferenceValues, Report, describe_model, describe_reward, describe_sampling
 
 logger = get_logger(__name__)
 
@@ -75,7 +75,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
         args = own_config(AStarPOConfig, args, model, "A-star-PO")
-        # The cache identifies the user's own functions, not what the trainer wraps them in.
         self._given_rewards = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         images = {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ())
@@ -146,16 +145,21 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return self.values.estimate(self._remove_unused_columns(dataset, "training"))  # as before stage 2 loads it
 
     def _describe_context(self) -> dict:
+        """All that a value depends on beside its row."""
         model, adapter = self.accelerator.unwrap_model(self.model), None
         if self.ref_model is not None and not self.rollout.is_sharded:
             model = self.accelerator.unwrap_model(self.ref_model)
         elif self._starts_from_adapter:
             adapter = "ref"
-        pairs = zip(self.reward_funcs, self._given_rewards, strict=True)
-        functions = [loaded if isinstance(loaded, nn.Module) else given for loaded, given in pairs]
-        sampling = self._generation_config(sample=True)
+        # The user's own functions, not what the trainer wraps them in; models by their weights.
+        functions = zip(self.reward_func_names, self.reward_funcs, self._given_rewards, strict=True)
+        functions = [(name, loaded if isinstance(loaded, nn.Module) else given) for name, loaded, given in functions]
         version = self.args.value_reward_version
-        return describe_context(model, adapter, sampling, functions, self.reward_func_names, version)
+        return {
+            "reference": describe_model(model, adapter),
+            "sampling": describe_sampling(model, self._generation_config(sample=True)),
+            "rewards": [[name, describe_reward(function, name, version)] for name, function in functions],
+        }
 
     @contextmanager
     def _reference_policy(self):

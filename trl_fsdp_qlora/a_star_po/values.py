@@ -20,7 +20,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -62,17 +62,15 @@ class Report:
     seconds: float = 0.0
 
 
-# Draws samples: (items, samples of each, seed) -> for each item its rewards, float64 of shape (samples, functions).
-Draw = Callable[[list[Item], list[int], int], list[np.ndarray]]
-
-
+@dataclass
 class ReferenceValues:
     """V* of prompts from the reference policy; every rank calls every method.
 
     Args:
         args, accelerator, clock, reward_weights, reward_names: of the trainer.
         tokenize: prompts -> token ids.
-        draw: samples of the reference policy and their rewards; see `Draw`.
+        draw: (items, samples of each, seed) -> for each item the rewards of samples of the reference policy, float64 of shape
+            `(samples, reward functions)`.
         lockstep: parameters are sharded over ranks, so that every rank draws whenever one does.
 
     Attributes:
@@ -81,26 +79,23 @@ class ReferenceValues:
         estimated: stage 1 has run.
     """
 
-    def __init__(
-        self,
-        args: AStarPOConfig,
-        accelerator: Accelerator,
-        clock: PhaseTimer,
-        reward_weights: torch.Tensor,
-        reward_names: list[str],
-        tokenize: Callable[[list], list[list[int]]],
-        draw: Draw,
-        lockstep: bool,
-    ):
-        self.args, self.accelerator, self.clock = args, accelerator, clock
-        self.reward_weights, self.reward_names = reward_weights, reward_names
-        self.tokenize, self.draw, self.lockstep = tokenize, draw, lockstep
-        self.rewards: dict[str, list[float]] = {}
-        self.known: dict[str, float] = {}
-        self.estimated = False
-        self.folder = Path(args.value_cache).expanduser().absolute()
-        self.context: str | None = None
-        self._file: Path | None = None
+    args: AStarPOConfig
+    accelerator: Accelerator
+    clock: PhaseTimer
+    reward_weights: torch.Tensor
+    reward_names: list[str]
+    tokenize: Callable[[list], list[list[int]]]
+    draw: Callable[[list[Item], list[int], int], list[np.ndarray]]
+    lockstep: bool
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    known: dict[str, float] = field(default_factory=dict)
+    estimated: bool = False
+    context: str | None = None
+    _file: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.args.value_cache).expanduser().absolute()
 
     # --- the folder --------------------------------------------------------------------------------------------------
 
@@ -108,8 +103,7 @@ class ReferenceValues:
         """Read what earlier runs stored, once.
 
         Args:
-            describe: what a value depends on beside its row ([`describe_context`]); called on the main rank, which reads
-                and writes the folder for all of them.
+            describe: what a value depends on beside its row; called on the main rank, which reads and writes for all.
         """
         if self.context is None:
             self.context = on_main(lambda: digest(describe()))
@@ -305,35 +299,14 @@ def digest(value) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=hashable).encode()).hexdigest()
 
 
-def describe_context(
-    model: nn.Module,
-    adapter: str | None,
-    sampling: GenerationConfig,
-    reward_funcs: list[Callable],
-    reward_names: list[str],
-    reward_version: str | None = None,
-) -> dict:
-    """All that a value depends on beside its row.
-
-    Args:
-        model: the reference policy or a PEFT model around it, whole on this rank.
-        adapter: the name of the adapter that is part of the reference, if one is.
-        sampling: what `generate` is called with; the model's own settings fill in what it leaves open.
-        reward_version: stands for the source of the reward functions.
-    """
+def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
+    """What `generate` draws with: `sampling`, and the model's own settings where it leaves something open."""
     generation = getattr(model, "generation_config", None)
     settings = {} if generation is None else generation.to_dict()
     settings |= {name: value for name, value in sampling.to_dict().items() if value is not None}
     for name in ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id"):
         settings.pop(name, None)
-    rewards = [
-        [name, describe_reward(f, name, reward_version)] for name, f in zip(reward_names, reward_funcs, strict=True)
-    ]
-    return {
-        "reference": describe_model(model, adapter),
-        "sampling": json.loads(json.dumps(settings, default=str)),
-        "rewards": rewards,
-    }
+    return json.loads(json.dumps(settings, default=str))
 
 
 def describe_model(model: nn.Module, adapter: str | None = None) -> dict:

@@ -287,15 +287,10 @@ class WholeCheckpoints:
         describe: gives the settings of this run, [`describe_rollouts`] and [`describe_training`]; called once.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        accelerator: Accelerator,
-        describe: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
-    ):
-        self.args, self.accelerator = args, accelerator
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], tuple[dict, dict]]):
+        self.args, self.accelerator, self._describe = args, accelerator, describe
         self.staging: Path | None = None  # where checkpoints are written, while one is
-        self._describe, self._described = describe, None
+        self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._lock = FileLock(Path(args.output_dir) / LOCK)
         self._resolved: str | None = None
 
@@ -343,11 +338,9 @@ class WholeCheckpoints:
 
     def say_finished(self, steps: int) -> None:
         if self.accelerator.is_main_process:
+            run = f"the run in {self.args.output_dir} is finished ({steps} steps)"
             logger.warning(
-                "the run in %s is finished (%d steps): nothing is trained. Raise max_steps or num_train_epochs to go on, or "
-                "set another output_dir",
-                self.args.output_dir,
-                steps,
+                "%s: nothing is trained. Raise max_steps or num_train_epochs, or set another output_dir", run
             )
 
     @contextmanager

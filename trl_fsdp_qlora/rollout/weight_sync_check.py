@@ -18,6 +18,8 @@ logger = get_logger(__name__)
 # 4-bit weights 0.72, untrained weights 8.0 (docs/LOG.md, 2026-11-22); larger models round less.
 OTHER_MODEL = 1.0
 HIGH = 0.1
+# A difference that has grown tenfold since the first sync is named too (a stale adapter), unless it is this small.
+GROWN, SMALL = 10.0, 0.01
 # Fewer tokens than these are not judged: one unlikely token may be off by a nat.
 ENOUGH_TOKENS = 100
 
@@ -88,7 +90,7 @@ class WeightSyncCheck:
                     "explains: vLLM holds another model, or ignores the adapter. Compare model_name_or_path with what vLLM "
                     "serves"
                 )
-        if mean > max(HIGH, 2 * self._named):
+        if mean > max(min(HIGH, max(GROWN * self.first, SMALL)), 2 * self._named):
             self._named = mean
             logger.warning(
                 f"vLLM's log-probabilities differ from the trainer's by {mean:.3g} nats on average (after the first sync: "
