@@ -8,7 +8,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing.attention import no_mask
-from trl_fsdp_qlora.prefix_sharing.layout import SealedLayout
+from trl_fsdp_qlora.prefix_sharing.scope import computing
 from trl_fsdp_qlora.recipe.answers import completion_text
 
 VOCABULARY = 67
@@ -51,6 +51,9 @@ SUPPORTED = {
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"})),
     "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_SHAPE)),
     "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**_SHAPE)),
+    # Their layers drop the keywords of the model call.
+    "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_SHAPE)),
+    "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_SHAPE)),
 }
 _LINEAR = {
     "linear_key_head_dim": 8,
@@ -121,6 +124,21 @@ RECURRENT = {
             )
         ),
         ["recurrent"] * 2,
+    ),
+    # Mamba-1, whose kernel goes on from no state.
+    "mamba": (
+        lambda: tf.MambaForCausalLM(
+            tf.MambaConfig(
+                **_shape(num_attention_heads=None, num_key_value_heads=None, intermediate_size=None), state_size=8
+            )
+        ),
+        ["recurrent"] * 2,
+    ),
+    "jamba": (
+        lambda: tf.JambaForCausalLM(
+            tf.JambaConfig(**_SHAPE, attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=8)
+        ),
+        ["recurrent", "cascade"],
     ),
     "olmo_hybrid": (
         lambda: tf.OlmoHybridForCausalLM(tf.OlmoHybridConfig(**_SHAPE, **_LINEAR)),
@@ -236,17 +254,37 @@ MULTIMODAL = {
         tf.SmolVLMConfig(text_config=_SHAPE | {"model_type": "llama"}, vision_config=_SIGLIP, scale_factor=2)
     ),
 }
-UNSUPPORTED = {
-    "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_SHAPE)),
-    "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_SHAPE)),
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_LEARNED = {"max_position_embeddings": 64, "ffn_dim": 48, "word_embed_proj_dim": 32}
+_BART = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+}
+# Positions of the model's own counting.
+COUNTING = {
+    "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(**_shape(head_dim=None) | _LEARNED | {"dropout": 0.0})),
+    "xlm_roberta": lambda: tf.XLMRobertaForCausalLM(
+        tf.XLMRobertaConfig(**_SHAPE | _NO_DROPOUT | {"pad_token_id": 1}, is_decoder=True)
+    ),
+    "bart": lambda: tf.BartForCausalLM(tf.BartConfig(**_BART, max_position_embeddings=64, dropout=0.0)),
+}
+# Attention of their own, which takes a mask of all pairs.
+MASKED = {
     "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**_shape(head_dim=None))),
+    "gptj": lambda: tf.GPTJForCausalLM(
+        tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, **_NO_PDROP)
+    ),
+}
+UNSUPPORTED = {
+    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**_shape(head_dim=None), alibi=True)),
+    "bloom": lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
     # Its cache is a class of its own.
     "minimax": lambda: tf.MiniMaxForCausalLM(
         tf.MiniMaxConfig(**_SHAPE, num_local_experts=4, layer_types=["linear_attention", "full_attention"])
-    ),
-    # It drops the keywords that the layout travels by.
-    "jamba": lambda: tf.JambaForCausalLM(
-        tf.JambaConfig(**_SHAPE, attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=8)
     ),
 }
 
@@ -295,14 +333,14 @@ def stock_log_probs(model, ids, mask, completion=COMPLETION):
 def packed_forward(model, layout, backend="auto"):
     """What a model that was prepared for it gives for a packed row."""
     layout.backend = backend
-    return model(
-        input_ids=layout.input_ids,
-        attention_mask=no_mask(layout.input_ids.device),
-        position_ids=layout.position_ids,
-        prefix_layout=SealedLayout(layout),
-        score_index_N=layout.score_index_N,
-        score_targets_N=layout.score_targets_N,
-    )
+    with computing(model, layout):
+        return model(
+            input_ids=layout.input_ids,
+            attention_mask=no_mask(layout.input_ids.device),
+            position_ids=layout.position_ids,
+            score_index_N=layout.score_index_N,
+            score_targets_N=layout.score_targets_N,
+        )
 
 
 def packed_log_probs(model, layout, backend="auto"):

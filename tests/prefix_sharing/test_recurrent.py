@@ -35,8 +35,8 @@ from .helpers import (
 
 # Projections into the state are adapted like those of attention. PEFT refuses those out of it for state space models.
 LORA = LoraConfig(r=4, target_modules=r".*(in_proj|in_proj_qkv|q_proj|v_proj|w1|up_proj)", init_lora_weights=False)
-# One of each kind: gated delta rule, short convolution, state space model.
-KINDS = ("qwen3_5", "lfm2", "falcon_h1")
+# One of each kind: gated delta rule, short convolution, state space models of both generations.
+KINDS = ("qwen3_5", "lfm2", "falcon_h1", "jamba")
 
 
 def family(name):

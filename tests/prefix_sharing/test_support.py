@@ -1,5 +1,6 @@
 """What cannot be exact is refused with its reason, and runs padded; nothing goes wrong silently."""
 
+import functools
 import logging
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import transformers as tf
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError, position_limit, sharing
+from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError, position_limit, scope, sharing
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (
@@ -27,11 +28,9 @@ from .helpers import (
 )
 
 REASONS = {
-    "stablelm": "ran 0 times",
-    "nemotron": "ran 0 times",
-    "falcon": "keeps attn_implementation",
+    "falcon": "adds ALiBi biases",
+    "bloom": "takes no position_ids",
     "minimax": "do not keep their state in transformers' cache",
-    "jamba": "drop the keyword",
 }
 
 
@@ -77,22 +76,19 @@ def run(model, choice="auto", score_mask=None, **options):
     return packed, (*values, figures), stock_log_probs(model, ids, mask)[0]
 
 
-def keyword_dropping(model):
-    """Makes every layer forget the layout, as nemotron's do."""
+def with_attention_of_its_own(model):
+    """None of its layers goes through transformers' attention interface."""
     for layer in model.model.layers:
-        forward = layer.self_attn.forward
-        layer.self_attn.forward = lambda *args, prefix_layout=None, _forward=forward, **kwargs: _forward(
-            *args, **kwargs
-        )
+        layer.self_attn.forward = functools.partial(scope._compute, None, layer.self_attn.forward)
     return model
 
 
-def test_counter_catches_layers_that_do_not_see_the_layout(caplog):
-    packed, result, stock = run(keyword_dropping(build(SUPPORTED["llama"])))
+def test_counter_catches_layers_that_no_backend_computes(caplog):
+    packed, result, stock = run(with_attention_of_its_own(build(SUPPORTED["llama"])))
     assert "ran 0 times in a forward of 2" in packed.describe()
     assert torch.equal(result[0], stock)
     with pytest.raises(PrefixSharingError, match="ran 0 times"):
-        run(keyword_dropping(build(SUPPORTED["llama"])), "cascade")
+        run(with_attention_of_its_own(build(SUPPORTED["llama"])), "cascade")
 
 
 def test_self_check_catches_a_leak_between_completions(caplog):

@@ -1,8 +1,8 @@
 """The attention function a model is given, and the choice of a backend for each layer.
 
 `install(model)` registers, through transformers' public `AttentionInterface` and `AttentionMaskInterface`, one
-implementation on top of the one the model has. Without a `prefix_layout` keyword it *is* that implementation, masks
-included, so generation and padded forwards are what they were. With one, the layer goes to a backend.
+implementation on top of the one the model has. Outside of a packed row it *is* that implementation, masks included, so
+generation and padded forwards are what they were. Inside, the layer goes to a backend.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..compat.flash import is_flash, under_own_name, unlike_flash
 from . import cascade, tree, two_part
 from .agreement import is_out_of_memory, reason_of
-from .layout import PackedLayout, SealedLayout
+from .layout import PackedLayout
+from .scope import current
 
 PREFIX = "prefix_sharing_"
 # The implementation underneath each name that `install` registered.
@@ -106,25 +107,16 @@ def _under_own_name(function: Callable, base: str, module: torch.nn.Module, *arg
         return function(module, *args, **kwargs)
 
 
-def _prefix_shared_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    *,
-    base: str,
-    packed: Callable,
-    prefix_layout: SealedLayout | None = None,
-    **kwargs,
-):
-    if prefix_layout is None:
+def _prefix_shared_attention(module, query, key, value, attention_mask, *, base: str, packed: Callable, **kwargs):
+    if current.layout is None:
         return own_attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
-    return packed(module, query, key, value, attention_mask, base, prefix_layout, kwargs)
+    return packed(module, query, key, value, attention_mask, base, kwargs)
 
 
-def _packed_attention(module, query, key, value, attention_mask, base: str, prefix_layout: SealedLayout, kwargs):
-    own_function, layout = own_attention_function(base, module), prefix_layout.layout
+def _packed_attention(module, query, key, value, attention_mask, base: str, kwargs):
+    own_function, layout = own_attention_function(base, module), current.layout
+    if query.shape[2] != layout.tokens:  # a vision tower's
+        return own_function(module, query, key, value, attention_mask, **kwargs)
     try:
         if attention_mask is not None and attention_mask.numel() > 1:
             raise UnsupportedAttention(

@@ -31,8 +31,7 @@ from .nested import NestedRow, nested_row
 class PackedLayout:
     """One packed row of T tokens: what the model is called with, where each result goes, who attends to whom.
 
-    It travels as a keyword argument of the model down to the attention function (never through a global, which
-    gradient checkpointing would miss when it recomputes a layer during backward).
+    Layers find it in [`scope.current`].
 
     Segments lie in row order: `num_singles` single rows, then `num_families` shared prompts, then the completions of
     each family in the same order (`children_per_family`). A completion attends to its family's prompt and, causally, to
@@ -101,17 +100,6 @@ class PackedLayout:
         """Put one value per scored position back to `(B, C)`, zeros elsewhere; differentiable."""
         flat = values_N.new_zeros(self.completion_shape[0] * self.completion_shape[1])
         return flat.index_copy(0, self.scatter_index_N, values_N).view(self.completion_shape)
-
-
-class SealedLayout:
-    """A layout on its way through module calls.
-
-    FSDP2 rebuilds every dataclass among a module's arguments to cast the tensors in it, which would lose
-    `layer_calls`; of any other object it keeps its hands off.
-    """
-
-    def __init__(self, layout: PackedLayout):
-        self.layout = layout
 
 
 def pack(

@@ -8,14 +8,15 @@ own: a layer is served if it speaks the cache protocol of transformers (`cache_u
 
     hidden_states (1, T, H) = [ single rows | prompt 1 | prompt 2 | ... | c_11 ... c_1G | c_21 ... c_2G | ... ]
 
-Prompts are not padded, which would need a mask of each layer's own. Completions are, behind their last token, where
-nothing looks. The layout comes with the keywords of the layer, like that of attention, so a layer that gradient
-checkpointing recomputes during backward gets it again.
+Mamba-1 goes on from no state in transformers' code; such a layer gets each completion behind its prompt, whose output is kept
+once. Prompts are not padded, which would need a mask of each layer's own. Completions are, behind their last token, where
+nothing looks.
 """
 
 import functools
 import inspect
 import types
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -23,11 +24,14 @@ from torch import nn
 
 from ..scoring.transfer import to_device
 from .agreement import is_out_of_memory, reason_of
-from .layout import PackedLayout, SealedLayout
+from .layout import PackedLayout
+from .scope import current
 from .stretches import equal_runs
 
 # A layer that calls one of these keeps a state in its cache.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
+# Keywords of kernels that go on from a state.
+_FIRST_STATES = {"initial_state", "initial_states"}
 # What a layer calls its cache.
 _CACHE_NAMES = ("cache_params", "past_key_values")
 # How many padded tokens a further call is worth, when completions are cut into batches of similar length.
@@ -84,8 +88,20 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _keeps_a_state(cls: type) -> bool:
-    methods = (inspect.unwrap(x) for base in cls.__mro__ for x in vars(base).values() if inspect.isfunction(x))
-    return any(_KEEPS_A_STATE & set(method.__code__.co_names) for method in methods)
+    return any(_KEEPS_A_STATE & set(code.co_names) for code in _methods(cls))
+
+
+@functools.cache
+def _goes_on_from_a_state(cls: type) -> bool:
+    """Whether a layer hands its kernel a state to begin with; convolutions get theirs from the cache itself."""
+    codes = list(_methods(cls))
+    keywords = {x for code in codes for part in code.co_consts if isinstance(part, tuple) for x in part}
+    return bool(keywords & _FIRST_STATES) or not any("update_recurrent_state" in code.co_names for code in codes)
+
+
+def _methods(cls: type) -> Iterator[types.CodeType]:
+    for base in cls.__mro__:
+        yield from (inspect.unwrap(x).__code__ for x in vars(base).values() if inspect.isfunction(x))
 
 
 def state_bytes(module: nn.Module) -> int:
@@ -102,30 +118,28 @@ def state_bytes(module: nn.Module) -> int:
 def unserved_reason(module: nn.Module) -> str | None:
     """Why a recurrent layer cannot be called twice, or `None`."""
     parameters = inspect.signature(type(module).forward).parameters
-    name = type(module).__name__
-    if not any(cache in parameters for cache in _CACHE_NAMES):
-        return f"{name} takes its cache under a name that is not known"
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return f"{name}, which keeps a state, drops the keywords of the model call"
-    return None
+    if any(name in parameters for name in _CACHE_NAMES):
+        return None
+    return f"{type(module).__name__} takes its cache under a name that is not known"
 
 
 def install(model: nn.Module) -> None:
-    """Let the recurrent layers of `model` take a `prefix_layout`. Without one their forward is what it was."""
+    """Let the recurrent layers of `model` compute packed rows. Without one their forward is what it was."""
     for module in recurrent_layers(model):
         if getattr(module.forward, "__func__", None) is not _forward:
             module.own_forward = module.forward
             module.forward = types.MethodType(_forward, module)
 
 
-def _forward(self, *args, prefix_layout: SealedLayout | None = None, **kwargs):
-    if prefix_layout is None:
+def _forward(self, *args, **kwargs):
+    if current.layout is None:
         return self.own_forward(*args, **kwargs)
-    return _branch(self, prefix_layout.layout, args, kwargs)
+    return _branch(self, args, kwargs)
 
 
 @torch.compiler.disable  # every batch has another layout, and each would be traced anew
-def _branch(module: nn.Module, layout: PackedLayout, args: tuple, kwargs: dict):
+def _branch(module: nn.Module, args: tuple, kwargs: dict):
+    layout = current.layout
     parameters = inspect.signature(type(module).forward).parameters
     named = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
     # The mask and whatever else speaks of the whole row is left out.
@@ -136,7 +150,8 @@ def _branch(module: nn.Module, layout: PackedLayout, args: tuple, kwargs: dict):
     }
     cache_name = next(name for name in _CACHE_NAMES if name in parameters)
     try:
-        out = _prompts_then_completions(module.own_forward, tokens, cache_name, layout)
+        compute = _prompts_then_completions if _goes_on_from_a_state(type(module)) else _whole_sequences
+        out = compute(module.own_forward, tokens, cache_name, layout)
     except RuntimeError as error:
         if layout.problems is None or layout.is_computed or is_out_of_memory(error):
             raise
@@ -166,9 +181,30 @@ def _prompts_then_completions(forward, tokens: dict, cache_name: str, layout: Pa
     states = {kind: torch.cat([one[kind] for one in prompt_states]) for kind in (prompt_states or [()])[0]}
     for index, real, prompt in batches:
         cache = StateCache({kind: state.index_select(0, prompt) for kind, state in states.items()})
-        padded = {name: x[0].index_select(0, index.flatten()).unflatten(0, index.shape) for name, x in tokens.items()}
-        out = forward(**padded, **{cache_name: cache}).flatten(0, 1)
+        out = forward(**_batch(tokens, index), **{cache_name: cache}).flatten(0, 1)
         parts.append(out if real is None else out.index_select(0, real))
+    return _in_order(parts, order)
+
+
+def _whole_sequences(forward, tokens: dict, cache_name: str, layout: PackedLayout) -> torch.Tensor:
+    """The same from each completion behind its prompt, without a state."""
+    root_runs, batches, order = _plan(layout, tokens["hidden_states"].device, whole=True)
+    parts = [
+        forward(**{name: _fold(x, start, count, length) for name, x in tokens.items()}).flatten(0, 1)
+        for start, count, length, are_prompts in root_runs
+        if not are_prompts
+    ]
+    for index, real, _ in batches:
+        out = forward(**_batch(tokens, index)).flatten(0, 1)
+        parts.append(out if real is None else out.index_select(0, real))
+    return _in_order(parts, order)
+
+
+def _batch(tokens: dict, index: torch.Tensor) -> dict:
+    return {name: x[0].index_select(0, index.flatten()).unflatten(0, index.shape) for name, x in tokens.items()}
+
+
+def _in_order(parts: list[torch.Tensor], order: torch.Tensor | None) -> torch.Tensor:
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (out if order is None else out.index_select(0, order)).unsqueeze(0)
 
@@ -177,8 +213,13 @@ def _fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
     return x[0].narrow(0, start, count * length).unflatten(0, (count, length))
 
 
-def _plan(layout: PackedLayout, device: torch.device):
+def _plan(layout: PackedLayout, device: torch.device, whole: bool = False):
     """What to call a layer on; derived from the layout once.
+
+    Args:
+        layout: of the row.
+        device: of its tokens.
+        whole: completions stand behind their prompts, and the first of a group gives its prompt's outputs.
 
     Returns:
         `(root_runs, batches, order)`. `root_runs`: `(start, count, length, are prompts)` of neighbouring single rows or
@@ -186,7 +227,7 @@ def _plan(layout: PackedLayout, device: torch.device):
         `(n, longest)` positions in the row, the flat ones of them that are no padding (`None` for all), and the prompt
         that each goes on from. `order`: where each token of the row is among the outputs, `None` if in that order.
     """
-    key = ("recurrent", device)
+    key = ("recurrent", device, whole)
     if key in layout.cache:
         return layout.cache[key]
     starts, lengths, singles, roots = layout.starts, layout.lengths, layout.num_singles, layout.num_roots
@@ -196,12 +237,18 @@ def _plan(layout: PackedLayout, device: torch.device):
         for run in equal_runs(starts[first:last], lengths[first:last])
     ]
     prompt_of = np.repeat(np.arange(layout.num_families), layout.children_per_family)
-    batches, places = [], [np.arange(layout.children_start)]
-    for children in _similar(lengths[roots:]):
-        length, start = lengths[roots + children], starts[roots + children]
+    is_first = np.concatenate([[True], prompt_of[1:] != prompt_of[:-1]])[: len(prompt_of)] & whole
+    prompt_length = lengths[singles:roots][prompt_of] * whole
+    batches, places = [], [np.arange(starts[singles] if whole and roots > singles else layout.children_start)]
+    for children in _similar(prompt_length + lengths[roots:]):
+        start, before = starts[roots + children, None], prompt_length[children, None]
+        length = before + lengths[roots + children, None]
         within = np.arange(max(int(length.max()), _SHORTEST))
-        index = np.minimum(start[:, None] + within, layout.tokens - 1)
-        is_real = within < length[:, None]
+        index = np.where(
+            within < before, starts[singles + prompt_of[children], None] + within, start - before + within
+        )
+        index = np.minimum(index, layout.tokens - 1)
+        is_real = (within < length) & ((within >= before) | is_first[children, None])
         real = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real))
         places.append(index[is_real])
         batches.append((torch.from_numpy(index), real, torch.from_numpy(prompt_of[children])))

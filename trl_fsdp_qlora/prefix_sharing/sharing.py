@@ -14,16 +14,25 @@ from ..compat.fsdp import forget_forward, misfit
 from ..errors import UserError
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
-from . import images
+from ..scoring.transfer import to_device
+from . import dense, images
 from .agreement import is_main_rank, is_out_of_memory, largest_over_ranks, ranks, reason_of
 from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch
 from .dropout import attention_reason, other_dropout, without_dropout
-from .layout import PackedLayout, SealedLayout, pack
+from .layout import PackedLayout, pack
 from .recurrent import install as install_recurrent
 from .recurrent import recurrent_layers
+from .scope import computing, place
 from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, rounding_unit
-from .support import attention_layers, position_limit, unsupported_reason
+from .support import (
+    attention_layers,
+    position_limit,
+    position_tables,
+    stock_positions,
+    takes_positions,
+    unsupported_reason,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +51,9 @@ class _ModelState:
     base: PreTrainedModel | None = None  # the causal language model inside all wrappers, once it is prepared
     layers: int = 0  # attention and recurrent layers of a forward
     recurrent_layers: int = 0
+    masked: bool = False  # attention of its own, which gets a mask of all pairs
+    takes_positions: bool = True
+    stock_positions: Callable | None = None  # what it makes of ids and mask, where that is not the columns
     position_limit: float = float("inf")
     dtypes: frozenset[torch.dtype] = frozenset()  # of its weights, and what 4-bit layers multiply in
     pairs_per_token: float | None = None  # for nested rows, see `layout.pack`
@@ -117,17 +129,23 @@ class PrefixSharing:
         try:
             install(base)
         except (UnsupportedAttention, ValueError, ImportError) as error:
-            return self._give_up(role, str(error))
+            reason = dense.refuses(base) if self.choice == "auto" and attention_layers(base) else str(error)
+            if reason is not None:
+                return self._give_up(role, str(error))
+            state.masked = True
         install_recurrent(base)
         add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32, self.entropy_gradient, self.head_kernel)
         state.base = base
         state.dropout = other_dropout(model)
         state.recurrent_layers = len(recurrent_layers(base))
         state.layers = attention_layers(base) + state.recurrent_layers
+        state.takes_positions, state.stock_positions = takes_positions(base), stock_positions(base)
+        for table in () if state.takes_positions else position_tables(base):
+            place(table)
         state.position_limit = position_limit(base)
         # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
         # A state goes from token to token: a prompt's can branch into completions, a trie's is not kept at every node.
-        nests = can_nest(base, self.choice) and not state.recurrent_layers
+        nests = can_nest(base, self.choice) and not state.recurrent_layers and not state.masked
         state.pairs_per_token = 6.0 * base.config.get_text_config().hidden_size if nests else None
         state.images_reason = images.images_reason(base)
         state.tower = images.FrozenTower(base) if state.images_reason is None else None
@@ -193,16 +211,17 @@ class PrefixSharing:
 
     def _run(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> PassResult:
         start = time.perf_counter()
-        facts = self._read(request)
-        rows = len(request.input_ids)
+        facts, state = self._read(request), self._states[request.role]
+        rows, width = request.input_ids.shape
+        is_cut = request.batch_size is not None and request.batch_size < rows
         cuts = [(0, rows)]
-        if request.batch_size is not None and request.batch_size < rows:
-            if facts is not None:
-                budget = request.batch_size * request.input_ids.shape[1]
-                at_once = request.batch_size if request.compute_aux_loss else None
-                cuts = cut_rows(facts, budget, request.logits_to_keep, at_once)
-            counts = [len(cuts), int(facts is None)]
-            most, unpackable = largest_over_ranks(counts, request.input_ids.device)
+        if is_cut and facts is not None:
+            at_once = request.batch_size if request.compute_aux_loss else None
+            cuts = cut_rows(facts, request.batch_size * width, request.logits_to_keep, at_once)
+        if state.masked and facts is not None and not all(dense.pays(facts.rows(slice(*cut)), width) for cut in cuts):
+            facts = self._padded_because("a mask of all pairs of the packed row would be larger than stock's")
+        if is_cut:
+            most, unpackable = largest_over_ranks([len(cuts), int(facts is None)], request.input_ids.device)
             cuts += [(0, 0)] * (most - len(cuts))
             facts = None if unpackable else facts
         if facts is None:
@@ -303,10 +322,11 @@ class PrefixSharing:
                 raise
             forget_forward(request.model)
             return None, reason_of(error), True
-        if not problems and len(layout.layer_calls) != state.layers:
+        # Differential attention calls its function twice a layer.
+        if not problems and (not layout.layer_calls or len(layout.layer_calls) % state.layers):
             problems.append(
                 f"prefix-aware layers ran {len(layout.layer_calls)} times in a forward of {state.layers} attention and "
-                "recurrent layers (they drop the keyword, or do not use AttentionInterface)"
+                "recurrent layers (some do not use AttentionInterface)"
             )
         return logps_BC, problems[0] if problems else None, True
 
@@ -330,10 +350,12 @@ class PrefixSharing:
                 raise PrefixSharingError(
                     f"prefix_sharing={self.choice!r}: {error}; use prefix_sharing='auto' to run such batches padded"
                 ) from error
-            if str(error) not in self._warned:
-                self._warned.add(str(error))
-                logger.warning("A batch runs padded: %s (once per reason and rank).", error)
-            return None
+            return self._padded_because(str(error))
+
+    def _padded_because(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("A batch runs padded: %s (once per reason and rank).", reason)
 
     def _packed(
         self,
@@ -366,19 +388,25 @@ class PrefixSharing:
                 else None,
             )
             layout.backend, layout.problems = self.choice, problems
-            extra = {}
+            attention_mask, extra = no_mask(layout.input_ids.device), {}
+            if state.masked:
+                attention_mask = dense.mask(layout, state.base.dtype)
+                layout.layer_calls = ["dense"] * (state.layers - state.recurrent_layers)
+            if state.stock_positions is not None:
+                stock_BL = state.stock_positions(request.input_ids[part], request.attention_mask[part])
+                source_T = torch.from_numpy(layout.row_T * stock_BL.shape[1] + layout.column_T)
+                layout.position_ids = stock_BL.flatten()[to_device(source_T, stock_BL.device)].unsqueeze(0)
             position_ids = layout.position_ids
             if request.has_images:
                 few = request if len(cuts) == 1 else request.rows(list(range(part.start, part.stop)))
                 extra, position_ids = self._with_images(few, layout, facts.rows(part))
             if request.compute_aux_loss:
                 extra |= {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
-            with self.autocast():
+            with self.autocast(), computing(request.model, layout):
                 outputs = request.model(
                     input_ids=layout.input_ids,
-                    attention_mask=no_mask(layout.input_ids.device),
-                    position_ids=position_ids,
-                    prefix_layout=SealedLayout(layout),
+                    attention_mask=attention_mask,
+                    **({"position_ids": position_ids} if state.takes_positions else {}),
                     score_index_N=layout.score_index_N,
                     score_targets_N=layout.score_targets_N,
                     **extra,

@@ -4,7 +4,10 @@ What this check cannot see, the layer counter and the self-check of the first st
 """
 
 import inspect
+from collections.abc import Callable
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -40,12 +43,8 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         return dropout
     if not attention_layers(model):
         return None
-    if "position_ids" not in inspect.signature(type(model.base_model).forward).parameters:
+    if not takes_positions(model) and not position_tables(model):
         return f"{name} takes no position_ids"
-    for module in model.get_decoder().modules():
-        # Attention layers are the modules transformers gives a cache slot to.
-        if isinstance(getattr(module, "layer_idx", None), int) and not _takes_keywords(module):
-            return f"{type(module).__name__} drops the keywords of the model call"
     return None
 
 
@@ -69,17 +68,26 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
 def layer_types(text: PreTrainedConfig) -> list[str]:
     """What each layer of a decoder is, by transformers' names."""
     types = getattr(text, "layer_types", None)
+    if types is None and getattr(text, "decoder_layers", None) is not None:  # beside `num_hidden_layers` of an encoder
+        return ["full_attention"] * text.decoder_layers
     return list(types) if types is not None else get_layer_types_and_kwargs(text)[0]
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether positions are an argument of the model."""
+    return "position_ids" in inspect.signature(type(model.base_model).forward).parameters
+
+
+def position_tables(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules of `model` that give positions their embeddings, and can be told which positions."""
+    wanted = {"past_key_values_length", "position_ids"}
+    tables = [m for m in model.modules() if "Position" in type(m).__name__]
+    return [m for m in tables if wanted <= set(inspect.signature(type(m).forward).parameters)]
 
 
 def keeps_keys(layer_type: str) -> bool:
     """Whether such a layer has keys and values in its cache."""
     return layer_type not in _RECURRENT | _NEITHER
-
-
-def _takes_keywords(module) -> bool:
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def attention_layers(model: PreTrainedModel) -> int:
@@ -102,3 +110,18 @@ def position_limit(model: PreTrainedModel) -> float:
         if one.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(limits, default=float("inf"))
+
+
+def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """What `model` makes positions `(B, L)` of from ids and mask where it is given none; `None` for the columns.
+
+    OPT counts the tokens that are no padding, RoBERTa and what is built like it those that are no padding token.
+    """
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
+            getattr(module, "position_embeddings", None), nn.Embedding
+        ):
+            return lambda ids, _mask: module.create_position_ids_from_input_ids(ids, module.padding_idx)
+    if "cumsum" in inspect.unwrap(type(model.get_decoder()).forward).__code__.co_names:
+        return lambda _ids, mask: mask.cumsum(1) * mask - 1
+    return None
