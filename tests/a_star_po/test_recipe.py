@@ -29,23 +29,6 @@ def test_every_recipe_parses_and_says_what_it_is(path):
         assert word in header, word
 
 
-def test_the_papers_and_the_reports_settings():
-    def read(name):
-        path = next(path for path in RECIPES if path.name == name)
-        argv = ["--config", str(path), "--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]
-        return parse_recipe((ScriptArguments, AStarPOConfig, ModelConfig), argv)[1]
-
-    paper = read("config_gsm8k.yaml")
-    assert (paper.value_samples, paper.beta1, paper.beta2, paper.entropy_coef) == (8, 0.5, 1e-3, 1e-3)
-    assert paper.generation_batch_size == 256
-    assert paper.per_device_train_batch_size * paper.gradient_accumulation_steps == 128
-    one, two = read("config_report_1gpu.yaml"), read("config_report_2gpu.yaml")
-    for config, gpus in ((one, 1), (two, 2)):
-        assert (config.value_estimator, config.objective, config.beta) == ("max", "advantage_weighted", 0.03)
-        assert config.per_device_train_batch_size * config.gradient_accumulation_steps * gpus == 16
-        assert (config.learning_rate, config.max_steps, config.eval_steps) == (3e-7, 200, 50)
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):

@@ -17,7 +17,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from trl_fsdp_qlora import AStarPOConfig
 from trl_fsdp_qlora.a_star_po.values import describe_model, describe_reward, describe_sampling
 
 from .cache_worker import CONTEXT, items, main, open_values, true_rewards
@@ -126,19 +125,6 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     values.fill(items(values, 20))
     assert set(values.known.values()) == {1.0}
     assert caplog.text.count("not stored") == 1
-
-
-def test_the_folder_of_the_package_is_the_default(monkeypatch, tmp_path):
-    base = {"output_dir": "unused", "bf16": False, "use_cpu": True, "report_to": "none"}
-    monkeypatch.delenv("TRL_FSDP_QLORA_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert AStarPOConfig(**base).value_cache == "/somewhere/trl_fsdp_qlora/values"
-    monkeypatch.setenv("TRL_FSDP_QLORA_CACHE", "/elsewhere")
-    assert AStarPOConfig(**base).value_cache == "/elsewhere/values"
-    assert AStarPOConfig(**base, value_cache="here").value_cache == "here"
-    (tmp_path / "values.sqlite").write_text("of an earlier version")
-    with pytest.raises(ValueError, match="name a folder"):
-        AStarPOConfig(**base, value_cache=str(tmp_path / "values.sqlite"))
 
 
 # What the keys depend on

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from trl import SFTTrainer
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora import sharding
-from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
 
 
 def make(folder):
@@ -36,20 +34,3 @@ def test_the_entropy_coefficient_goes_on_where_it_was(trained, tmp_path, monkeyp
     assert made._last_world_entropy == before._last_world_entropy
     states = [[state["exp_avg"] for state in of.optimizer.state.values()] for of in (made, before)]
     assert states[0] and all(map(torch.equal, *states))  # and the optimizer, once
-
-
-def test_other_trainers_optimizers_are_read_once(trained, monkeypatch):
-    before, checkpoint = trained
-    monkeypatch.setattr(sharding, "has_sharded_adapter", lambda model: True)
-
-    class Sharded(ShardedQLoRAMixin, SFTTrainer):
-        pass
-
-    made = Sharded.__new__(Sharded)
-    for name in ("model", "sharding", "optimizer", "lr_scheduler"):
-        setattr(made, name, getattr(before, name))
-    steps = before.lr_scheduler.last_epoch
-    made._load_optimizer_and_scheduler(str(checkpoint))  # transformers' own asks for attributes that are not there
-    assert made.lr_scheduler.last_epoch == steps == 3
-    with pytest.raises(AttributeError):
-        SFTTrainer._load_optimizer_and_scheduler(made, str(checkpoint))

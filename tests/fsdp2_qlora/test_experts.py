@@ -33,7 +33,7 @@ from tests.fsdp2_qlora.test_hsdp import mesh_environment
 from tests.tiny import trainer as tiny_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
-from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, load_quantized_base
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
 
@@ -348,17 +348,6 @@ def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loadin
     at_once = packed_experts(loaded(tmp_path / "plain"))
     for name, module in packed_experts(stored).items():
         assert all(torch.equal(getattr(module, p), getattr(at_once[name], p)) for p in module.layouts)
-
-
-def test_a_checkpoint_that_is_quantized_in_another_way_is_one_line(tmp_path):
-    save_mixture(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(ValueError, match=r"is quantized by mxfp4.*take the checkpoint in 16 bit") as raised:
-        load_quantized_base(str(tmp_path), quantization())
-    assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match="is quantized by mxfp4"):
-        load_quantized_base(str(tmp_path))
 
 
 @pytest.fixture(scope="module")

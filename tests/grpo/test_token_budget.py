@@ -292,7 +292,7 @@ def test_a_run_selects_reports_and_is_reproducible(tmp_path):
     ("changes", "message"),
     [
         ({"token_selection": "half"}, "s_grpo, uniform, prefix_cut"),
-        ({"token_selection_rate": 1.5}, r"outside \(0, 1\]"),
+        ({"token_selection_rate": 1.5}, r"in \(0, 1\]"),
         ({"token_selection": "s_grpo", "token_selection_always_first": 99}, "beyond the longest completion"),
         ({"token_selection": "uniform", "importance_sampling_level": "sequence"}, "no sum over tokens"),
         ({"token_selection": "s_grpo", "loss_type": "vespo"}, "no sum over tokens"),

@@ -7,7 +7,6 @@ from safetensors.torch import load_file
 
 from tests import tiny
 from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError, adapter_weights
-from trl_fsdp_qlora.rollout.engine import _Serving
 from trl_fsdp_qlora.rollout.engine_model import sampling
 
 
@@ -58,36 +57,6 @@ def test_what_a_server_reads_lies_in_the_folder_that_was_chosen(policy, tmp_path
     versions = AdapterVersions("run", tmp_path / "shared")
     folder = versions.publish(1, adapter_weights(policy), policy.peft_config["default"])
     assert folder.is_absolute() and (tmp_path / "shared").resolve() in folder.parents
-
-
-def test_sleeping_frees_the_cache_and_keeps_the_weights():
-    calls = []
-
-    class Recorded:
-        def sleep(self, **options):
-            calls.append(("sleep", options))
-
-        def release_kv_cache_memory(self):
-            calls.append(("release_kv_cache_memory", {}))
-
-        def wake_up(self, **options):
-            calls.append(("wake_up", options))
-
-        def generate(self, prompts, **options):
-            calls.append(("generate", options))
-
-    llm = _Serving(Recorded())
-    llm.adapter = "adapter 7"
-    # As VLLMGeneration.generate calls it with sleep mode on.
-    llm.wake_up(tags=["kv_cache"])
-    llm.generate(["prompt"], use_tqdm=False)
-    llm.sleep(level=2)
-    assert calls == [
-        ("wake_up", {"tags": ["kv_cache"]}),
-        ("generate", {"lora_request": "adapter 7", "use_tqdm": False}),
-        ("sleep", {"level": 0}),
-        ("release_kv_cache_memory", {}),
-    ]
 
 
 def test_sampling_parameters():

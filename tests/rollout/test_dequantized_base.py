@@ -52,18 +52,6 @@ def test_made_once_per_content(checkpoint, tmp_path, monkeypatch):
     assert write(tiny.load(checkpoint, double=False), tmp_path) != first
 
 
-def test_an_interrupted_copy_is_not_taken_for_one(checkpoint, tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_shards", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            write(tiny.load(checkpoint), tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert (write(tiny.load(checkpoint), tmp_path) / "config.json").is_file()
-
-
 def test_shards(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHARD_BYTES", 1 << 14)
     folder = write(tiny.load(checkpoint), tmp_path)

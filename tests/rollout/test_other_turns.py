@@ -3,10 +3,9 @@
 import pytest
 import torch
 from transformers import GenerationConfig
-from transformers.models.qwen3 import modeling_qwen3
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.rollout.test_training import ENDS, GREEDY, history, make
+from tests.rollout.test_training import ENDS, GREEDY, history
 from tests.tiny import config, digit_share, lora, prompts, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.recipe.small_base import CHAT_TEMPLATE, character_tokenizer
@@ -82,30 +81,3 @@ def test_a_rollout_function_draws_as_with_stock(tmp_path):
         stock, ours = (history(made(*both, tmp_path, rollout_func=roll)) for both in BOTH)
     assert_equal_steps(ours, stock)
     assert not any("generation/prefill_tokens" in entry for entry in ours)  # it drew itself
-
-
-def test_a_reason_that_shows_in_the_prefill_is_said_once(tmp_path, monkeypatch, caplog):
-    stock = modeling_qwen3.Qwen3Attention.forward
-
-    class Elsewhere:
-        def __init__(self, cache):
-            self.cache = cache
-
-        def update(self, *args, **kwargs):
-            return tuple(x.clone() for x in self.cache.update(*args, **kwargs))
-
-    def other_keys(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        past = past_key_values if past_key_values is None else Elsewhere(past_key_values)
-        return stock(self, hidden_states, position_embeddings, attention_mask, past, **kwargs)
-
-    trainer = make(folder=tmp_path)
-    assert any("attended to once per group" in line for _, line in trainer.features())
-    with monkeypatch.context() as patch:
-        patch.setattr(modeling_qwen3.Qwen3Attention, "forward", other_keys)
-        history(trainer)
-    line = "decoding: prompts attended to per row (it attends to other keys than it caches)"
-    (said,) = [record.message for record in caplog.records if "decoding" in record.message]
-    assert said.endswith(line)
-    caplog.clear()
-    history(make(folder=tmp_path))  # nothing to say
-    assert "decoding" not in caplog.text

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
 from tests.rollout.whole_engine import start_whole
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.rollout import start, weight_sync_check
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
-from trl_fsdp_qlora.rollout.weight_sync_check import OTHER_MODEL, WeightSyncCheck, draws_from_policy
+from trl_fsdp_qlora.rollout.weight_sync_check import WeightSyncCheck, draws_from_policy
 
 MEAN = "sampling/sampling_logp_difference/mean"
 
@@ -135,36 +134,3 @@ def test_another_base_ends_the_run_before_a_step(trainer_with):
         trainer.train()
     assert trainer.state.global_step == 0
     trainer_with(other(), generation_kwargs={"min_tokens": 2}).train()
-
-
-def through_float8(tensor: torch.Tensor) -> torch.Tensor:
-    scale = tensor.abs().amax() / 448
-    return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
-
-
-@pytest.mark.slow
-def test_rounding_never_looks_like_another_model(smollm2):
-    """Real bf16, and fp8 of weights and activations with one scale per tensor, of a model that is small and so rounds the most."""
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    exact = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    torch.manual_seed(0)
-    prompt = tokenizer("A shop sells 3 apples a day. How many in 5 days?", return_tensors="pt").input_ids
-    row = exact.generate(prompt, do_sample=True, top_k=0, max_new_tokens=160, min_new_tokens=160)
-
-    @torch.no_grad()
-    def logps(model):
-        scores = model(row).logits[0, prompt.shape[1] - 1 : -1].float().log_softmax(-1)
-        return scores.gather(1, row[0, prompt.shape[1] :, None])
-
-    policy = logps(exact)
-    half = (logps(AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()) - policy).abs().mean()
-    assert half < 0.1 * OTHER_MODEL
-    for name, module in exact.named_modules():
-        if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
-            module.weight.data = through_float8(module.weight.data)
-            module.register_forward_pre_hook(lambda _module, given: (through_float8(given[0]),))
-    eighth = (logps(exact) - policy).abs().mean()
-    assert half < eighth < 0.4 * OTHER_MODEL
-    torch.manual_seed(0)
-    other = AutoModelForCausalLM.from_config(exact.config).eval()
-    assert (logps(other) - policy).abs().mean() > 3 * OTHER_MODEL

@@ -88,7 +88,7 @@ def test_a_folder_that_is_gone(server, quantized_base, tmp_path):
         return folder
 
     trainer.vllm_generation.versions.publish = deleted
-    with pytest.raises(RolloutError, match=r"load_lora_adapter failed.*is gone"):
+    with pytest.raises(RolloutError, match=r"load_lora_adapter failed.*vllm_adapter_dir"):
         trainer.train()
 
 

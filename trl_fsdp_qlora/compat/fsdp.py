@@ -13,8 +13,10 @@ import torch
 from accelerate.utils import fsdp_utils
 from packaging.version import Version
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from .replaced import replaced
 
 # Torch 2.12 shards integer parameters as they are.
 SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
@@ -113,20 +115,14 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
     def parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    _fsdp_param.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
-    try:
+    with replaced(_fsdp_param, nn=SimpleNamespace(Parameter=parameter, Module=nn.Module)):
         yield
-    finally:
-        _fsdp_param.nn = nn
     for _, state in units(model):
         for group in param_groups(state):
             for sharded in group.fsdp_params:
                 if not sharded.sharded_param.is_floating_point():
-                    sharded.init_dtype_attrs = functools.partial(_without_cast, sharded)
-
-
-def _without_cast(sharded, policy: MixedPrecisionPolicy) -> None:
-    type(sharded).init_dtype_attrs(sharded, replace(policy, param_dtype=None))
+                    stock = sharded.init_dtype_attrs
+                    sharded.init_dtype_attrs = lambda policy, stock=stock: stock(replace(policy, param_dtype=None))
 
 
 def sharded_trainable(model: nn.Module) -> list[nn.Parameter]:

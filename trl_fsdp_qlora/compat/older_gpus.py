@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from trl.kernels import chunked_logprob
 
+from .replaced import replaced
+
 FIRST_WITH_BF16 = (8, 0)
 
 
@@ -40,8 +42,5 @@ def casting_wide_sums() -> Iterator[None]:
         else:
             original(acc, a, b)
 
-    chunked_logprob._addmm_fp32 = addmm_fp32
-    try:
+    with replaced(chunked_logprob, _addmm_fp32=addmm_fp32):
         yield
-    finally:
-        chunked_logprob._addmm_fp32 = original

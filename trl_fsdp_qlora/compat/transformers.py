@@ -1,7 +1,6 @@
 """Every name borrowed from transformers that is not part of its documented interface."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import transformers
 from torch import nn
@@ -14,6 +13,7 @@ from transformers import (
     Trainer,
 )
 
+from .replaced import replaced
 from .signatures import warn_of_misfits
 
 # Of `Trainer`, overridden or called -> parameters, in order; the same in all versions that are allowed.
@@ -69,15 +69,9 @@ def auto_class_of(model: nn.Module) -> str:
     return model_class(base.config, type(base).__name__).__name__
 
 
-@contextmanager
-def no_optimizer_read() -> Iterator[None]:
+def no_optimizer_read() -> AbstractContextManager:
     """Inside, transformers reads no optimizer; what trainers built on it read with it, they read."""
-    own = Trainer._load_optimizer_and_scheduler
-    Trainer._load_optimizer_and_scheduler = lambda self, checkpoint: None
-    try:
-        yield
-    finally:
-        Trainer._load_optimizer_and_scheduler = own
+    return replaced(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
 
 
 warn_of_misfits("transformers", transformers.__version__, Trainer, EXPECTED)

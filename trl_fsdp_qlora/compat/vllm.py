@@ -1,13 +1,14 @@
 """What is borrowed from TRL's vLLM code and from vLLM itself, looked at when an adapter is to be sent to an engine."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from trl.trainer import grpo_trainer
 
+from .replaced import replaced
 from .signatures import misfits
 
 _EXPECTED = {
@@ -34,8 +35,7 @@ def adapter_misfits() -> list[str]:
         return [str(error)]
 
 
-@contextmanager
-def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, Any] | None) -> Iterator[None]:
+def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, Any] | None) -> AbstractContextManager:
     """Inside, TRL's trainer starts another engine than its own, or its own with further options.
 
     TRL has no argument for either: its constructor looks both up by their names.
@@ -46,18 +46,12 @@ def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, 
     """
     from trl.generation import vllm_generation
 
-    stock = grpo_trainer.VLLMGeneration
     llm = getattr(vllm_generation, "LLM", None)  # only where vLLM is installed
     if make_engine is not None:
-        grpo_trainer.VLLMGeneration = make_engine
-    elif engine_kwargs and llm is not None:
-        vllm_generation.LLM = lambda **own: llm(**{**own, **engine_kwargs})
-    try:
-        yield
-    finally:
-        grpo_trainer.VLLMGeneration = stock
-        if llm is not None:
-            vllm_generation.LLM = llm
+        return replaced(grpo_trainer, VLLMGeneration=make_engine)
+    if engine_kwargs and llm is not None:
+        return replaced(vllm_generation, LLM=lambda **own: llm(**{**own, **engine_kwargs}))
+    return nullcontext()
 
 
 def leave_groups_that_are_gone(llm: Any) -> None:

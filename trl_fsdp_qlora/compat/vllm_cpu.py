@@ -4,11 +4,12 @@ vLLM's CPU backend copies a layer's adapter once for every token of a batch: 51 
 products do. Importing this needs vLLM, so only what starts an engine on CPUs does.
 """
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU as Stock
 from vllm.platforms import current_platform
 
+from .replaced import replaced
 from .signatures import misfits
 
 _LINEAR = "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs"
@@ -48,12 +49,8 @@ class OneAdapterOnCPU(Stock):
         rows.addmm_(low, lora_b_stacked[self.slot, 0].T.to(low.dtype), alpha=scale)
 
 
-@contextmanager
 def one_adapter():
     """An engine that is started inside, in this process, computes with [`OneAdapterOnCPU`] where this vLLM fits it."""
-    if not misfits(Stock, _EXPECTED) and current_platform.get_punica_wrapper().endswith(".PunicaWrapperCPU"):
-        current_platform.get_punica_wrapper = lambda: f"{__name__}.{OneAdapterOnCPU.__name__}"
-    try:
-        yield
-    finally:
-        vars(current_platform).pop("get_punica_wrapper", None)
+    if misfits(Stock, _EXPECTED) or not current_platform.get_punica_wrapper().endswith(".PunicaWrapperCPU"):
+        return nullcontext()
+    return replaced(current_platform, get_punica_wrapper=lambda: f"{__name__}.{OneAdapterOnCPU.__name__}")

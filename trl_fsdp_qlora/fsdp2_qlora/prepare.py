@@ -5,7 +5,7 @@ quantized model under FSDP2 packs the 4-bit layers before `fully_shard` sees the
 """
 
 import functools
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers.utils import is_bitsandbytes_available
 
 from ..compat.fsdp import finds_final_norm, integer_shards, misfit
+from ..compat.replaced import replaced
 from .launch_checks import LaunchError
 
 logger = get_logger(__name__)
@@ -62,8 +63,7 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
     accelerator.prepare = prepare
 
 
-@contextmanager
-def _trained_head_in_root(model: nn.Module):
+def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
     """Leave an LM head that is trained (`modules_to_save`) to the root's unit, for the time of `prepare`.
 
     Accelerate puts it into a unit with the final norm, which it does not find inside an adapter, so into one of its own. TRL's
@@ -73,17 +73,11 @@ def _trained_head_in_root(model: nn.Module):
     head, embedding = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("output", "input"))
     trained = head is not None and any(parameter.requires_grad for parameter in head.parameters())
     if not trained or finds_final_norm(model) or getattr(embedding, "weight", None) is getattr(head, "weight", head):
-        yield
-        return
-    model.get_output_embeddings = lambda: None
-    try:
-        yield
-    finally:
-        del model.get_output_embeddings
+        return nullcontext()
+    return replaced(model, get_output_embeddings=lambda: None)
 
 
-@contextmanager
-def _own_settings(plugin, reduce_dtype: torch.dtype | None = None):
+def _own_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractContextManager:
     """Settings of the plugin that accelerate has no way to name, for the time of `prepare`.
 
     Accelerate's own policy rounds what modules return, log-probabilities among them, and the gradients that are summed over the
@@ -92,17 +86,13 @@ def _own_settings(plugin, reduce_dtype: torch.dtype | None = None):
     Args:
         reduce_dtype: of the sums, for a quantized base; `None` leaves them to the policy, and the loading to accelerate.
     """
-    policy = plugin.mixed_precision_policy
-    stock = plugin.cpu_ram_efficient_loading, policy
+    policy, settings = plugin.mixed_precision_policy, {}
     if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
         reduce = policy.reduce_dtype if reduce_dtype is None else reduce_dtype
-        plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce, output_dtype=None)
+        settings["mixed_precision_policy"] = replace(policy, reduce_dtype=reduce, output_dtype=None)
     if reduce_dtype is not None:
-        plugin.cpu_ram_efficient_loading = False  # it broadcasts every weight whole; distribute.py sends shards
-    try:
-        yield
-    finally:
-        plugin.cpu_ram_efficient_loading, plugin.mixed_precision_policy = stock
+        settings["cpu_ram_efficient_loading"] = False  # it broadcasts every weight whole; distribute.py sends shards
+    return replaced(plugin, **settings)
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):

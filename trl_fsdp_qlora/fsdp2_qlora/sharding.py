@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
+from ..compat.replaced import replaced
 from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, load_adapter, load_optimizer
 from .generation import choose, gathered, keep_gathered
@@ -94,11 +95,8 @@ class Sharding:
             device = self.accelerator.device
             return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
 
-        language_model.get_output_embeddings = there
-        try:
+        with replaced(language_model, get_output_embeddings=there):
             yield
-        finally:
-            del language_model.get_output_embeddings
 
     def save_adapter(self, model: nn.Module, output_dir: str, write: Callable) -> bool:
         """Gather a sharded adapter and let one rank `write(output_dir, state_dict=...)` it."""

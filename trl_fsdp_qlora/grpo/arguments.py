@@ -21,24 +21,20 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
         peft_config = model.peft_config[model.active_adapters[0]]
     if call.get("quantization_config") is not None:
         return peft_config, True
-    if isinstance(model, str):
-        return peft_config, _is_quantized_on_disk(model, call.get("args"))
-    return peft_config, getattr(getattr(model, "config", None), "quantization_config", None) is not None
-
-
-def _is_quantized_on_disk(model: str, args: Any) -> bool:
-    """Whether a checkpoint's weights are stored quantized, by its config, which says so before any weight is read."""
+    if not isinstance(model, str):
+        return peft_config, getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    args = call.get("args")
     options = getattr(args, "model_init_kwargs", None) or {}
-    if options.get("quantization_config") is not None:
-        return True
-    if not getattr(args, "use_vllm", False):
-        return False  # nothing depends on it: no file is asked for
+    if options.get("quantization_config") is not None or not getattr(args, "use_vllm", False):
+        return peft_config, options.get(
+            "quantization_config"
+        ) is not None  # without vLLM nothing depends on the checkpoint
     where = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
-    try:
+    try:  # a checkpoint's config says whether it is stored quantized, before any weight is read
         config, _ = PreTrainedConfig.get_config_dict(model, **{key: options[key] for key in where if key in options})
     except (OSError, ValueError):
-        return False  # no such checkpoint, or an unreadable one: loading it says so in full
-    return config.get("quantization_config") is not None
+        return peft_config, False  # no such checkpoint, or an unreadable one: loading it says so in full
+    return peft_config, config.get("quantization_config") is not None
 
 
 def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:

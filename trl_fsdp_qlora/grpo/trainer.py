@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from ..checkpoints.checkpoints import WholeCheckpoints, describe_rollouts, describe_training
 from ..compat.older_gpus import casting_wide_sums
 from ..compat.peft import adapted_parts
+from ..compat.replaced import replaced
 from ..compat.trl import (
     IMPORTANCE_RATIO,
     OLD_LOGPS,
@@ -146,20 +147,17 @@ class EfficientGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can wait.
         self.prefix_sharing.forget_images()
-        wanted = self.vllm_importance_sampling_correction
-        self.vllm_importance_sampling_correction = wanted and not self._weighs_in_loss
-        try:
-            with self.clock.phase("prepare"), self.sharding.gathered(self.model):
-                if self.model.training and self.args.dynamic_sampling:
-                    rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows)
-                    self._add_metrics(metrics)
-                    self._pending_extra_logs.update(rows.extras())
-                    # TRL's method asks for completions and rewards itself. It gets those of the rows.
-                    inputs, self._generate = rows, lambda prompts: rows.generated()
+        weighs = self.vllm_importance_sampling_correction and not self._weighs_in_loss
+        with self.clock.phase("prepare"), self.sharding.gathered(self.model):
+            others = {"vllm_importance_sampling_correction": weighs}
+            if self.model.training and self.args.dynamic_sampling:
+                rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows)
+                self._add_metrics(metrics)
+                self._pending_extra_logs.update(rows.extras())
+                # TRL's method asks for completions and rewards itself. It gets those of the rows.
+                inputs, others["_generate"] = rows, lambda prompts: rows.generated()
+            with replaced(self, **others):
                 batch = super()._generate_and_score_completions(inputs)
-        finally:
-            vars(self).pop("_generate", None)
-            self.vllm_importance_sampling_correction = wanted
         if self.use_vllm and OLD_LOGPS in batch and SAMPLED_LOGPS in batch:
             self._compare_with_engine(batch, batch[OLD_LOGPS])
         return batch

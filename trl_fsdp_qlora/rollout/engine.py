@@ -7,7 +7,7 @@ sharded base needs no merging, and putting the engine to sleep frees its cache a
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..compat.replaced import replaced
 from ..compat.trl import ensure_master_addr_port
 from ..compat.vllm import leave_groups_that_are_gone
 from .adapter_sync import AdapterVersions, RolloutError, adapter_weights
@@ -102,27 +103,46 @@ class AdapterEngine(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def _start_colocated(self) -> None:
-        ranks = self.accelerator
-        if ranks.num_processes % self.tensor_parallel_size:
-            raise RolloutError(
-                f"vllm_tensor_parallel_size={self.tensor_parallel_size} does not divide the {ranks.num_processes} "
-                "processes"
-            )
-        if self.tensor_parallel_size > 1:
-            size = self.tensor_parallel_size
+        from vllm import LLM
+
+        ranks, size = self.accelerator, self.tensor_parallel_size
+        if size > 1:
             groups = [list(range(i * size, (i + 1) * size)) for i in range(ranks.num_processes // size)]
             self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
         os.environ["RANK"] = str(ranks.process_index)
         os.environ["LOCAL_RANK"] = str(ranks.local_process_index)
         os.environ["WORLD_SIZE"] = str(ranks.num_processes)
         ensure_master_addr_port()
-        if ranks.device.type == "cpu":
+        on_cpu = ranks.device.type == "cpu"
+        options = {
+            "model": self.base,
+            # The policy's own dtype where there is no GPU: bfloat16 without AMX is hundreds of times slower.
+            "dtype": str(self.model.dtype).removeprefix("torch.") if on_cpu else "auto",
+            "enforce_eager": on_cpu,
+            "tensor_parallel_size": size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_length,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_sleep_mode": self.enable_sleep_mode,
+            "model_impl": self.model_impl,
+            "distributed_executor_backend": "external_launcher",
+            "seed": ranks.process_index // size,  # equal in a tensor-parallel group, so that its ranks sample the same
+            "max_num_batched_tokens": 4096,
+            "logprobs_mode": "processed_logprobs",
+            "trust_remote_code": self.trust_remote_code,
+            "enable_lora": True,
+            "max_lora_rank": self.max_lora_rank,
+            "max_loras": 1,
+        }
+        one_adapter = nullcontext
+        if on_cpu:
             from ..compat.vllm_cpu import one_adapter
 
-            with one_adapter():
-                llm = self._make_engine(on_cpu=True)
-        else:
-            llm = self._make_engine(on_cpu=False)
+            # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts; 32 is the
+            # smallest that vLLM's CPU kernels are made for.
+            options["block_size"] = 32
+        with one_adapter():
+            llm = LLM(**{**options, **self.engine_kwargs})
         if self.enable_sleep_mode and not hasattr(llm, "release_kv_cache_memory"):
             raise RolloutError(
                 "vllm_enable_sleep_mode=True needs vLLM 0.31 or newer, which can free the cache alone: older versions throw "
@@ -132,36 +152,6 @@ class AdapterEngine(VLLMGeneration):
         self.llm = _Serving(llm)
         if self.enable_sleep_mode:
             self.llm.sleep()
-
-    def _make_engine(self, on_cpu: bool):
-        from vllm import LLM
-
-        options = {
-            "model": self.base,
-            # The policy's own dtype where there is no GPU: bfloat16 without AMX is hundreds of times slower.
-            "dtype": str(self.model.dtype).removeprefix("torch.") if on_cpu else "auto",
-            "enforce_eager": on_cpu,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "max_model_len": self.max_model_length,
-            "max_num_seqs": self.max_num_seqs,
-            "enable_sleep_mode": self.enable_sleep_mode,
-            "model_impl": self.model_impl,
-            "distributed_executor_backend": "external_launcher",
-            # Equal for the ranks of a tensor-parallel group, so that they sample the same.
-            "seed": self.accelerator.process_index // self.tensor_parallel_size,
-            "max_num_batched_tokens": 4096,
-            "logprobs_mode": "processed_logprobs",
-            "trust_remote_code": self.trust_remote_code,
-            "enable_lora": True,
-            "max_lora_rank": self.max_lora_rank,
-            "max_loras": 1,
-        }
-        if on_cpu:
-            # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts; 32 is the
-            # smallest that vLLM's CPU kernels are made for.
-            options["block_size"] = 32
-        return LLM(**{**options, **self.engine_kwargs})
 
     def sync_weights(self) -> None:
         """Publish the adapter as it is now, and make the engine answer with it. Every rank has to call it."""
@@ -205,16 +195,8 @@ class AdapterEngine(VLLMGeneration):
         """A rank can ask for completions by itself: no other has to take part."""
         return self.mode == "server" or self.tensor_parallel_size == 1
 
-    @contextmanager
-    def without_adapter(self):
+    def without_adapter(self) -> AbstractContextManager:
         """Inside, the engine answers with the base model: the reference policy of a LoRA run."""
         if self.mode == "colocate":
-            holder, name, base = self.llm, "adapter", None
-        else:
-            holder, name, base = self.vllm_client, "model", self.vllm_client.base
-        adapter = getattr(holder, name)
-        setattr(holder, name, base)
-        try:
-            yield
-        finally:
-            setattr(holder, name, adapter)
+            return replaced(self.llm, adapter=None)
+        return replaced(self.vllm_client, model=self.vllm_client.base)

@@ -25,38 +25,30 @@ class EngineModel:
 
     def complete(self, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None) -> list[list[int]]:
         """One completion for every prompt; row i is drawn with a seed of its own, made of `seed` and i."""
-        settings = [
-            sampling(config, None if seed is None else seed * 1_000_003 + row) for row in range(len(prompt_ids))
-        ]
-        draw = self._ask_server if self.engine.mode == "server" else self._ask_engine
-        return draw(prompt_ids, settings)
+        seeds = [None if seed is None else seed * 1_000_003 + row for row in range(len(prompt_ids))]
+        settings = [sampling(config, own) for own in seeds]
+        if self.engine.mode == "server":
+            client = self.engine.vllm_client
 
-    def _ask_engine(self, prompt_ids: list[list[int]], settings: list[dict]) -> list[list[int]]:
+            def ask(ids: list[int], own: dict) -> list[int]:
+                drawn = client.generate(prompts=[ids], max_tokens=own["max_tokens"], generation_kwargs=own)
+                return drawn["completion_ids"][0]
+
+            with ThreadPoolExecutor(min(CONCURRENCY, len(prompt_ids))) as pool:
+                return list(pool.map(ask, prompt_ids, settings))
         from vllm import SamplingParams
 
         llm, sleeps = self.engine.llm, self.engine.enable_sleep_mode
         if sleeps:
             llm.wake_up(tags=["kv_cache"])
-        outputs = llm.generate(
+        prompts, params = (
             [{"prompt_token_ids": ids} for ids in prompt_ids],
-            sampling_params=[SamplingParams(**row) for row in settings],
-            use_tqdm=False,
+            [SamplingParams(**own) for own in settings],
         )
+        outputs = llm.generate(prompts, sampling_params=params, use_tqdm=False)
         if sleeps:
             llm.sleep()
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def _ask_server(self, prompt_ids: list[list[int]], settings: list[dict]) -> list[list[int]]:
-        client = self.engine.vllm_client
-
-        def one(row: int) -> list[int]:
-            drawn = client.generate(
-                prompts=[prompt_ids[row]], max_tokens=settings[row]["max_tokens"], generation_kwargs=settings[row]
-            )
-            return drawn["completion_ids"][0]
-
-        with ThreadPoolExecutor(min(CONCURRENCY, len(prompt_ids))) as pool:
-            return list(pool.map(one, range(len(prompt_ids))))
 
 
 def sampling(config: GenerationConfig, seed: int | None) -> dict:

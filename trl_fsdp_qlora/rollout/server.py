@@ -1,6 +1,5 @@
 """A `vllm serve` that holds a base and is given adapters by name."""
 
-from pathlib import Path
 from typing import Any
 
 from requests.adapters import HTTPAdapter, Retry
@@ -74,11 +73,7 @@ class AdapterServer(VLLMClient):
                 f"the vLLM server at {self.base_url} takes no adapters at run time. Restart it with "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
             )
-        folder = Path(content.get("lora_path", "."))
-        hint = "the server has to see that folder under the same path (vllm_adapter_dir), and to serve the model that is trained"
-        if not folder.is_dir():
-            hint = f"{folder} is gone: something removed it while the server read it; resume from the last checkpoint"
         raise RolloutError(
-            f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): "
-            f"{response.text[:500]} ({hint})"
+            f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): {response.text[:500]} (the server "
+            f"has to see {content.get('lora_path', 'the folder')} (vllm_adapter_dir), and to serve the model that is trained)"
         )

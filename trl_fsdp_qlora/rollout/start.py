@@ -3,8 +3,7 @@
 import logging
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,13 @@ from .sync_choice import Sync
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def trl_starts_engine(args: Any, sync: Sync) -> Iterator[None]:
+def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
     """Inside, TRL's trainer starts the engine of `sync`: [`start_engine`]'s, or its own with `vllm_engine_kwargs`."""
     if sync.mode == "off":
-        yield
-        return
+        return nullcontext()
     from ..compat.vllm import trl_starts
 
-    with trl_starts(partial(start_engine, args) if sync.mode == "adapter" else None, args.vllm_engine_kwargs):
-        yield
+    return trl_starts(partial(start_engine, args) if sync.mode == "adapter" else None, args.vllm_engine_kwargs)
 
 
 def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, **options: Any):

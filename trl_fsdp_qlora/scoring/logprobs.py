@@ -116,16 +116,8 @@ def score_positions(
         )
         return log_probs_N, entropy_N
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
-    return FrozenHeadLogProbFunction.apply(
-        hidden_NH,
-        weight_VH,
-        bias_V,
-        targets_N,
-        temperature,
-        softcap,
-        logit_scale,
-        keep_jacobian,
-    )
+    given = (hidden_NH, weight_VH, bias_V, targets_N, temperature, softcap, logit_scale)
+    return FrozenHeadLogProbFunction.apply(*given, keep_jacobian)
 
 
 def _whole_head(head: torch.nn.Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
@@ -198,28 +190,14 @@ def add_scoring_head(
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
         with autocast, maybe_gather_lm_head_ctx(weight, bias):
-            log_probs_N, entropy_N = score(
-                hidden_NH,
-                weight,
-                bias,
-                score_targets_N.to(weight.device),
-                temperature,
-                softcap,
-                logit_scale,
-                entropy_gradient,
-                kernel,
-                gathered,
-            )
+            given = (hidden_NH, weight, bias, score_targets_N.to(weight.device), temperature, softcap, logit_scale)
+            log_probs_N, entropy_N = score(*given, entropy_gradient, kernel, gathered)
         aux_loss = None
         if kwargs.get("output_router_logits"):
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-            aux_loss = load_balancing_loss_func(
-                outputs.router_logits,
-                text_config.num_experts,
-                text_config.num_experts_per_tok,
-                router_weights,
-            )
+            experts = text_config.num_experts, text_config.num_experts_per_tok
+            aux_loss = load_balancing_loss_func(outputs.router_logits, *experts, router_weights)
         log_probs_N, entropy_N = (x.to(score_index_N.device) for x in (log_probs_N, entropy_N))
         return FusedCausalLMOutput(log_probs=log_probs_N, entropy=entropy_N, aux_loss=aux_loss)
 

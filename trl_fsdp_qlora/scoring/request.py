@@ -102,17 +102,13 @@ class PassRequest:
         def pick(value):
             return value[index] if isinstance(value, torch.Tensor) and value.ndim and len(value) == batch else value
 
-        return replace(
-            self,
-            input_ids=pick(self.input_ids),
-            attention_mask=pick(self.attention_mask),
-            scored_BC=pick(self.scored_BC),
-            weight_BC=pick(self.weight_BC),
-            vision=rows_of_images(self.vision, index)
-            if self.has_images
-            else {n: pick(v) for n, v in self.vision.items()},
-            batch_size=None,
+        picked = {
+            name: pick(getattr(self, name)) for name in ("input_ids", "attention_mask", "scored_BC", "weight_BC")
+        }
+        images = (
+            rows_of_images(self.vision, index) if self.has_images else {n: pick(v) for n, v in self.vision.items()}
         )
+        return replace(self, **picked, vision=images, batch_size=None)
 
     def subsample(self, count: int) -> "PassRequest":
         """All completion tokens of at most `count` rows, half of them the first (with images, if any) and half the last ones.

@@ -48,40 +48,30 @@ def check_selection(
         raise ValueError(f"token_selection={strategy!r} is unknown; the strategies are {', '.join(STRATEGIES)}")
     if weighting not in WEIGHTINGS:
         raise ValueError(f"token_selection_weighting={weighting!r} is unknown; it is one of {', '.join(WEIGHTINGS)}")
-    if not 0 < rate <= 1:
-        raise ValueError(
-            f"token_selection_rate={rate} is outside (0, 1]: it is the share of tokens kept; use 0.5 for half"
-        )
-    if always_first < 0:
-        raise ValueError(f"token_selection_always_first={always_first} is negative: it counts tokens; use 0 for none")
-    if max_tokens is not None and max_tokens < max(always_first, 1):
-        raise ValueError(
-            f"token_selection_max_tokens={max_tokens} is below the {max(always_first, 1)} token(s) that are always "
-            "kept: raise it, or lower token_selection_always_first"
-        )
     if weighting == "auto":
         weighting = "self_normalized" if strategy == "s_grpo" else "horvitz_thompson"
-    if strategy == "uniform" and always_first:
-        raise ValueError(
-            f"token_selection_always_first={always_first} does not go with token_selection='uniform', which treats "
-            "all tokens alike: use 's_grpo'"
-        )
-    if strategy == "prefix_cut":
-        if rate < 0.5:
-            raise ValueError(
-                f"token_selection_rate={rate} is out of reach for token_selection='prefix_cut': a cut drawn uniformly "
-                "from 1..L keeps half of the tokens on average, and every token must stay possible; use 0.5 or more"
-            )
-        if max_tokens is not None:
-            raise ValueError(
-                f"token_selection_max_tokens={max_tokens} does not go with token_selection='prefix_cut': tokens "
-                "behind the cap would never be seen; lower token_selection_rate instead"
-            )
-    if weighting == "horvitz_thompson" and max_tokens is not None and max_tokens <= always_first:
-        raise ValueError(
-            f"token_selection_max_tokens={max_tokens} leaves no room behind the first {always_first} tokens, which "
-            "are always kept: the others would have probability 0 and no weight; raise it"
-        )
+    cut, most = strategy == "prefix_cut", float("inf") if max_tokens is None else max_tokens
+    for wrong, name, reason in (
+        (not 0 < rate <= 1, "rate", "it is the share of tokens kept, in (0, 1]; use 0.5 for half"),
+        (always_first < 0, "always_first", "it counts tokens; use 0 for none"),
+        (most < max(always_first, 1), "max_tokens", "it is below the tokens that are always kept; raise it"),
+        (strategy == "uniform" and always_first, "always_first", "'uniform' treats all tokens alike: use 's_grpo'"),
+        # A cut drawn uniformly from 1..L keeps half of the tokens on average, and every token must stay possible.
+        (cut and rate < 0.5, "rate", "'prefix_cut' cannot keep fewer than half of the tokens; use 0.5 or more"),
+        (
+            cut and max_tokens is not None,
+            "max_tokens",
+            "'prefix_cut' would never see what is behind it; lower the rate instead",
+        ),
+        (
+            weighting == "horvitz_thompson" and most <= always_first,
+            "max_tokens",
+            "the other tokens would have probability 0",
+        ),
+    ):
+        if wrong:
+            value = {"rate": rate, "always_first": always_first, "max_tokens": max_tokens}[name]
+            raise ValueError(f"token_selection_{name}={value} cannot be right: {reason}")
     return weighting
 
 
@@ -129,15 +119,8 @@ def select_tokens(
     weighting = check_selection(strategy, rate, always_first, max_tokens, weighting)
     valid_BC = completion_mask.bool()
     if widest_float(valid_BC.device) is not torch.float64:  # probabilities of long completions need it
-        on_host = select_tokens(
-            valid_BC.cpu(),
-            strategy,
-            rate=rate,
-            always_first=always_first,
-            max_tokens=max_tokens,
-            weighting=weighting,
-            generator=generator,
-        )
+        options = {"rate": rate, "always_first": always_first, "max_tokens": max_tokens, "weighting": weighting}
+        on_host = select_tokens(valid_BC.cpu(), strategy, generator=generator, **options)
         return TokenSelection(*(values.to(valid_BC.device) for values in on_host))
     if strategy == "all":
         return TokenSelection(valid_BC, valid_BC.float())
