@@ -96,8 +96,6 @@ def settings_of_run(argv: list[str]) -> dict[str, Any]:
 def checked_tokenizer(script: ScriptArguments, args: EvaluateArguments):
     """The model's tokenizer, when all that can be told to be wrong before the weights are loaded has been looked at."""
     checks.check_script(script)
-    checks.check_limits(args)
-    checks.check_sampling(args)
     if args.load_in_4bit:
         checks.check_installed("bitsandbytes", "load_in_4bit: true")
     if args.adapter:

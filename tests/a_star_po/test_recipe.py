@@ -9,7 +9,7 @@ from trl import ModelConfig
 from tests.distributed.launch import run_script
 from tests.tiny import save_recipe_files
 from trl_fsdp_qlora import AStarPOConfig
-from trl_fsdp_qlora.cli.catalog import recipe_name
+from trl_fsdp_qlora.cli.recipes import recipe_name
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
 ROOT = Path(__file__).parents[2]

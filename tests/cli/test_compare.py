@@ -6,8 +6,8 @@ from tests.tiny import save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.cli import compare as module
-from trl_fsdp_qlora.cli.catalog import all_recipes
 from trl_fsdp_qlora.cli.compare import OURS, PHASES, STOCK, verdict
+from trl_fsdp_qlora.cli.recipes import all_recipes
 
 REWARDS = """
 from trl_fsdp_qlora.recipe.answers import completion_text

@@ -1,6 +1,5 @@
 import importlib.util
 import json
-import socket
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -35,7 +34,6 @@ def place(tmp_path_factory):
 def findings(capsys, place, monkeypatch):
     """(exit status, findings) of the doctor with these words."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr(doctor, "port_taken", lambda port: False)  # whatever else runs on this machine
 
     def call(words: str) -> tuple[int, list[dict]]:
         status = main(["doctor", "--json", *words.split()])
@@ -64,7 +62,6 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, place):
     ("words", "level", "said"),
     [
         ("--load_in_4bit true --accelerate_config zero3", "error", "zero_stage: 3 with a quantized base"),
-        ("--load_in_4bit true --use_peft false", "error", "load_in_4bit: true trains no weight of the base"),
         ("--use_vllm true --rollout_sync merge --load_in_4bit true", "error", "rollout_sync='merge' with a quantized"),
         pytest.param(
             "--use_vllm true",
@@ -141,22 +138,10 @@ def test_the_environment_of_a_launch_is_accelerates(name):
     arguments = launch_command_parser().parse_args(["--config_file", str(accelerate_config(name)), "x.py"])
     theirs = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
     ours = doctor.launch_of(accelerate_config(name), None)
-    shared = {key: value for key, value in ours.environment.items() if key.startswith(("FSDP", "ACCELERATE"))}
+    shared = {key: value for key, value in ours.items() if key.startswith(("FSDP", "ACCELERATE"))}
     assert len(shared) >= 6
     assert shared == {key: theirs[key] for key in shared}
-    assert ours.processes == arguments.num_processes
-
-
-def test_a_taken_port(capsys, place, monkeypatch):
-    monkeypatch.chdir(place)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        words = f"{QUICK} --accelerate_config ddp_cpu --num_processes 2 --main_process_port {port}"
-        assert main(["doctor", *words.split()]) == 1
-    assert f"port {port}, where the processes meet, is taken" in capsys.readouterr().out
-    assert main(["doctor", *QUICK.split(), "--main_process_port", "abc"]) == 2
+    assert ours["WORLD_SIZE"] == str(arguments.num_processes)
 
 
 def levels(found) -> list[str]:

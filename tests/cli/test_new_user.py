@@ -43,12 +43,12 @@ def place(tmp_path_factory):
     ("words", "said"),
     [
         ("merge --adapter adapter --base wide --output m", "adapter is an adapter of another base than wide"),
-        ("merge --adapter cut_adapter --base base --output m", "cut_adapter cannot be loaded on base: "),
+        ("merge --adapter cut_adapter --base base --output m", "cut_adapter on base cannot be loaded: "),
         ("merge --adapter adapter --base cut_base --output m", "the weights of cut_base cannot be loaded: "),
         ("merge --adapter adapter --base base --output a_file/m", "a_file/m cannot be made: Not a directory"),
         ("publish adapter --repo me/x/y --base a/b --check", "--repo me/x/y: Repo id must be"),
         ("small-base a_file/b", "a_file/b cannot be made: File exists: a_file"),
-        ("doctor --config good.yaml --accelerate_config launch.yaml", "launch.yaml: it is not UTF-8 text"),
+        ("doctor --config good.yaml --accelerate_config launch.yaml", "launch.yaml: no YAML: 'utf-8' codec"),
     ],
 )
 def test_one_line_and_nothing_is_left(words, said, place, monkeypatch, capfd):

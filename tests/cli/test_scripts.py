@@ -81,8 +81,7 @@ def test_the_users_own_accelerate_config_comes_first(launched, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--config", "--config needs a value"),
-        ("--config a.yaml --config=b.yaml", "--config is given twice"),
+        ("--config", "--config: expected one argument"),
         (
             "--config small-base/grpo/s_gpro",
             "there is no recipe 'small-base/grpo/s_gpro'; did you mean 'small-base/grpo/s_grpo'?",
@@ -100,16 +99,6 @@ def test_what_is_wrong_is_one_line_before_anything_starts(launched, tmp_path, wo
     assert launched == []
 
 
-def test_an_unknown_field_is_answered_with_the_nearest(monkeypatch, capsys):
-    """The script's own check, as it is called without a launcher."""
-    monkeypatch.setattr("sys.argv", [])
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", "--adaptor", "x", "--output", "y"])
-    assert ended.value.code == 2
-    err = capsys.readouterr().err
-    assert err == "error: unknown key '--adaptor'; did you mean '--adapter'?\n"
-
-
 def test_help_has_the_launchers_options_and_the_fields(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [])
     with pytest.raises(SystemExit) as ended:
@@ -125,4 +114,3 @@ def test_words_taken_apart():
         {"--a": "1", "--b": "2"},
         ["x", "--c"],
     )
-    assert take(["--a", "--b"], ("--a",)) == ({"--a": "--b"}, [])  # a value may begin as an option does

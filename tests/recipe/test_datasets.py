@@ -4,7 +4,6 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from trl_fsdp_qlora.recipe import datasets
-from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.data import load_data, load_held_out
 
@@ -22,18 +21,6 @@ def test_the_three_families(tmp_path):
     assert datasets.read_problems(svamp) == [{"row": 0, "question": "A has 3. How many?", "answer": "3.0"}]
     assert datasets.read_problems(gsm8k) == [{"row": 0, "question": "Q?", "answer": "2"}]
     assert datasets.read_problems(plain) == [{"row": 0, "question": "1+1=", "answer": "2"}]
-
-
-def test_errors_name_what_is_wrong(tmp_path):
-    with pytest.raises(datasets.DatasetError, match=r"columns a, b; looked for .* question_column and answer_column"):
-        datasets.read_problems(write(tmp_path / "x.json", [{"a": 1, "b": 2}]))
-    with pytest.raises(datasets.DatasetError, match=r"no rows|cannot be loaded"):
-        datasets.read_problems(write(tmp_path / "empty.json", []))
-    with pytest.raises(datasets.DatasetError, match="cannot be loaded"):
-        datasets.read_problems("some/missing/file.json")
-    rows = [{"problem": "1", "answer": "1"}, {"problem": "2", "answer": "two"}]
-    with pytest.raises(UnparsableGoldAnswer, match="row 1"):
-        datasets.read_problems(write(tmp_path / "gold.json", rows))
 
 
 def test_columns_of_ones_own(tmp_path):
@@ -122,11 +109,6 @@ CSV = 'problem,answer\n1+1=,2\n"2, 3 and 4: how many?",3\n'
 def test_kinds_of_text_files(name, content, tmp_path):
     (tmp_path / name).write_text(content, encoding="utf-8", newline="")
     assert datasets.read_problems(str(tmp_path / name)) == PROBLEMS
-
-
-def test_a_line_separator_of_unicode_inside_a_string_ends_no_row(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"problem": "1\u2028+1=", "answer": 2}\n', encoding="utf-8")
-    assert datasets.read_problems(str(tmp_path / "a.jsonl"))[0]["question"] == "1\u2028+1="
 
 
 def test_parquet_and_what_datasets_saved(tmp_path):

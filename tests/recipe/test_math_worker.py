@@ -39,13 +39,6 @@ def test_what_never_returns_is_stopped_and_the_next_is_answered(tower, caplog):
     assert math_worker.ask(r"$\sqrt{8}$", r"$2\sqrt{2}$") is True
 
 
-def test_a_worker_that_died_is_replaced():
-    assert math_worker.ask("$1$", "$1$") is True
-    os.kill(math_worker._worker.pid, signal.SIGKILL)
-    math_worker._worker.wait()
-    assert math_worker.ask("$2$", "$2$") is True
-
-
 @pytest.mark.parametrize("text", ["{" * 300 + "}" * 300, r"\frac{1}{0}", "\udcff^2", r"\begin{matrix}" * 50])
 def test_what_sympy_chokes_on_is_not_equal(text):
     assert math_worker.ask("$1$", f"${text}$") is not True

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from trl_fsdp_qlora.recipe import rewards
@@ -28,11 +27,6 @@ def test_a_completion_of_content_parts_is_read():
     assert rewards.tag_format_reward(completions) == [0, 0]
 
 
-def test_numbers_of_numpy_are_numbers():
-    golds = [np.int64(7), np.float32(0.5), 7, 0.5]
-    assert rewards.exact_answer_reward("hash")(completions=["#### 7", "#### 1/2"] * 2, answer=golds) == [1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("gold", ["no answer", "", "about five", "1 or 2", ["7"], {"value": 7}])
 def test_an_unparsable_gold_answer_is_an_error_that_names_the_row(gold):
     with pytest.raises(UnparsableGoldAnswer, match="row 17"):
@@ -57,11 +51,6 @@ def test_graded_reward_follows_the_blog():
     ]
     given = rewards.graded_reward(completions, answer=["72"] * 5)
     assert given == pytest.approx([2.8, 2.3, 0.8, 0.0, 2.4])
-
-
-def test_unknown_reward_lists_the_known():
-    with pytest.raises(ValueError, match="'exact'; known: exact_answer, tag_format, graded"):
-        rewards.get_reward("exact")
 
 
 def test_every_completion_is_judged():

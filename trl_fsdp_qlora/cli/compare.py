@@ -30,8 +30,8 @@ from ..recipe.runner import build_trainer, model_arguments, reward_functions
 from ..telemetry import terminal
 from ..telemetry.phases import PeakMemory
 from ..telemetry.startup import StartupCallback
-from .catalog import all_recipes
 from .doctor import method_of
+from .recipes import all_recipes
 from .scripts import LAUNCHER, with_recipe
 from .words import refuse, take
 
@@ -73,59 +73,19 @@ def compare(words: list[str]) -> int:
         print(_HELP)
         return 0
     warnings.simplefilter("ignore")  # libraries about each other
-    try:
-        launcher, rest = take(words, LAUNCHER)
-        if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError(
-                f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock TRL trains "
-                "no 4-bit base: there is nothing to compare with.)"
-            )
-        own, rest = take(rest, ("--steps",))
-        steps = own.get("--steps", "3")
-        if not steps.isdigit() or not int(steps):
-            raise UserError(f"--steps {steps} is not a number of steps; try 3")
-        rest = with_recipe(rest)
-        if not rest:
-            raise UserError("compare needs a recipe: --config FILE.yaml")
-        with tempfile.TemporaryDirectory() as folder:
-            compared = _compared(rest, int(steps), folder)
-    except UserError as error:
-        return refuse(str(error))
-    equal, line = verdict(*compared)
-    print(line)
-    return 0 if equal else 1
-
-
-def _compared(rest: list[str], steps: int, folder: str) -> tuple[list["Step"], str]:
-    """The steps of both trainers, printed as they come, and the precision that they were computed in."""
     terminal.no_bars_in_files()
     logging.set_verbosity_error()
-    taken, fields = take(rest, ("--config",))
-    path = taken.get("--config")
-    command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), "grpo")
-    method = method_of(fields, path)
-    if method is not EfficientGRPOConfig or command != "grpo":
-        name = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method.__name__, command)
-        raise UserError(f"stock TRL has no {name} to compare with: compare takes recipes of `trl-fsdp-qlora grpo`")
-    quiet = {**_QUIET, "output_dir": f"{folder}/run"}
-    _, kept = take(rest, [f"--{name}" for name in quiet])
-    words = [*kept, *(f"--{name}={value}" for name, value in quiet.items())]
-    script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words)
-    check_recipe(script, config, model)
-    for name, value, why in _LEVELLED:
-        holder = model if name == "lora_dropout" else config
-        if (given := getattr(holder, name)) != value:
-            setattr(holder, name, value)
-            print(f"{name}: {given} is taken as {value} here: {why}", flush=True)
-    train, _ = load_data(script)
-    trainers = _trainers(script, config, model, train)
-    done = []
-    for number, step in enumerate(_steps(trainers, steps)):
-        print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
-        done += [step] if number else []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            script, config, model, count = _parsed(words, folder)
+            train, _ = load_data(script)
+            trainers, done = _trainers(script, config, model, train), []
+            for number, step in enumerate(_steps(trainers, count)):
+                print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
+                done += [step] if number else []
+    except UserError as error:
+        return refuse(str(error))
     ours = trainers[OURS]
-    half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
-    half = half or any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
     for phase in PHASES:
         seconds = [statistics.median(step.seconds[name, phase] for step in done) for name in (STOCK, OURS)]
         peaks = [statistics.median(step.peaks[name, phase] for step in done) / 2**20 for name in (STOCK, OURS)]
@@ -134,7 +94,45 @@ def _compared(rest: list[str], steps: int, folder: str) -> tuple[list["Step"], s
             f"peak {peaks[0]:.1f} and {peaks[1]:.1f} MiB above what lay in memory"
         )
     print(f"medians of {len(done)}, stock TRL first; {ours.prefix_sharing.describe()}")
-    return done, "half precision" if half else "float32"
+    half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
+    half = half or any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
+    equal, line = verdict(done, "half precision" if half else "float32")
+    print(line)
+    return 0 if equal else 1
+
+
+def _parsed(words: list[str], folder: str) -> tuple[ScriptArguments, EfficientGRPOConfig, ModelConfig, int]:
+    """(script, config, model, steps) of a recipe that can be compared; prints what is levelled."""
+    launcher, rest = take(words, LAUNCHER)
+    if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock TRL trains "
+            "no 4-bit base: there is nothing to compare with.)"
+        )
+    own, rest = take(rest, ("--steps",))
+    steps = own.get("--steps", "3")
+    if not steps.isdigit() or not int(steps):
+        raise UserError(f"--steps {steps} is not a number of steps; try 3")
+    rest = with_recipe(rest)
+    if not rest:
+        raise UserError("compare needs a recipe: --config FILE.yaml")
+    taken, fields = take(rest, ("--config",))
+    path = taken.get("--config")
+    command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), "grpo")
+    method = method_of(fields, path)
+    if method is not EfficientGRPOConfig or command != "grpo":
+        name = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method.__name__, command)
+        raise UserError(f"stock TRL has no {name} to compare with: compare takes recipes of `trl-fsdp-qlora grpo`")
+    quiet = [word for name, value in _QUIET.items() for word in (f"--{name}", value)]
+    words = [*rest, *quiet, "--output_dir", f"{folder}/run"]
+    script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words)
+    check_recipe(script, config, model)
+    for name, value, why in _LEVELLED:
+        holder = model if name == "lora_dropout" else config
+        if (given := getattr(holder, name)) != value:
+            setattr(holder, name, value)
+            print(f"{name}: {given} is taken as {value} here: {why}", flush=True)
+    return script, config, model, int(steps)
 
 
 @dataclass
@@ -144,9 +142,7 @@ class Step:
     losses: dict[str, float] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)  # of the gradients, and of their difference
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
-    peaks: dict[tuple[str, str], int] = field(
-        default_factory=dict
-    )  # bytes above what lay in memory when the phase began
+    peaks: dict[tuple[str, str], int] = field(default_factory=dict)  # bytes above what lay in memory before the phase
     advantage: float = 0.0  # mean |advantage|
     advantages_apart: float = 0.0  # largest difference, of one completion
     drawn: bool = False  # advantages are from a fixed seed, since every group's rewards were all equal
@@ -179,13 +175,11 @@ def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
     )
 
 
-class _Ready(Exception):
-    """A trainer is where its first step would begin."""
+class _Ready(TrainerCallback, Exception):
+    """Raises itself where a trainer's first step would begin."""
 
-
-class _StopBeforeFirstStep(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
-        raise _Ready
+        raise self
 
 
 def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
@@ -197,7 +191,7 @@ def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any
     stock = GRPOTrainer(model.model_name_or_path, reward_functions(script), stock_config, train, **given)
     for trainer in (stock, ours):
         trainer.remove_callback(StartupCallback)
-        trainer.add_callback(_StopBeforeFirstStep)
+        trainer.add_callback(_Ready())
         with contextlib.suppress(_Ready):
             trainer.train()
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
@@ -218,6 +212,19 @@ def _instead(trainer: Any, **functions: Callable) -> Iterator[None]:
             delattr(trainer, name)
 
 
+def _recording(function: Callable, results: list) -> Callable:
+    def call(*args, **kwargs):
+        results.append(function(*args, **kwargs))
+        return copy.deepcopy(results[-1])
+
+    return call
+
+
+def _replaying(results: list) -> Callable:
+    copies = iter(copy.deepcopy(results))
+    return lambda *args, **kwargs: next(copies)
+
+
 def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     """A step that warms up, then `steps` more: both trainers begin each with the same weights; ours makes the step."""
     ours = trainers[OURS]
@@ -230,27 +237,23 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
         with torch.no_grad():
             for name, weight in _trainable(trainers[STOCK]).items():
                 weight.copy_(weights[name])
-        turns, rewards = [], []
-
-        def kept(function: Callable, where: list) -> Callable:
-            return lambda *a, **k: copy.deepcopy(where.append(function(*a, **k)) or where[-1])
-
-        draw = {"_generate_single_turn": kept(ours._generate_single_turn, turns)}
-        with _instead(ours, **draw, _calculate_rewards=kept(ours._calculate_rewards, rewards)):
+        turns, rewards, scored = [], [], {}
+        draw = _recording(ours._generate_single_turn, turns)
+        with _instead(
+            ours, _generate_single_turn=draw, _calculate_rewards=_recording(ours._calculate_rewards, rewards)
+        ):
             ours._generate_and_score_completions(copy.deepcopy(rows))
         order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
-        scored = {}
         for who in order:
-            again = [iter(copy.deepcopy(drawn)) for drawn in (turns, rewards)]
-            replay = {"_generate_single_turn": lambda *a, it=again[0], **k: next(it)}
-            replay["_calculate_rewards"] = lambda *a, it=again[1], **k: next(it)
-            with _instead(trainers[who], **replay), _measured(trainers[who], step, who, "scoring"):
-                scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
+            trainer = trainers[who]
+            again = {"_generate_single_turn": _replaying(turns), "_calculate_rewards": _replaying(rewards)}
+            with _instead(trainer, **again), _measured(trainer, step, who, "scoring"):
+                scored[who] = trainer._generate_and_score_completions(copy.deepcopy(rows))
         advantages = {who: batch["advantages"] for who, batch in scored.items()}
         step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
         if not any(values.any() for values in advantages.values()):  # both policy gradients would be zero
-            step.drawn, generator = True, torch.Generator().manual_seed(0)
-            fixed = torch.randn(advantages[STOCK].shape, generator=generator)
+            step.drawn = True
+            fixed = torch.randn(advantages[STOCK].shape, generator=torch.Generator().manual_seed(0))
             for who, values in advantages.items():
                 scored[who]["advantages"] = fixed.to(values)
         step.advantage = scored[STOCK]["advantages"].abs().mean().item()
@@ -258,14 +261,13 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             trainer = trainers[who]
             torch.manual_seed(args.seed)
             parts = micro_batches(scored[who], trainer.num_generations, 0, args.steps_per_generation)
-            waiting = iter([copy.copy(part) for part in parts[: args.gradient_accumulation_steps]])
+            parts = [copy.copy(part) for part in parts[: args.gradient_accumulation_steps]]
             trainer.optimizer.zero_grad()
             with (
-                _instead(trainer, _prepare_inputs=lambda batch, it=waiting: next(it)),
+                _instead(trainer, _prepare_inputs=lambda part: part),
                 _measured(trainer, step, who, "loss and backward"),
             ):
-                micro_steps = range(args.gradient_accumulation_steps)
-                losses = [trainer.training_step(trainer.model_wrapped, {}, None) for _ in micro_steps]
+                losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts]
             step.losses[who] = sum(losses).item()
         step.norms = _gradient_norms(trainers)
         for trainer in trainers.values():
@@ -303,17 +305,15 @@ def _trainable(trainer: Any) -> dict[str, Any]:
 
 def _gradient_norms(trainers: dict[str, Any]) -> dict[str, float]:
     """The norm of each trainer's gradient and of their difference."""
-    squares = dict.fromkeys((STOCK, OURS, "difference"), 0.0)
-    parameters = {who: _trainable(trainer) for who, trainer in trainers.items()}
-    scales = {
-        who: 1.0 if t.accelerator.scaler is None else t.accelerator.scaler.get_scale() for who, t in trainers.items()
-    }
-    for name in parameters[STOCK]:
-        gradients = {}
-        for who, of in parameters.items():
-            gradient = torch.zeros_like(of[name]) if of[name].grad is None else of[name].grad
-            gradients[who] = gradient.cpu().double() / scales[who]
-        gradients["difference"] = gradients[OURS] - gradients[STOCK]
-        for who, gradient in gradients.items():
-            squares[who] += gradient.square().sum().item()
+    squares, gradients = dict.fromkeys((STOCK, OURS, "difference"), 0.0), {}
+    for who, trainer in trainers.items():
+        scaler = trainer.accelerator.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        gradients[who] = {
+            name: 0.0 if p.grad is None else p.grad.cpu().double() / scale for name, p in _trainable(trainer).items()
+        }
+    for name, of_stock in gradients[STOCK].items():
+        values = {STOCK: of_stock, OURS: gradients[OURS][name], "difference": gradients[OURS][name] - of_stock}
+        for who, value in values.items():
+            squares[who] += torch.as_tensor(value).square().sum().item()
     return {who: square**0.5 for who, square in squares.items()}

@@ -10,9 +10,7 @@ import inspect
 import io
 import json
 import os
-import resource
 import shutil
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,12 +33,11 @@ Looks at this machine and at what is installed; with --config (or fields) also a
 config against the model, vLLM, the adapter, the tokenizer, the data and the rewards. No GPU is needed and no weight is loaded.
 The exit status is 1 where there is an error."""
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
-_OPEN_FILES = 4096  # data loaders, checkpoints of many shards and sockets of the ranks; shells commonly give 1,024
-_SHARED_MEMORY = 2**30  # bytes; a container's default of 64 MiB is too small for NCCL and data loaders
+LEVELS = ("error", "warning", "ok")
 
 
 class Finding(NamedTuple):
-    """`level` is `"error"`, `"warning"` or `"ok"`; `text` has the value, the reason and what to change."""
+    """`level` is one of [`LEVELS`]; `text` has the value, the reason and what to change."""
 
     level: str
     check: str
@@ -64,10 +61,9 @@ def doctor(words: list[str]) -> int:
         return refuse(str(error))
     except ImportError as error:  # a stack that the package refuses: what was found of it says why
         found.append(Finding("error", "imports", str(error)))
-    levels = ("error", "warning", "ok")
     found = [Finding(level, check, " ".join(text.split())) for level, check, text in found]
-    found.sort(key=lambda finding: levels.index(finding.level))
-    errors, warned = (sum(finding.level == level for finding in found) for level in levels[:2])
+    found.sort(key=lambda finding: LEVELS.index(finding.level))
+    errors, warned = (sum(finding.level == level for finding in found) for level in LEVELS[:2])
     if "--json" in words:
         print(json.dumps([finding._asdict() for finding in found], indent=2))
     else:
@@ -76,11 +72,8 @@ def doctor(words: list[str]) -> int:
     return 1 if errors else 0
 
 
-# --- the machine -----------------------------------------------------------------------------------------------------
-
-
 def machine() -> Iterator[Finding]:
-    """What can be said without a recipe."""
+    """What can be found without a recipe."""
     import torch
 
     try:
@@ -92,17 +85,13 @@ def machine() -> Iterator[Finding]:
         (torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
     ]
     yield from devices(torch.__version__, torch.version.cuda or torch.version.hip, driver, gpus)
-    with contextlib.suppress(PackageNotFoundError):
-        version("bitsandbytes")
-        try:
-            import bitsandbytes  # noqa: F401
-        except Exception as error:  # whatever its native library raises, a run with a 4-bit base would end in it
-            yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < _OPEN_FILES:
-        reason = f"a process may have {soft} files open; ranks and sharded checkpoints need more: ulimit -n 65536"
-        yield Finding("warning", "open files", reason)
-    if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < _SHARED_MEMORY:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ModuleNotFoundError:
+        pass
+    except Exception as error:  # whatever its native library raises, a run with a 4-bit base would end in it
+        yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
+    if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < 2**30:  # a container's default is 64 MiB
         reason = "less than 1 GiB is free, and NCCL and data loaders use it: docker run --shm-size=8g"
         yield Finding("warning", "/dev/shm", reason)
 
@@ -119,17 +108,17 @@ def versions(lines: Iterable[str], installed: Mapping[str, str] | None = None) -
         optional = requirement.marker is not None and "extra" in str(requirement.marker)
         if optional and requirement.name not in _OPTIONAL:
             continue
-        wanted = f"{requirement.name}{requirement.specifier}"
+        install = f"pip install '{requirement.name}{requirement.specifier}'"
         try:
             found = version(requirement.name) if installed is None else installed[requirement.name]
         except (PackageNotFoundError, KeyError):
             if not optional:
-                yield Finding("error", "versions", f"{requirement.name} is not installed: pip install '{wanted}'")
+                yield Finding("error", "versions", f"{requirement.name} is not installed: {install}")
             continue
         if requirement.specifier.contains(Version(found.split("+")[0]), prereleases=True):
             fine.append(f"{requirement.name} {found}")
         else:
-            reason = f"{requirement.name} {found} is outside {requirement.specifier}: pip install '{wanted}'"
+            reason = f"{requirement.name} {found} is outside {requirement.specifier}: {install}"
             yield Finding("error", "versions", reason)
     yield Finding("ok", "versions", ", ".join(dict.fromkeys(fine)))
 
@@ -164,36 +153,21 @@ def devices(
         yield Finding("ok", "hardware", reason)
 
 
-# --- a run -----------------------------------------------------------------------------------------------------------
-
-
-class LaunchEnvironment(NamedTuple):
-    """What an accelerate config makes of a launch: the environment of its processes, as far as checks read it."""
-
-    environment: dict[str, str]
-    processes: int
-    zero_stage: int | None
-    port: int
-
-
-def launch_of(path: Path, processes: int | None, port: str | None = None) -> LaunchEnvironment:
-    """The launch that the accelerate config at `path` describes, with the command line's `processes` and `port`."""
-    from ..recipe.arguments import ConfigError, read_yaml
+def launch_of(path: Path, processes: int | None) -> dict[str, str]:
+    """The environment that accelerate makes of its config at `path` for each process, as far as checks read it."""
+    from ..recipe.arguments import read_yaml
 
     config = read_yaml(path, "--accelerate_config")
-    processes = processes or int(config.get("num_processes") or 1)
-    environment = {"WORLD_SIZE": str(processes)}
+    environment = {"WORLD_SIZE": str(processes or int(config.get("num_processes") or 1))}
     if config.get("distributed_type") == "FSDP":
-        environment["ACCELERATE_USE_FSDP"] = "true"
+        environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
         for key, value in (config.get("fsdp_config") or {}).items():
             environment[key.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
-        environment.setdefault("FSDP_VERSION", "1")
-    deepspeed = config.get("deepspeed_config") if config.get("distributed_type") == "DEEPSPEED" else None
-    stage = None if deepspeed is None or deepspeed.get("zero_stage") is None else int(deepspeed["zero_stage"])
-    port = str(port or config.get("main_process_port") or 29500)
-    if not port.isdigit() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"--main_process_port {port} is no port; 29500, say")
-    return LaunchEnvironment(environment, processes, stage, int(port))
+    if config.get("distributed_type") == "DEEPSPEED":
+        environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(
+            (config.get("deepspeed_config") or {}).get("zero_stage", 2)
+        )
+    return environment
 
 
 def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
@@ -209,17 +183,16 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     given = launcher.get("--accelerate_config") or launcher.get("--config_file")
     if given is not None:
         name, processes = given, int(asked) if asked else None
-    path = Path(name) if Path(name).is_file() else accelerate_config(name)
-    launch = launch_of(path, processes, launcher.get("--main_process_port"))
+    launch = launch_of(Path(name) if Path(name).is_file() else accelerate_config(name), processes)
+    processes = int(launch["WORLD_SIZE"])
     try:
-        script, config, model, found = _parsed(rest, launch.processes)
+        script, config, model, found = _parsed(rest, processes)
     except ConfigError as error:
         yield Finding("error", "recipe", str(error))
         return
     yield from found
-    shown = f"{type(config).__name__}, {launch.processes} process{'es' * (launch.processes > 1)}"
-    yield Finding("ok", "recipe", shown)
-    with patch_environment(**launch.environment):
+    yield Finding("ok", "recipe", f"{type(config).__name__}, {processes} process{'es' * (processes > 1)}")
+    with patch_environment(**launch):
         yield from _of_launch(config, model, launch)
     yield from _of_recipe(script, config, model)
     yield from _of_data(script, config)
@@ -235,10 +208,10 @@ def method_of(words: Sequence[str], path: str | None) -> type:
     used = {word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")}
     used |= set(read_yaml(path)) if path else set()
     known = {item.name for kind in (ScriptArguments, ModelConfig) for item in fields(kind)} | {"env", "stage"}
-    for method in (EfficientGRPOConfig, TSPMOConfig, AStarPOConfig):
-        if used <= known | {item.name for item in fields(method)}:
-            return method
-    return EfficientGRPOConfig
+    methods = (EfficientGRPOConfig, TSPMOConfig, AStarPOConfig)
+    return next(
+        (each for each in methods if used <= known | {item.name for item in fields(each)}), EfficientGRPOConfig
+    )
 
 
 def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Finding]]:
@@ -247,18 +220,15 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
 
     from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe, read_yaml
 
-    taken, words = take(rest, ("--config",))
-    path = taken.get("--config")
-    method = method_of(words, path)
-    # This process is the only one: whole groups are counted over all of them by as many times the accumulation.
-    given = read_yaml(path) if path else {}
-    for name in ("steps_per_generation", "gradient_accumulation_steps"):
-        of_line, words = take(words, (f"--{name}",))
-        steps = str(of_line.get(f"--{name}") or given.get(name) or "")
-        if steps.isdigit() or name == "gradient_accumulation_steps":
-            words = [*words, f"--{name}", str(int(steps or 1) * processes) if (steps or "1").isdigit() else steps]
-            break
-    types, words = (ScriptArguments, method, ModelConfig), [*(["--config", path] if path else []), *words]
+    path = take(rest, ("--config",))[0].get("--config")
+    types, words = (ScriptArguments, method_of(rest, path), ModelConfig), list(rest)
+    if (
+        processes > 1
+    ):  # this one is the only one here, and whole groups are counted over as many times the accumulation
+        given = read_yaml(path) if path else {}
+        given |= {name[2:]: value for name, value in take(rest, ("--steps_per_generation", *_ACCUMULATION))[0].items()}
+        name = "steps_per_generation" if given.get("steps_per_generation") else _ACCUMULATION[0][2:]
+        words += [f"--{name}", str(processes * int(given.get(name) or 1))]
     try:
         return (*parse_recipe(types, words), [])
     except ConfigError as error:
@@ -266,8 +236,10 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
             raise
     reason = "bf16 is on (TRL's default), and this machine has no GPU that computes in it: set use_cpu: true and bf16: false"
     found = Finding("error", "recipe", f"{reason} to train here; what follows is checked as if they were set")
-    _, words = take(words, ("--use_cpu", "--bf16"))
     return (*parse_recipe(types, [*words, "--use_cpu", "true", "--bf16", "false"]), [found])
+
+
+_ACCUMULATION = ("--gradient_accumulation_steps",)
 
 
 def _refused(check: str, ask: Callable[[], Any]) -> Iterator[Finding]:
@@ -278,7 +250,7 @@ def _refused(check: str, ask: Callable[[], Any]) -> Iterator[Finding]:
         yield Finding("error", check, str(error))
 
 
-def _of_launch(config: Any, model: Any, launch: LaunchEnvironment) -> Iterator[Finding]:
+def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Finding]:
     from trl import get_quantization_config
 
     from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_launch
@@ -286,14 +258,15 @@ def _of_launch(config: Any, model: Any, launch: LaunchEnvironment) -> Iterator[F
     from ..rollout.sync_choice import choose_sync, warnings_for
 
     quantization, adapter = get_quantization_config(model), lora_config(model)
-    yield from _refused("launch", lambda: check_launch(quantization, adapter, launch.zero_stage))
+    zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
+    yield from _refused("launch", lambda: check_launch(quantization, adapter, zero_stage))
     yield from _refused("launch", lambda: check_reference(config.beta != 0.0 and adapter is None))
-    if launch.processes > 1 and config.device.type == "cpu" and not config.use_cpu:
-        reason = f"{launch.processes} processes on this machine's CPU would each take themselves for the only one"
+    if launch["WORLD_SIZE"] != "1" and config.device.type == "cpu" and not config.use_cpu:
+        reason = f"{launch['WORLD_SIZE']} processes on this machine's CPU would each take themselves for the only one"
         yield Finding("error", "launch", f"{reason}: set use_cpu: true")
     # An adapter is gathered whatever the type; of other weights transformers' `save_model` writes a full state dict alone.
-    default = "SHARDED_STATE_DICT" if launch.environment.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
-    kind = launch.environment.get("FSDP_STATE_DICT_TYPE", default)
+    default = "SHARDED_STATE_DICT" if launch.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
+    kind = launch.get("FSDP_STATE_DICT_TYPE", default)
     if is_fsdp_launch() and adapter is None and "FULL" not in kind:
         reason = (
             f"fsdp_state_dict_type: {kind} without an adapter: the trained model is not written at the end of the run"
@@ -301,9 +274,6 @@ def _of_launch(config: Any, model: Any, launch: LaunchEnvironment) -> Iterator[F
         yield Finding(
             "error", "launch", f"{reason}. In the accelerate config set `fsdp_state_dict_type: FULL_STATE_DICT`"
         )
-    if launch.processes > 1 and port_taken(launch.port):
-        reason = f"port {launch.port}, where the processes meet, is taken on this machine: --main_process_port with another one"
-        yield Finding("error", "launch", reason)
     if config.use_vllm:
         try:
             sync = choose_sync(config, adapter, quantization is not None)
@@ -313,13 +283,6 @@ def _of_launch(config: Any, model: Any, launch: LaunchEnvironment) -> Iterator[F
         yield Finding("ok", "vllm", sync.describe())
         for line in warnings_for(config, sync):
             yield Finding("warning", "vllm", line)
-
-
-def port_taken(port: int) -> bool:
-    """Whether something listens on a port of this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
@@ -354,18 +317,16 @@ def _of_data(script: Any, config: Any) -> Iterator[Finding]:
     from ..run.input_checks import RewardError, check_dataset
 
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             train, _ = load_data(script)
         check_dataset(train, config.generation_batch_size // config.num_generations)
-        yield Finding("ok", "data", said.getvalue().strip().splitlines()[-1].removeprefix("data: "))
+        yield Finding("ok", "data", printed.getvalue().strip().splitlines()[-1].removeprefix("data: "))
         rewards: list[Callable] = []
         with contextlib.suppress(UserError):  # an unknown reward is a finding already
             rewards = reward_functions(script)
         yield from constant_rewards(rewards, train.select(range(min(8, len(train)))))
-    except RewardError as error:
-        yield Finding("error", "rewards", str(error))
     except UserError as error:
-        yield Finding("error", "data", str(error))
+        yield Finding("error", "rewards" if isinstance(error, RewardError) else "data", str(error))
     except Exception as error:  # of a function of the user's own, which training would end in
         yield Finding("error", "rewards", f"a reward failed on the first prompts: {type(error).__name__}: {error}")
 
@@ -381,26 +342,21 @@ def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding
 
     chat = not isinstance(rows[0]["prompt"], str)
     for reward in rewards:
-        guarded = guard_reward(reward)  # as the trainer calls it
-        seen: set[float | None] = set()
+        guarded, seen = guard_reward(reward), set()  # as the trainer calls it
         for row in rows:
             answer = str(row.get("answer", ""))
             right = [
                 f"so #### {answer}",
                 f"<reasoning>so</reasoning><answer>{answer}</answer>",
                 f"\\boxed{{{answer}}}",
-                answer,
             ]
-            texts = [*right, "", "I do not know.", "#### 123456789"]
+            texts = [*right, answer, "", "I do not know.", "#### 123456789"]
             completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
             columns = {key: [value] * len(texts) for key, value in row.items() if key != "prompt"}
             values = guarded(prompts=[row["prompt"]] * len(texts), completions=completions, **columns)
             seen |= set(asyncio.run(values) if inspect.iscoroutine(values) else values)
         if len(seen) == 1:
             name = getattr(reward, "__name__", type(reward).__name__)
-            yield Finding(
-                "warning",
-                "rewards",
-                f"{name} gives {seen.pop()} to every text tried on the first {len(rows)} prompts, the right answer among "
-                "them: with equal rewards nothing is learned; look at answer_format, and at the column `answer`",
-            )
+            tried = f"{seen.pop()} to every text tried on the first {len(rows)} prompts, the right answer among them"
+            reason = "with equal rewards nothing is learned; look at answer_format, and at the column `answer`"
+            yield Finding("warning", "rewards", f"{name} gives {tried}: {reason}")

@@ -1,16 +1,76 @@
-"""`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit."""
+"""`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit.
 
+Recipes are YAML files under `<model>/<method>/config_<name>.yaml`, whose head says what to expect of them.
+"""
+
+import re
 from pathlib import Path
+from typing import NamedTuple
 
-from ..checkpoints.disk import written_whole
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from ..run.one_line import OneLineParser
-from .catalog import all_recipes, find
+from ..run.shipped import shipped
 from .words import refuse
 
+_FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
+_NEVER = re.compile(r"\bnever run\b|\bnot measured here\b", re.IGNORECASE)
+_SHORTENED = re.compile(r"\brun once\b.*\bshortened\b", re.IGNORECASE)
 _LEGEND = """
 run: whether it ran here as it stands, shortened, or never; `recipes NAME` prints one with what to expect of it,
 `recipes NAME --copy` puts one here to edit, `COMMAND --config NAME` runs it as it is."""
+
+
+class Recipe(NamedTuple):
+    """A YAML file of this package, and what its head says of it."""
+
+    name: str
+    path: Path
+    command: str
+    hardware: str
+    was_run: str
+
+
+def all_recipes() -> list[Recipe]:
+    """Every YAML file of this package, by name."""
+    found, root = [], shipped("recipes")
+    for path in sorted(root.glob("*/*/config_*.yaml")):
+        head, field = {"": ""}, ""  # the comment that it begins with, by field; what stands before the first under ""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if not line.startswith("#"):
+                break
+            match = _FIELD.match(line)
+            field = match["field"] if match else field
+            head[field] = f"{head.get(field, '')} {match['text'] if match else line.removeprefix('#').strip()}".strip()
+        command = next((name for name in ("t_spmo", "a_star_po", "sft") if path.parent.name.startswith(name)), "grpo")
+        expected = f"{head['']} {head.get('hardware', '')} {head.get('expect', '')}"
+        was_run = "never" if _NEVER.search(expected) else "shortened" if _SHORTENED.search(expected) else "yes"
+        hardware = re.sub(r"\s*\((?=[^)]*never run)[^)]*\)", "", head.get("hardware", "not known"))
+        name = recipe_name(path.relative_to(root).as_posix())
+        found.append(Recipe(name, path, command.replace("_", "-"), hardware, was_run))
+    return found
+
+
+def recipe_name(text: str) -> str:
+    """`small-base/grpo/quickstart` of any way to write it: with `recipes/`, `config_` and `.yaml`, or without."""
+    text = text.removeprefix("./").removeprefix("recipes/").removesuffix(".yaml")
+    folder, slash, file = text.rpartition("/")
+    return f"{folder}{slash}{file.removeprefix('config_')}"
+
+
+def find(text: str) -> Recipe:
+    """The recipe called `text`.
+
+    Raises:
+        UserError: there is none; names the one that is called nearly so.
+    """
+    known = {recipe.name: recipe for recipe in all_recipes()}
+    wanted = recipe_name(text)
+    if wanted in known:
+        return known[wanted]
+    # Somebody who gives the end of a name knows which one it is.
+    ending = [name for name in known if name.endswith(f"/{wanted}")]
+    hint = did_you_mean(ending[0] if ending else wanted, known, 0.5)
+    raise UserError(f"there is no recipe {text!r}{hint}; `trl-fsdp-qlora recipes` lists them")
 
 
 def recipes(words: list[str]) -> int:
@@ -39,8 +99,7 @@ def recipes(words: list[str]) -> int:
         if target.exists() and not options.overwrite:
             raise UserError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(target) as scratch:
-            scratch.write_bytes(recipe.path.read_bytes())
+        target.write_bytes(recipe.path.read_bytes())
     except UserError as error:
         return refuse(str(error))
     except OSError as error:

@@ -8,7 +8,8 @@ from pathlib import Path
 from ..errors import UserError, mistyped_path
 from ..run.accelerate_configs import accelerate_config
 from ..run.launch import launch
-from . import catalog
+from ..run.shipped import shipped
+from .recipes import find
 from .words import refuse, take
 
 # Of `accelerate launch`, those that no script has; everything else is the script's.
@@ -32,12 +33,8 @@ LAUNCHER = (
 
 def _called(name: str, words: list[str]) -> int:
     """Run the script `name` in this process."""
-    try:
-        path = catalog.script(name)
-    except UserError as error:
-        return refuse(str(error))
-    sys.argv = [str(path), *words]
-    runpy.run_path(str(path), run_name="__main__")
+    sys.argv = [str(shipped("recipes") / f"{name}.py"), *words]
+    runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
 
 
@@ -49,13 +46,12 @@ def _launched(name: str, words: list[str]) -> int:
     try:
         launcher, rest = take(words, LAUNCHER)
         rest = with_recipe(rest)
-        path = catalog.script(name)
         given = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
         flags = _config_flags(given, launcher)
     except UserError as error:
         return refuse(str(error))
     others = [word for option, value in launcher.items() for word in (option, value)]
-    return launch([*flags, *others, str(path), *rest])
+    return launch([*flags, *others, str(shipped("recipes") / f"{name}.py"), *rest])
 
 
 def with_recipe(words: list[str]) -> list[str]:
@@ -72,7 +68,7 @@ def with_recipe(words: list[str]) -> list[str]:
         return ["--config", given, *rest]
     if Path(given).suffix in (".yaml", ".yml") and (hint := mistyped_path(given)):
         raise UserError(f"--config {given}: no such file{hint}")
-    return ["--config", str(catalog.find(given).path), *rest]
+    return ["--config", str(find(given).path), *rest]
 
 
 def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:
@@ -107,9 +103,8 @@ def default_config(asked: str | None) -> tuple[str, int]:
         raise UserError(f"--num_processes {asked} is not a number of processes; try 2")
     gpus = torch.cuda.device_count()
     processes = int(asked) if asked else max(gpus, 1)
-    if gpus:
-        return ("ddp" if processes > 1 else "single_gpu"), processes
-    return ("ddp_cpu" if processes > 1 else "cpu"), processes
+    one, several = ("single_gpu", "ddp") if gpus else ("cpu", "ddp_cpu")
+    return several if processes > 1 else one, processes
 
 
 grpo = functools.partial(_launched, "grpo")

@@ -1,5 +1,6 @@
 """What the commands share: the words of a command line taken apart, and how a wrong one is refused."""
 
+import argparse
 import sys
 from collections.abc import Collection, Sequence
 
@@ -9,7 +10,7 @@ from ..run.one_line import refuse_misspelled
 
 
 def refuse(reason: str) -> int:
-    """Say in one line what the user did wrong; returns the exit status of that."""
+    """Print in one line what the user did wrong; returns the exit status of that."""
     print(f"error: {' '.join(reason.split())}", file=sys.stderr)
     return USER_ERROR
 
@@ -18,20 +19,16 @@ def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str]
     """(`{option: its value}` of those in `options`, the other words), from `--option VALUE` and `--option=VALUE`.
 
     Raises:
-        UserError: the last word is an option that waits for its value, or one is given twice or nearly spelled.
+        UserError: an option lacks its value, or one is nearly spelled.
     """
-    taken: dict[str, str] = {}
-    words, rest = list(words), []
-    while words:
-        name, equals, value = words[0].partition("=")
-        word = words.pop(0)
-        if name not in options:
-            rest.append(word)
-            continue
-        if name in taken:
-            raise UserError(f"{name} is given twice; leave one out")
-        if not equals and not words:
-            raise UserError(f"{name} needs a value")
-        taken[name] = value if equals else words.pop(0)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for option in options:
+        parser.add_argument(option)
+
+    def error(message: str):
+        raise UserError(message.removeprefix("argument "))
+
+    parser.error = error
+    taken, rest = parser.parse_known_args(list(words))
     refuse_misspelled(rest, options)
-    return taken, rest
+    return {f"--{name}": value for name, value in vars(taken).items()}, rest

@@ -71,6 +71,6 @@ def merge_adapter(
             merged.save_pretrained(scratch)
             AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
             card.save(scratch / "README.md")
-    except PermissionError as error:
-        raise UserError(f"{output} cannot be made: {error.strerror}") from None
+    except OSError as error:
+        raise UserError(f"{output} cannot be made: {error.strerror or error}") from error
     return output

@@ -63,25 +63,19 @@ def completion_text(completion: Completion) -> str:
 
 def _value(match: re.Match) -> Fraction | None:
     """Of a [`NUMBER`]; `None` for a division by zero, a chain of divisions (a date), and what is too long to be meant."""
-    parts = [match["digits"], *match["below"].split("/")[1:]]
-    values = [_plain_value(part.strip()) for part in parts[:3]]
-    if None in values or len(values) > 2 or (len(values) == 2 and values[1] == 0):
+    values = []
+    for digits in [match["digits"], *match["below"].split("/")[1:]][:3]:
+        mantissa, _, exponent = digits.strip().lower().partition("e")
+        # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
+        too_long = len(digits) > MAX_DIGITS or (exponent and (len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS))
+        if too_long or not _PLAIN.fullmatch(mantissa):
+            return None
+        values.append(Fraction(mantissa.replace(",", "")) * Fraction(10) ** int(exponent or 0))
+    if len(values) > 2 or (len(values) == 2 and values[1] == 0):
         return None
     value = values[0] if len(values) == 1 else values[0] / values[1]
     negative = match["sign"] in ("-", "\u2212") and not _is_binary_minus(match.string, match.start())
     return -value if negative else value
-
-
-def _plain_value(digits: str) -> Fraction | None:
-    if len(digits) > MAX_DIGITS:
-        return None
-    mantissa, _, exponent = digits.lower().partition("e")
-    if not _PLAIN.fullmatch(mantissa):
-        return None
-    # The exponent is checked before it is used: 1e999999999 is ten characters, and a gigabyte as a fraction.
-    if exponent and (len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS):
-        return None
-    return Fraction(mantissa.replace(",", "")) * Fraction(10) ** int(exponent or 0)
 
 
 def _is_binary_minus(text: str, position: int) -> bool:
@@ -112,46 +106,47 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
         text: the completion; the answer is looked for in its last 100,000 characters.
         answer_format: `"hash"`: after the last `####`; `"tags"`: inside the last `<answer>` element; `"boxed"`: inside
             the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
-            there; `"first_line"`: the first line that is not empty; `"verl"`: what verl's scorer of GSM8K takes for right where it is right, see [`_verls_answer`].
+            there; `"first_line"`: the first line that is not empty; `"verl"`: what verl's scorer of GSM8K takes for right where it
+            is right: the whole number behind the last `#### ` among the last 300 characters. verl compares texts, without commas,
+            where [`answers_match`] compares values, and GSM8K's answers are whole numbers, so whatever is not written as one
+            (`18.`, `18.0`) is no answer here.
 
     Raises:
         UserError: unknown `answer_format`.
     """
     if answer_format not in ANSWER_FORMATS:
         raise UserError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
-    text = text[-MAX_TEXT:]
+    text, inside = text[-MAX_TEXT:], None
     if answer_format == "verl":
-        return _verls_answer(text)
+        found = _VERLS.findall(text[-300:])
+        last = found[-1].replace(",", "") if found else ""
+        return last if _WHOLE.fullmatch(last) else None
     if answer_format == "first_line":
         return text.strip().split("\n", 1)[0].strip() or None
     if answer_format in ("auto", "hash") and "####" in text:
         return text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip() or None
     if answer_format in ("auto", "tags"):
-        inside = _last_tagged(text)
-        if inside is not None:
-            return inside.strip() or None
-    if answer_format in ("auto", "boxed"):
+        start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+        if start >= 0:
+            inside = text[start + len("<answer>") : text.find("</answer>", start)]
+    if inside is None and answer_format in ("auto", "boxed"):
         inside = _last_boxed(text)
-        if inside is not None:
-            return inside.strip() or None
+    if inside is not None:
+        return inside.strip() or None
     if answer_format in ("auto", "last_number"):
         for last in deque(NUMBER.finditer(text), maxlen=1):
             answer = last.group()
-            if last["sign"] and _is_binary_minus(text, last.start()):
-                answer = answer[1:]
-            return answer.strip()
+            return (answer[1:] if last["sign"] and _is_binary_minus(text, last.start()) else answer).strip()
     return None
 
 
-def _verls_answer(text: str) -> str | None:
-    """The whole number behind the last `#### ` among the last 300 characters.
-
-    verl compares texts, without commas, where [`answers_match`] compares values: `18.` and `18.0` are wrong there, as is what does
-    not follow one blank. GSM8K's answers are whole numbers, so whatever is not written as one is no answer here.
-    """
-    found = _VERLS.findall(text[-300:])
-    last = found[-1].replace(",", "") if found else ""
-    return last if _WHOLE.fullmatch(last) else None
+def _last_boxed(text: str) -> str | None:
+    start, depth = text.rfind("\\boxed{"), 0
+    for brace in re.finditer(r"[{}]", text[start:]) if start >= 0 else ():
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[start + len("\\boxed{") : start + brace.start()]
+    return None
 
 
 def required_answer(text: str, answer_format: str = "auto") -> str | None:
@@ -165,23 +160,6 @@ def required_answer(text: str, answer_format: str = "auto") -> str | None:
     return next((answer for answer in found if answer is not None), None)
 
 
-def _last_tagged(text: str) -> str | None:
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    return None if start < 0 else text[start + len("<answer>") : text.find("</answer>", start)]
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for brace in re.finditer(r"[{}]", text[start:]):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0:
-            return text[start + len("\\boxed{") : start + brace.start()]
-    return None
-
-
 def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     """A gold answer as an exact number, or as LaTeX where `math-verify` reads it.
 
@@ -191,8 +169,8 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
         UnparsableGoldAnswer: neither; the message names the row.
     """
     text = answer
-    if isinstance(answer, str):
-        text = (extract_answer(answer, "hash") or "") if "####" in answer else answer
+    if isinstance(answer, str) and "####" in answer:
+        text = extract_answer(answer, "hash") or ""
     number = parse_number(text) if isinstance(text, (str, numbers.Real)) else None
     if number is not None and (not isinstance(text, str) or "\\" not in text):
         return number
@@ -201,10 +179,9 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     is_long_integer = isinstance(answer, int) and parse_number(answer) is None  # Python refuses to print it
     shown = f"an integer of {answer.bit_length()} bits" if is_long_integer else repr(answer)
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
+    latex = "" if math_worker.installed() else f" (LaTeX answers need: {INSTALL_MATH})"
     raise UnparsableGoldAnswer(
-        f"the gold answer of row {row} cannot be read as a number"
-        f"{'' if math_worker.installed() else f' (LaTeX answers need: {INSTALL_MATH})'}: {shown}. "
-        "Correct the row or leave it out of the dataset."
+        f"the gold answer of row {row} cannot be read as a number{latex}: {shown}. Correct the row or leave it out of the dataset."
     )
 
 

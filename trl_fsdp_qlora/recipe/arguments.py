@@ -94,7 +94,9 @@ def parse_recipe(
 ) -> tuple:
     """Instances of `dataclass_types` from `--config FILE.yaml` and the command line, which wins.
 
-    A value of the file is read as the same text on the command line would be, so `1e-5`, `no` and `3.0` mean the same there.
+    A value of the file is read as the same text on the command line would be, so `1e-5`, `no` and `3.0` mean the same there. What
+    no word can say (null, a mapping, a list for a field that takes one word) is taken as TRL takes it. The file's `env` goes into
+    the environment.
 
     Args:
         dataclass_types: that the fields belong to.
@@ -102,32 +104,45 @@ def parse_recipe(
         defaults: by field, under what file and command line say; fields that none of the types has are let pass.
 
     Raises:
-        ConfigError: the file cannot be read or is no mapping; an unknown or repeated option; a value that its field or one of
-            the types refuses.
+        ConfigError: the file cannot be read or is no mapping; an unknown option; a value that its field or one of the types
+            refuses.
     """
     parser = _Parser(tuple(dataclass_types), allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file with values for the options.")
     parser.add_argument(DEBUG_ERRORS, action="store_true", help="Show the traceback of an error.")
-    options = {spelling for action in parser._actions for spelling in action.option_strings} | {"--config"}
-    words, given, path = [], set(), None
     argv = list(sys.argv[1:] if argv is None else argv)
-    while argv:
-        word = argv.pop(0)
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            check_key(name, options)
-            if name.replace("-", "_") in given:
-                raise ConfigError(f"{name} is given twice; leave one out")
-            given.add(name.replace("-", "_"))
-        if name != "--config":
-            words.append(word)
-            continue
-        path = value if equals else (argv.pop(0) if argv else "")
-        if not path:
-            raise ConfigError("--config needs a file, e.g. --config my_recipe.yaml")
+    options = {spelling for action in parser._actions for spelling in action.option_strings}
+    for word in argv:
+        if word.startswith("--"):
+            check_key(word.partition("=")[0], options)
+    only_config = _Parser(add_help=False, allow_abbrev=False)
+    only_config.add_argument("--config")
+    path = only_config.parse_known_args(argv)[0].config
     parser.set_defaults_with_config(**defaults or {})
-    of_file = [] if path is None else _words_of_file(parser, path)
+    words = []
+    if path is not None:
+        values = read_yaml(path)
+        # Every scalar as it is written: YAML itself takes `no` for False and `1e-5` for a text.
+        texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
+        os.environ.update({str(name): str(value) for name, value in (values.pop("env", None) or {}).items()})
+        actions = {
+            action.dest: action for action in reversed(parser._actions)
+        }  # the one with a value, not its --no_ twin
+        others = {}
+        for key, value in values.items():
+            check_key(key, actions, path)
+            several = isinstance(value, list)
+            if value is None or isinstance(value, dict) or (several and actions[key].nargs != "+"):
+                others[key] = value
+            elif several:
+                words += [f"--{key}", *texts[key]]
+            elif isinstance(value, bool) and actions[key].type is string_to_bool:  # which knows neither `on` nor `off`
+                words.append(f"--{key}={str(value).lower()}")
+            else:
+                words.append(f"--{key}={texts[key]}")
+        parser.set_defaults_with_config(**others)
     try:
-        *parsed, rest = parser.parse_args_into_dataclasses([*of_file, *words], return_remaining_strings=True)
+        *parsed, rest = parser.parse_args_into_dataclasses([*words, *argv], return_remaining_strings=True)
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:  # of the types' own checks
@@ -136,36 +151,6 @@ def parse_recipe(
     if rest:
         raise ConfigError(f"{' '.join(rest)!r} belongs to no option")
     return tuple(parsed[: len(dataclass_types)])
-
-
-def _words_of_file(parser: TrlParser, path: str) -> list[str]:
-    """The words of a command line that say what the YAML file at `path` says; its `env` goes into the environment.
-
-    What no word can say (null, a mapping, a list for a field that takes one word) becomes a default, as in TRL.
-    """
-    values = read_yaml(path)
-    # Every scalar as it is written: YAML itself takes `no` for False and `1e-5` for a text.
-    texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
-    environment = values.pop("env", None) or {}
-    if not isinstance(environment, dict):
-        raise ConfigError(f"{path}: env={environment!r} must hold `NAME: value` lines")
-    os.environ.update({str(name): str(value) for name, value in environment.items()})
-    actions = {action.dest: action for action in reversed(parser._actions)}  # the one with a value, not its --no_ twin
-    words, defaults = [], {}
-    for key, value in values.items():
-        check_key(key, actions, path)
-        several = isinstance(value, list)
-        if value is None or isinstance(value, dict) or (several and actions[key].nargs != "+"):
-            defaults[key] = value
-        elif several:
-            words += [f"--{key}", *texts[key]]
-        else:
-            truth = (
-                isinstance(value, bool) and actions[key].type is string_to_bool
-            )  # which knows neither `on` nor `off`
-            words.append(f"--{key}={str(value).lower() if truth else texts[key]}")
-    parser.set_defaults_with_config(**defaults)
-    return words
 
 
 def check_key(key: Any, known: Collection[str], where: str = "") -> None:
@@ -178,20 +163,6 @@ def check_key(key: Any, known: Collection[str], where: str = "") -> None:
         raise ConfigError(f"{lead}unknown key {key!r}{did_you_mean(str(key), {*known} - {'help', '--help'}, 0.5)}")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's own takes the last of two values of a key, and says nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key.value!r} is there twice; leave one out", problem_mark=key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     """The mapping in a YAML file.
 
@@ -199,18 +170,14 @@ def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
         option: that names it on the command line, for the errors.
 
     Raises:
-        ConfigError: no such file, no YAML, no mapping; names the line.
+        ConfigError: no such file, no YAML (with the line), no mapping.
     """
     try:
-        config = yaml.load(Path(path).read_text(encoding="utf-8-sig"), _Loader)  # a safe one
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}{mistyped_path(path)}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{option} {path}: it is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{option} {path}{where}: no YAML: {getattr(error, 'problem', None) or error}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{option} {path}: no YAML: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{option} {path} must hold `key: value` lines")
     return config

@@ -1,7 +1,6 @@
 """What can be told to be wrong with a recipe's arguments before a weight is loaded."""
 
 import importlib.util
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import ModelConfig, get_peft_config
 
 from ..checkpoints.checkpoints import resolve_resume
@@ -31,45 +30,20 @@ from .rewards import get_reward
 
 # Of TRL 1.16, which looks at the name in the first step only.
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-
-# Field -> (smallest value, what to write instead); `None` stands for a limit that is not set.
-_LIMITS = {
-    "held_out": (0, "0 reads another split"),
-    "validation": (0, "0 takes none out"),
-    "eval_problems": (1, "leave it out for all of them"),
-    "accuracy_steps": (0, "0 measures before and after only"),
-    "accuracy_samples": (0, "0 decodes greedily only"),
-    "accuracy_batch_size": (1, "try 64"),
-    "per_device_train_batch_size": (1, "a multiple of num_generations keeps groups whole"),
-    "gradient_accumulation_steps": (1, "1 does not accumulate"),
-    "num_generations": (1, "try 8"),
-    "num_iterations": (1, "1 uses each completion once"),
-    "max_completion_length": (1, "try 256"),
-    "learning_rate": (0, "try 1.0e-5"),
-    "beta": (0, "0 leaves the reference out"),
-    "sft_problems": (1, "leave it out for all"),
-    "seed": (0, "try 42"),
-}
-
-
-def check_limits(values: Any) -> None:
-    """
-    Raises:
-        ConfigError: a number of `values` is below its limit, or not finite.
-    """
-    for name, (smallest, instead) in _LIMITS.items():
-        value = getattr(values, name, None)
-        if value is not None and not (value >= smallest and math.isfinite(value)):
-            raise ConfigError(f"{name}={value} must be at least {smallest}; {instead}")
+# Smallest values of this package's own counts; of the others the libraries speak themselves.
+_AT_LEAST = {"held_out": 0, "validation": 0, "eval_problems": 1, "accuracy_steps": 0, "accuracy_samples": 0}
+_AT_LEAST |= {"accuracy_batch_size": 1, "sft_problems": 1}
 
 
 def check_script(script: ScriptArguments) -> None:
-    """Refuse numbers, rewards, an answer format or a template that cannot be used.
+    """Refuse counts, rewards, an answer format or a template that cannot be used.
 
     Raises:
         UserError: names the field, the value and the known ones.
     """
-    check_limits(script)
+    for name, smallest in _AT_LEAST.items():
+        if (value := getattr(script, name, None)) is not None and value < smallest:
+            raise ConfigError(f"{name}={value} must be at least {smallest}")
     if script.max_train_seconds is not None and not script.max_train_seconds > 0:
         raise ConfigError(f"max_train_seconds={script.max_train_seconds} must be positive; leave it out for no limit")
     extract_answer("", script.answer_format)
@@ -78,58 +52,19 @@ def check_script(script: ScriptArguments) -> None:
     check_template(script.prompt_template)
 
 
-def check_sampling(config: Any) -> None:
-    """
-    Raises:
-        ConfigError: nothing can be drawn with `temperature`, `top_p` or `top_k`.
-    """
-    if not 0 < config.temperature < math.inf:
-        raise ConfigError(f"temperature={config.temperature} must be positive: completions are sampled; try 1.0")
-    if not 0 < config.top_p <= 1:
-        raise ConfigError(f"top_p={config.top_p} is outside (0, 1]; 1.0 draws from all tokens")
-    top_k = getattr(config, "top_k", None) or 0
-    if top_k < 0 and not (top_k == -1 and config.use_vllm):
-        raise ConfigError(f"top_k={top_k} is negative; 0 draws from all tokens")
-
-
 def check_training(config: Any, model: ModelConfig) -> None:
-    """Refuse settings of a trainer that end in an error, or in nothing, only after the model is loaded.
+    """Refuse what would end in an error only after the model is loaded.
 
     Raises:
         ConfigError: names the field and what to write.
     """
-    if not config.output_dir:
-        raise ConfigError("output_dir is empty; name a folder, e.g. --output_dir runs/mine")
-    check_limits(config)
-    check_sampling(config)
-    if config.save_strategy == "steps" and not config.save_steps > 0:
-        raise ConfigError(f"save_steps={config.save_steps} must be positive; save_strategy: no saves no checkpoints")
-    if config.max_steps == 0 or config.max_steps < -1:
-        raise ConfigError(
-            f"max_steps={config.max_steps} trains nothing; leave it out for num_train_epochs, or set 1 or more"
-        )
-    if config.max_steps < 0 and config.num_train_epochs <= 0:
-        raise ConfigError(f"num_train_epochs={config.num_train_epochs} trains nothing; set 1 or more, or max_steps")
-    if not isinstance(config.model_init_kwargs or {}, dict):
-        raise ConfigError(f"model_init_kwargs={config.model_init_kwargs!r} must hold `name: value` lines")
     for name, known in (("loss_type", LOSS_TYPES), ("prefix_sharing", CHOICES)):
         if getattr(config, name) not in known:
             raise ConfigError(f"{name}={getattr(config, name)!r} is not known; use one of {', '.join(known)}")
     if config.use_vllm:
         check_installed("vllm", "use_vllm: true")
-    for name in [config.report_to] if isinstance(config.report_to, str) else config.report_to or []:
-        try:
-            for callback in get_reporting_integration_callbacks([name]) if name not in ("none", "all") else []:
-                callback()
-        except (ValueError, RuntimeError, ImportError) as error:
-            raise ConfigError(f"report_to={name!r}: {error}") from None
     if model.load_in_4bit or model.load_in_8bit:
-        quantized = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
-        check_installed("bitsandbytes", f"{quantized}: true")
-        if not model.use_peft:
-            raise ConfigError(f"{quantized}: true trains no weight of the base; add use_peft: true, or leave it out")
-    if model.use_peft and model.lora_r < 1:
-        raise ConfigError(f"lora_r={model.lora_r} must be at least 1: it is the rank of the adapter; try 16")
+        check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")
 
 
 def check_installed(package: str, setting: str) -> None:
@@ -195,7 +130,7 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
 def skeleton(model: ModelConfig) -> nn.Module | None:
     """The model that a recipe trains, with its adapter and without data or quantization.
 
-    `None` under ZeRO-3, where transformers fills every model that it builds.
+    `None` under ZeRO-3, where transformers fills every model that it builds, and of a class that TRL loads by its name.
 
     Raises:
         ConfigError: an attention implementation that is not there, or LoRA targets that match nothing; names the layers.
@@ -211,11 +146,10 @@ def skeleton(model: ModelConfig) -> nn.Module | None:
                 f"model_name_or_path={name!r} is quantized by {method}, which load_in_4bit cannot pack again; take the "
                 "checkpoint in 16 bit that it was made from"
             )
-        if (
-            type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-            and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if not any(
+            type(config) in known for known in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
         ):
-            return None  # of another class, which TRL loads by its name
+            return None
         try:
             bare = model_class(config).from_config(config, attn_implementation=model.attn_implementation)
         except (ValueError, ImportError) as error:
@@ -229,10 +163,7 @@ def skeleton(model: ModelConfig) -> nn.Module | None:
 
 
 def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> PreTrainedTokenizerBase:
-    """All of the above for a recipe that trains.
-
-    Returns:
-        The model's tokenizer, which was looked at.
+    """All of the above for a recipe that trains; returns the model's tokenizer.
 
     Raises:
         UserError: names the field, the value and what to write.

@@ -21,40 +21,14 @@ class Problems(NamedTuple):
     test: list[dict] | None
 
 
-def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """(training prompts, prompts to measure on) of a recipe, without overlap.
-
-    The second is `None` where `skip_accuracy` is set and the arguments name no held-out problems.
-
-    Raises:
-        trl_fsdp_qlora.recipe.datasets.DatasetError: nothing is held out, or nothing is left.
-    """
-    problems = load_problems(args)
-    train, measured = prompts_of(args, problems.train), measured_prompts(args, problems)
-    if measured is None:
-        say(f"data: {len(problems.train)} training problems from {args.dataset}; none held out")
-        return train, None
-    kind = "held-out" if args.accuracy_on == "test" else "validation"
-    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and kind == "held-out" else ""
-    say(f"data: {len(train)} training and {len(measured)} {kind} problems from {args.dataset}{aside}")
-    return train, measured
-
-
 def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
     """`problems` as the prompts that `args` make of them."""
     return to_prompts(problems, args.system_prompt, args.prompt_template, args.chat)
 
 
-def measured_prompts(args: ScriptArguments, problems: Problems) -> Dataset | None:
-    """The prompts that `accuracy_on` and `eval_problems` choose; `None` where nothing is held out."""
-    measured = problems.validation if args.accuracy_on == "validation" else problems.test
-    return None if measured is None else prompts_of(args, measured[: args.eval_problems])
-
-
 def _read(args: ScriptArguments, source: str, split: str, whole_rows: bool = False) -> list[dict]:
-    return read_problems(
-        source, split, args.dataset_config, args.question_column, args.answer_column, whole_rows=whole_rows
-    )
+    columns = args.question_column, args.answer_column
+    return read_problems(source, split, args.dataset_config, *columns, whole_rows=whole_rows)
 
 
 def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
@@ -69,11 +43,13 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
     """
     train = _read(args, args.dataset, args.dataset_split, whole_rows)
     reasoning_gym.check_rewards(train, args.rewards)
-    same_problems = _same_problems(args)
-    test = None
+    test, validation = None, []
+    same = args.eval_dataset in (None, args.dataset) and (
+        args.eval_split == args.dataset_split or not has_splits(args.dataset)
+    )
     if args.held_out:
         train, test = hold_out(train, args.held_out)
-    elif not same_problems:
+    elif not same:
         test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
         train, dropped = without_overlap(train, test)
         if dropped:
@@ -84,16 +60,38 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
                 "set held_out to a number of problems, or eval_dataset to others"
             )
     elif not args.skip_accuracy:
+        what = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
         raise DatasetError(
-            f"training and held-out problems are both {same_problems}; set held_out to a number of problems to take out "
-            "of it, e.g. held_out: 100, or eval_dataset to another file, or skip_accuracy: true"
+            f"training and held-out problems are both {args.dataset!r}, {what}; set held_out to a number of problems to "
+            "take out of it, e.g. held_out: 100, or eval_dataset to another file, or skip_accuracy: true"
         )
-    validation: list[dict] = []
     if args.validation:
         train, validation = hold_out(train, args.validation, field="validation")
     elif args.accuracy_on == "validation":
         raise DatasetError("accuracy_on='validation' has no problems to measure on; set validation: 100, for example")
     return Problems(train, validation, test)
+
+
+def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+    """(training prompts, prompts to measure on: those that `accuracy_on` and `eval_problems` choose), without overlap.
+
+    The second is `None` where `skip_accuracy` is set and the arguments name no held-out problems.
+
+    Raises:
+        trl_fsdp_qlora.recipe.datasets.DatasetError: nothing is held out, or nothing is left.
+    """
+    problems = load_problems(args)
+    train = prompts_of(args, problems.train)
+    of_test = args.accuracy_on == "test"
+    measured = problems.test if of_test else problems.validation
+    if measured is None:
+        say(f"data: {len(train)} training problems from {args.dataset}; none held out")
+        return train, None
+    measured = prompts_of(args, measured[: args.eval_problems])
+    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and of_test else ""
+    kind = "held-out" if of_test else "validation"
+    say(f"data: {len(train)} training and {len(measured)} {kind} problems from {args.dataset}{aside}")
+    return train, measured
 
 
 def load_held_out(args: ScriptArguments) -> Dataset:
@@ -115,12 +113,3 @@ def load_held_out(args: ScriptArguments) -> Dataset:
     test = test[: args.eval_problems]
     say(f"data: {len(test)} problems from {args.eval_dataset or args.dataset}")
     return prompts_of(args, test)
-
-
-def _same_problems(args: ScriptArguments) -> str | None:
-    """What training and measuring both read, or `None` where they read different things."""
-    if args.eval_dataset not in (None, args.dataset):
-        return None
-    if not has_splits(args.dataset):
-        return f"{args.dataset!r}, which has no splits"
-    return f"{args.dataset!r}, split {args.eval_split!r}" if args.eval_split == args.dataset_split else None

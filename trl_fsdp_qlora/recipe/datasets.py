@@ -24,66 +24,46 @@ COLUMNS = ((("Body", "Question"), "Answer"), (("question",), "answer"), (("probl
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
 
-def takes_split(source: str) -> bool:
-    """Whether a function of the user's own, by import path, has a parameter `split`."""
-    return "split" in inspect.signature(load_function(source)).parameters
-
-
 def has_splits(source: str) -> bool:
     """Whether `source` has parts to choose among: a file, one saved `Dataset` and a function without `split` have not."""
-    if reasoning_gym.is_generated(source) or source == "coloured_shapes":
-        return True
-    if is_import_path(source):
-        return takes_split(source)
+    if is_import_path(source) and not reasoning_gym.is_generated(source):
+        return "split" in inspect.signature(load_function(source)).parameters
     path = Path(source)
-    return path.is_dir() and not (path / "state.json").is_file() if path.exists() else True
+    return not path.exists() or (path.is_dir() and not (path / "state.json").is_file())
 
 
 def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
     """The rows of [`read_problems`]'s `source` as they are."""
     if source in TASKS:
-        task, (train, held_out) = TASKS[source], two_digit_pairs()
-        pairs = held_out if split == "test" else train
+        task, pairs = TASKS[source], two_digit_pairs()[split == "test"]
         return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
     if source == "coloured_shapes":
         from .shapes import coloured_shapes  # with Pillow, which text does without
 
         return coloured_shapes(split)
     if is_import_path(source):
-        return load_function(source)(**({"split": split} if takes_split(source) else {}))
+        return load_function(source)(**({"split": split} if has_splits(source) else {}))
     path = Path(source)
+    if path.is_file() and path.suffix not in _READERS:
+        raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
     try:
+        if path.is_file():
+            how = {}
+            if _READERS[path.suffix] == "csv":
+                with open(path, encoding="utf-8-sig") as file:
+                    how["sep"] = max(",;\t", key=file.readline().count)
+            return load_dataset(_READERS[path.suffix], data_files=source, split="train", **how)
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = load_from_disk(source)
             if isinstance(saved, DatasetDict):
                 saved = concatenate_datasets([saved[part] for part in split.split("+")])
             return saved
-        if not path.is_file():
-            return load_dataset(source, config, split=split)
-        if path.suffix not in _READERS:
-            raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
-        how = {}
-        if _READERS[path.suffix] == "csv":
-            with open(path, encoding="utf-8-sig") as file:
-                how["sep"] = max(",;\t", key=file.readline().count)
-        return load_dataset(_READERS[path.suffix], data_files=source, split="train", **how)
-    except DatasetError:
-        raise
+        return load_dataset(source, config, split=split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0]
         raise DatasetError(
             f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
         ) from error
-
-
-def _without_decoding(rows: Iterable[dict]) -> Iterable[dict]:
-    """Rows whose images are still files, so that a broken one is met where its row is known."""
-    for name, feature in (getattr(rows, "features", None) or {}).items():
-        if isinstance(feature, Image):
-            rows = rows.cast_column(name, Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), Image):
-            rows = rows.cast_column(name, List(Image(decode=False)))
-    return rows
 
 
 def read_images(row: dict, source: str, where: str) -> list[dict]:
@@ -94,36 +74,21 @@ def read_images(row: dict, source: str, where: str) -> list[dict]:
     """
     from PIL import Image as PILImage
 
-    given = row.get("images") if row.get("images") is not None else row.get("image")
-    read = []
+    given, read = row.get("images") if row.get("images") is not None else row.get("image"), []
     for one in given if isinstance(given, list) else [] if given is None else [given]:
+        one = {"path": one} if isinstance(one, str) else one
         try:
-            if isinstance(one, PILImage.Image):
+            if isinstance(one, dict):
+                data = one.get("bytes") or (Path(source).parent / one["path"]).read_bytes()
+                PILImage.open(io.BytesIO(data)).load()
+            else:  # of Pillow
                 file = io.BytesIO()
                 one.save(file, "PNG")
                 data = file.getvalue()
-            else:
-                path = one.get("path") if isinstance(one, dict) else one
-                data = one.get("bytes") if isinstance(one, dict) else None
-                data = data or (Path(source).parent / path).read_bytes()
-            PILImage.open(io.BytesIO(data)).load()
         except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
             raise DatasetError(f"{where}: its image cannot be read: {str(error)[:200]}") from error
         read.append({"bytes": data, "path": None})
     return read
-
-
-def _columns(source: str, rows: Sequence[dict], question: str | None, answer: str | None) -> tuple[tuple, str]:
-    there = {str(name) for row in rows for name in row}
-    asked = [] if question is None and answer is None else [((question or "question",), answer or "answer")]
-    for names, gold in asked or COLUMNS:
-        if {*names, gold} <= there:
-            return names, gold
-    known = " | ".join(", ".join((*names, gold)) for names, gold in asked or COLUMNS)
-    raise DatasetError(
-        f"{source!r} has columns {', '.join(sorted(there)) or 'none'}; looked for {known}: name yours with question_column "
-        "and answer_column"
-    )
 
 
 def read_problems(
@@ -139,8 +104,9 @@ def read_problems(
     Args:
         source: a file (.jsonl, .json, .csv, .tsv, .parquet), a folder that `load_dataset` or `load_from_disk` reads, a Hub
             id, a function of one's own that returns rows (`my_data.py:load`; a parameter `split` gets the split), generators of
-            reasoning-gym (`reasoning_gym:chain_sum(max_terms=3)`), `"addition"` or `"multiplication"` for the two-digit problems of the small base model, or
-            `"coloured_shapes"` for pictures. A column `image` or `images` holds pictures, or their files' paths.
+            reasoning-gym (`reasoning_gym:chain_sum(max_terms=3)`), `"addition"` or `"multiplication"` for the two-digit problems
+            of the small base model, or `"coloured_shapes"` for pictures. A column `image` or `images` holds pictures, or their
+            files' paths.
         split: split to read, or several (`train+test`); a single file holds only one.
         config: configuration name, for a Hub id.
         question_column, answer_column: where they are not SVAMP's (`Body`, `Question`, `Answer`), GSM8K's (`question`,
@@ -157,7 +123,14 @@ def read_problems(
     if reasoning_gym.is_generated(source):
         problems = reasoning_gym.read_problems(source, split)
         return [{**problem, "columns": problem} for problem in problems] if whole_rows else problems
-    rows = [dict(row) for row in _without_decoding(_rows(source, split, config))]
+    rows = _rows(source, split, config)
+    # Images stay files, so that a broken one is met where its row is known.
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            rows = rows.cast_column(name, List(Image(decode=False)))
+    rows = [dict(row) for row in rows]
     if len(rows) == 1:  # of a JSON file with an object that holds the list, {"data": [...]}
         lists = [
             value for value in rows[0].values() if isinstance(value, list) and value and isinstance(value[0], dict)
@@ -165,34 +138,47 @@ def read_problems(
         rows = lists[0] if len(lists) == 1 else rows
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
-    names, gold_name = _columns(source, rows, question_column, answer_column)
+
+    there = {str(name) for row in rows for name in row}
+    own = question_column is not None or answer_column is not None
+    asked = [((question_column or "question",), answer_column or "answer")] if own else COLUMNS
+    known = next(((names, gold) for names, gold in asked if {*names, gold} <= there), None)
+    if known is None:
+        wanted = " | ".join(", ".join((*names, gold)) for names, gold in asked)
+        raise DatasetError(
+            f"{source!r} has columns {', '.join(sorted(there)) or 'none'}; looked for {wanted}: name yours with "
+            "question_column and answer_column"
+        )
+    (*bodies, question_name), gold_name = known
     problems = []
     for index, row in enumerate(rows):
         where = f"{source}, row {index}"
-        for name in (*names, gold_name):
-            value = row.get(name)
-            if value in (None, ""):
+        for name in (*bodies, question_name, gold_name):
+            if row.get(name) in (None, ""):
                 raise DatasetError(f"{where}: the field {name!r} is empty; complete the row or leave it out")
-            kinds = (str, int, float) if name == gold_name else str
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                kind = "a number or text" if name == gold_name else "text"
-                raise DatasetError(f"{where}: the field {name!r} must be {kind}, not {value!r}")
-        *body, question = (row[name].strip() for name in names)
-        for part in body:
+            if name != gold_name and not isinstance(row[name], str):
+                raise DatasetError(f"{where}: the field {name!r} must be text, not {row[name]!r}")
+        question, answer = row[question_name].strip(), row[gold_name]
+        for part in (row[name].strip() for name in bodies):
             question = f"{part}{'' if part.endswith(('.', '?', ',')) else '.'} {question}"
-        answer = row[gold_name]
         if isinstance(answer, str):
             answer = answer.rsplit("####", 1)[-1].strip()
         try:
             parse_gold(answer, index)
         except UnparsableGoldAnswer as error:
             raise UnparsableGoldAnswer(f"{where}: {error}") from None
-        problems.append({"row": index, "question": question, "answer": str(answer)})
+        problem = {"row": index, "question": question, "answer": str(answer)}
         if {"image", "images"} & {*row}:
-            problems[-1]["images"] = read_images(row, source, where)
-        if whole_rows:
-            problems[-1]["columns"] = row
+            problem["images"] = read_images(row, source, where)
+        problems.append(problem | ({"columns": row} if whole_rows else {}))
     return problems
+
+
+def _question_key(problem: dict) -> str:
+    """Equal for equal questions about equal pictures."""
+    pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
+    seen = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
+    return " ".join(problem["question"].lower().split()) + seen
 
 
 def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
@@ -210,22 +196,15 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     if not 0 < count < len(keys):
         raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
     random.Random(0).shuffle(keys)
-    chosen = set(keys[:count])
-    train = [problem for problem in problems if _question_key(problem) not in chosen]
-    return train, [problem for problem in problems if _question_key(problem) in chosen]
-
-
-def _question_key(problem: dict) -> str:
-    """Equal for equal questions about equal pictures."""
-    pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
-    seen = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
-    return " ".join(problem["question"].lower().split()) + seen
+    chosen, parts = set(keys[:count]), ([], [])
+    for problem in problems:
+        parts[_question_key(problem) in chosen].append(problem)
+    return parts
 
 
 def without_overlap(train: Iterable[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
     """`train` without the questions that are also in `held_out`, and how many those were."""
-    keys = {_question_key(problem) for problem in held_out}
-    train = list(train)
+    keys, train = {_question_key(problem) for problem in held_out}, list(train)
     kept = [problem for problem in train if _question_key(problem) not in keys]
     return kept, len(train) - len(kept)
 
@@ -270,7 +249,7 @@ def to_prompts(
             prompt: Any = [*system, {"role": "user", "content": text}]
         else:
             prompt = f"{system_prompt}\n{text}" if system_prompt else text
-        made = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
-        rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **made})
+        more = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
+        rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **more})
     made = Dataset.from_list(rows)
     return made.cast_column("images", List(Image())) if "images" in made.column_names else made

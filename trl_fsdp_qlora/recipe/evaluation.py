@@ -140,45 +140,53 @@ def evaluate(
     text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
 
-    def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
-        def ids_of(repeats: int) -> tuple[list[list[int]], dict[str, Any]]:
-            if with_images:
-                return encode_images([row for i in batch for row in [dataset[i]] * repeats], tokenizer)
-            ids = encode([rows[i]["prompt"] for i in batch], tokenizer)
-            return [row for row in ids for _ in range(repeats)], {}
+    def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[list[int]]:
+        if with_images:
+            ids, vision = encode_images([row for i in batch for row in [dataset[i]] * repeats], tokenizer)
+        else:
+            ids, vision = encode([rows[i]["prompt"] for i in batch for _ in range(repeats)], tokenizer), {}
+        return generate(model, ids, config, seed, synced=lockstep, vision=vision)
 
-        ids, vision = ids_of(1)
-        best, drawn = generate(model, ids, greedy, synced=lockstep, vision=vision), []
-        if samples:
-            ids, vision = ids_of(samples)
-            drawn = generate(model, ids, sampled, (seed << 20) + batch.start, synced=lockstep, vision=vision)
-        return best, drawn
-
-    def text_of(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens, skip_special_tokens=True)
+    def draw(batch: range) -> tuple[list[list[int]], list[list[int]]]:
+        best = complete(batch, greedy, 1)
+        return best, complete(batch, sampled, samples, (seed << 20) + batch.start) if samples else []
 
     def score(batch: range, completions: tuple[list[list[int]], list[list[int]]]) -> list[_Scored]:
-        best, drawn = completions
-        return [
-            _score(
-                text_of(tokens),
-                [text_of(sample) for sample in drawn[j * samples : (j + 1) * samples]],
-                golds[i],
-                answer_format,
-                len(tokens),
+        best, drawn = ([tokenizer.decode(t, skip_special_tokens=True) for t in each] for each in completions)
+        found = []
+        for j, i in enumerate(batch):
+            gold, answer = golds[i], extract_answer(best[j], answer_format)
+            sampled = [extract_answer(text, answer_format) for text in drawn[j * samples : (j + 1) * samples]]
+            hits = sum(answers_match(one, gold) for one in sampled)
+            scored = _Scored(
+                correct=answers_match(answer, gold),
+                answered=answer is not None,
+                pass_at_k=pass_at_k(samples, hits, samples) if samples else 0.0,
+                majority=bool(samples) and answers_match(majority(sampled), gold),
+                tokens=len(completions[0][j]),
+                strict=answers_match(required_answer(best[j], answer_format), gold),
+                lenient=answers_match(extract_answer(best[j], "last_number"), gold),
             )
-            for j, (i, tokens) in enumerate(zip(batch, best, strict=True))
-        ]
+            found.append(scored)
+        return found
 
-    results = over_ranks(
-        len(rows),
-        max(1, batch_size // max(samples, 1)),
-        complete,
-        score,
-        lockstep=lockstep,
-        description=description if progress else None,
+    size, n = max(1, batch_size // max(samples, 1)), len(rows)
+    results = over_ranks(n, size, draw, score, lockstep=lockstep, description=description if progress else None)
+    total = _Scored(*(sum(values) for values in zip(*results, strict=True)))
+    return Evaluation(
+        n=n,
+        correct=total.correct,
+        pass_at_1=total.correct / n,
+        interval=wilson_interval(total.correct, n),
+        samples=samples,
+        pass_at_k=total.pass_at_k / n if samples else None,
+        majority_at_k=total.majority / n if samples else None,
+        answered=total.answered / n,
+        seconds=time.perf_counter() - started,
+        tokens_per_completion=total.tokens / n,
+        strict=total.strict,
+        lenient=total.lenient,
     )
-    return _summary(results, samples, time.perf_counter() - started)
 
 
 class _Scored(NamedTuple):
@@ -191,39 +199,6 @@ class _Scored(NamedTuple):
     tokens: int
     strict: bool
     lenient: bool
-
-
-def _score(text: str, drawn: list[str], gold: Any, answer_format: str, tokens: int) -> _Scored:
-    best, samples = extract_answer(text, answer_format), len(drawn)
-    answers = [extract_answer(sample, answer_format) for sample in drawn]
-    hits = sum(answers_match(one, gold) for one in answers)
-    return _Scored(
-        correct=answers_match(best, gold),
-        answered=best is not None,
-        pass_at_k=pass_at_k(samples, hits, samples) if samples else 0.0,
-        majority=bool(samples) and answers_match(majority(answers), gold),
-        tokens=tokens,
-        strict=answers_match(required_answer(text, answer_format), gold),
-        lenient=answers_match(extract_answer(text, "last_number"), gold),
-    )
-
-
-def _summary(results: list[_Scored], samples: int, seconds: float) -> Evaluation:
-    n, total = len(results), _Scored(*(sum(values) for values in zip(*results, strict=True)))
-    return Evaluation(
-        n=n,
-        correct=total.correct,
-        pass_at_1=total.correct / n,
-        interval=wilson_interval(total.correct, n),
-        samples=samples,
-        pass_at_k=total.pass_at_k / n if samples else None,
-        majority_at_k=total.majority / n if samples else None,
-        answered=total.answered / n,
-        seconds=seconds,
-        tokens_per_completion=total.tokens / n,
-        strict=total.strict,
-        lenient=total.lenient,
-    )
 
 
 def generation_configs(

@@ -41,15 +41,8 @@ def ask(*texts: str) -> bool | None:
         if _worker is None or _worker.poll() is not None or _owner != os.getpid():
             # -P: the folder of this file, which has a `datasets.py`, is not where the worker imports from.
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-            _worker = subprocess.Popen(
-                [sys.executable, "-P", __file__],
-                bufsize=0,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            _owner = os.getpid()
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+            _worker, _owner = subprocess.Popen([sys.executable, "-P", __file__], env=environment, **pipes), os.getpid()
             if _reply(START_SECONDS) != "ready":
                 end()
                 raise RuntimeError(

@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import did_you_mean
@@ -90,39 +90,30 @@ def _terms(source: str) -> list[tuple[float, str, dict[str, Any]]]:
 def _problem(source: str, split: str, index: int) -> tuple[Any, dict[str, Any]]:
     """(generator, reasoning-gym's entry) of a problem."""
     generators = _generators(source, split)
-    weights = [weight for weight, _ in generators]
     # Not Random(index): a generator whose seed is 0 starts from that.
-    [(_, generator)] = random.Random(f"term {index}").choices(generators, weights)
+    [(_, generator)] = random.Random(f"term {index}").choices(generators, [weight for weight, _ in generators])
     return generator, generator[index]
 
 
-def _different(source: str, split: str, count: int, seen: set[str]) -> Iterator[dict[str, Any]]:
-    """Up to `count` problems whose questions are not among `seen`, which grows by them."""
-    for index in range(3 * count):
-        if count == 0:
-            return
-        _, entry = _problem(source, split, index)
-        key = " ".join(entry["question"].lower().split())
-        if key in seen:
-            continue
-        seen.add(key)
-        count -= 1
-        yield {
-            "row": index,
-            "question": entry["question"],
-            "answer": str(entry["answer"]),
-            "difficulty": json.dumps(entry["metadata"].get("difficulty"), default=str),
-            "entry": json.dumps([source, split, index]),
-        }
-
-
 @functools.lru_cache(maxsize=8)
-def _split(source: str, split: str) -> tuple[dict[str, Any], ...]:
+def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
+    """The problems of both splits; a training problem whose question is in the test split is left out."""
     sizes = [settings["size"] for _, _, settings in _terms(source) if "size" in settings]
-    _generators(source, split)
-    seen: set[str] = set()
-    test = tuple(_different(source, "test", TEST_PROBLEMS, seen))
-    return test if split == "test" else tuple(_different(source, "train", max(sizes, default=_TRAIN_PROBLEMS), seen))
+    found, seen = {}, set()
+    for split, count in (("test", TEST_PROBLEMS), ("train", max(sizes, default=_TRAIN_PROBLEMS))):
+        problems = found[split] = []
+        for index in range(3 * count):
+            _, entry = _problem(source, split, index)
+            key = " ".join(entry["question"].lower().split())
+            if len(problems) == count:
+                break
+            if key in seen:
+                continue
+            seen.add(key)
+            problem = {"row": index, "question": entry["question"], "answer": str(entry["answer"])}
+            problem["difficulty"] = json.dumps(entry["metadata"].get("difficulty"), default=str)
+            problems.append(problem | {"entry": json.dumps([source, split, index])})
+    return found
 
 
 def read_problems(source: str, split: str) -> list[dict[str, Any]]:
@@ -133,7 +124,8 @@ def read_problems(source: str, split: str) -> list[dict[str, Any]]:
     Raises:
         DatasetError: no such generator, setting or split; a setting that the generator refuses; reasoning-gym is not installed.
     """
-    return [dict(problem) for problem in _split(source, split)]
+    _generators(source, split)
+    return [dict(problem) for problem in _splits(source)[split]]
 
 
 def check_rewards(problems: Sequence[dict], rewards: Sequence[str]) -> None:
@@ -158,16 +150,15 @@ def check_rewards(problems: Sequence[dict], rewards: Sequence[str]) -> None:
             ) from None
 
 
-def verifier(entry: str) -> Callable[[str | None], float]:
+def verify(entry: str, answer: str | None) -> float:
     """What reasoning-gym's verifier gives an answer to the problem `entry`, between 0 and 1."""
     generator, problem = _problem(*json.loads(entry))
-    return lambda answer: float(generator.score_answer(answer, problem)) if answer else 0.0
+    return float(generator.score_answer(answer, problem)) if answer else 0.0
 
 
 def accepts(entry: str) -> Callable[[str | None], bool]:
     """Whether an answer to the problem `entry` is right, for [`trl_fsdp_qlora.recipe.answers.answers_match`]."""
-    score = verifier(entry)
-    return lambda answer: score(answer) >= 1.0
+    return lambda answer: verify(entry, answer) >= 1.0
 
 
 def verifier_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
@@ -176,12 +167,9 @@ def verifier_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
     Args:
         answer_format: where the final answer stands, see [`trl_fsdp_qlora.recipe.answers.extract_answer`].
     """
-    extract_answer("", answer_format)
 
     def reasoning_gym(completions: Sequence[Completion], entry: Sequence[str], **_columns) -> list[float]:
-        return [
-            verifier(one)(extract_answer(completion_text(completion), answer_format))
-            for completion, one in zip(completions, entry, strict=True)
-        ]
+        answers = (extract_answer(completion_text(completion), answer_format) for completion in completions)
+        return [verify(one, answer) for one, answer in zip(entry, answers, strict=True)]
 
     return reasoning_gym

@@ -1,66 +1,18 @@
 """What a run measures beside training: held-out accuracy on the way, and the record in `metrics.json`."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from ..checkpoints import disk
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
-from .evaluation import Evaluation
+from .arguments import ScriptArguments
+from .evaluation import Evaluation, evaluate
 from .script import say
-
-
-class AccuracyCallback(TrainerCallback):
-    """Measures held-out accuracy when training begins and every `steps` optimizer steps, on every rank.
-
-    Training begins with the model prepared, so a sharded one can generate. What is measured between steps is logged
-    with that step's metrics.
-
-    Args:
-        measure: returns an [`Evaluation`]; called on every rank.
-        begin: is given the one from before the first step; a run that resumes has none.
-        steps: interval; 0 never measures between steps.
-        metrics: gives the lists that the trainer logs the means of.
-        on_the_way: is given what was measured between steps, and the step.
-    """
-
-    def __init__(
-        self,
-        measure: Callable[..., Evaluation],
-        begin: Callable[[Evaluation], None] | None,
-        steps: int,
-        metrics: Callable[[], dict[str, list]],
-        on_the_way: Callable[[Evaluation, int], None] | None = None,
-    ):
-        self.measure = measure
-        self.begin = begin
-        self.steps = steps
-        self.metrics = metrics
-        self.on_the_way = on_the_way
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if self.begin is not None and state.global_step == 0:
-            before = self.measure(description="accuracy before training")
-            with nonfatal("the accuracy metric"):
-                self.begin(before)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.steps and state.global_step % self.steps == 0:
-            self._keep(self.measure(), state.global_step)
-            control.should_log = True
-
-    @nonfatal("the accuracy metric")
-    def _keep(self, result: Evaluation, step: int) -> None:
-        shares = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
-        for name, count in shares.items():
-            self.metrics()[name].append(count / result.n)
-        self.metrics()["accuracy/n"].append(result.n)
-        if self.on_the_way is not None:
-            self.on_the_way(result, step)
 
 
 class RunRecord:
@@ -77,13 +29,6 @@ class RunRecord:
                 self.content = disk.read_json(self.path)
             except disk.CheckpointError as error:
                 say(f"{self.path}: {error}; the record starts anew")
-
-    def is_complete(self, step: int | None) -> bool:
-        """Whether a run that ended at `step` has measured and saved everything; `None` for one that has not ended."""
-        history = self.content.get("history") or [{}]
-        # Records of older versions do not say, and have `after` last.
-        last = history[-1].get("step") if "after" in self.content else None
-        return step is not None and self.content.get("finished_step", last) == step
 
     @nonfatal("metrics.json")
     def put(self, **values) -> None:
@@ -106,3 +51,65 @@ class RunRecord:
 def format_result(result: dict[str, Any]) -> str:
     """One line for an [`Evaluation`] kept as a dict."""
     return str(Evaluation(**{**result, "interval": tuple(result["interval"])}))
+
+
+class AccuracyCallback(TrainerCallback):
+    """Measures held-out accuracy when training begins and every `accuracy_steps` optimizer steps, on every rank.
+
+    Training begins with the model prepared, so a sharded one can generate; a run that resumes keeps what it measured then. What
+    is measured between steps is logged with that step's metrics, and stands on the card.
+
+    Args:
+        trainer: built, not yet trained.
+        script: of the recipe.
+        test: held-out prompts.
+        record: of the run.
+    """
+
+    def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
+        self.trainer, self.script, self.test, self.record = trainer, script, test, record
+        self.seconds_before = 0.0
+
+    def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
+        """Held-out accuracy as it is now, on every rank."""
+        trainer, args = self.trainer, self.trainer.args
+        with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
+            return evaluate(
+                model,
+                trainer.processing_class,
+                self.test,
+                max_new_tokens=args.max_completion_length,
+                batch_size=self.script.accuracy_batch_size,
+                samples=samples,
+                answer_format=self.script.answer_format,
+                seed=args.seed,
+                progress=not args.disable_tqdm,
+                description=description,
+                lockstep=lockstep,
+            )
+
+    @nonfatal("the model card")
+    def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:
+        """Put what was measured before training and `last`, at `step`, on the card."""
+        card, kind = self.trainer.card_info, "held-out" if self.script.accuracy_on == "test" else "validation"
+        measured = {"before": self.record.content.get("before"), when or f"after {step} steps": last.as_dict()}
+        card.results = {f"{kind} accuracy, {name}": format_result(each) for name, each in measured.items() if each}
+        card.accuracy, card.accuracy_on, card.accuracy_step = last.as_dict(), self.script.accuracy_on, step
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0 and "before" not in self.record.content:
+            before = self.measure("accuracy before training")
+            self.seconds_before = before.seconds
+            say(f"before: {before}")
+            self.record.put(before=before.as_dict())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.script.accuracy_steps or state.global_step % self.script.accuracy_steps:
+            return
+        result, metrics = self.measure(), self.trainer._metrics["train"]
+        counts = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
+        for name, count in counts.items():
+            metrics[name].append(count / result.n)
+        metrics["accuracy/n"].append(result.n)
+        self.fill_card(result, state.global_step)
+        control.should_log = True

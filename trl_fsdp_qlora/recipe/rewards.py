@@ -35,12 +35,10 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
     extract_answer("", answer_format)  # an unknown format is an error now, not in the first step
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
+        given = [extract_answer(completion_text(completion), answer_format) for completion in completions]
         golds = _gold_rows(answer, columns)
         return [
-            None
-            if gold is None
-            else float(answers_match(extract_answer(completion_text(completion), answer_format), gold))
-            for completion, gold in zip(completions, golds, strict=True)
+            None if gold is None else float(answers_match(one, gold)) for one, gold in zip(given, golds, strict=True)
         ]
 
     return exact_answer
@@ -99,7 +97,6 @@ def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[flo
     if is_import_path(name):
         return load_function(name)
     if name not in REWARDS:
-        raise UserError(
-            f"unknown reward {name!r}; known: {', '.join(REWARDS)}{did_you_mean(name, REWARDS)}; one of your own is my_rewards.py:function"
-        )
+        known = f"{', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
+        raise UserError(f"unknown reward {name!r}; known: {known}; one of your own is my_rewards.py:function")
     return REWARDS[name](answer_format) if name in _WITH_FORMAT else REWARDS[name]

@@ -5,7 +5,6 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from ..run.nonfatal import nonfatal
 from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
-from .evaluation import Evaluation, evaluate
 from .record import AccuracyCallback, RunRecord, format_result
 from .rewards import get_reward
 from .script import resumable, say
@@ -49,15 +47,11 @@ def load_processing(name: str, revision: str | None, images: bool):
 
 def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, Any]:
     """A trainer's arguments by name for a recipe's model; how it is loaded goes into `config.model_init_kwargs`."""
-    processing = load_processing(model.model_name_or_path, model.model_revision, images)
-    config.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(config.model_init_kwargs or {}),
-    }
+    names = {"revision": "model_revision", "attn_implementation": "attn_implementation", "dtype": "dtype"}
+    loading = {name: getattr(model, field) for name, field in names.items()}
+    config.model_init_kwargs = loading | (config.model_init_kwargs or {})
     return {
-        "processing_class": processing,
+        "processing_class": load_processing(model.model_name_or_path, model.model_revision, images),
         "quantization_config": get_quantization_config(model),
         "peft_config": lora_config(model),
     }
@@ -80,12 +74,10 @@ _MEASURED += ("max_completion_length", "bf16", "seed")
 
 def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
     """The fields of `recipes/evaluate.py` that measure what a run with these arguments does; no path of one machine."""
-    values = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED}
-    values |= {
-        name: value for name, value in asdict(script).items() if name not in ("rewards", "skip_accuracy", "stage")
-    }
+    values = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED} | asdict(script)
     values |= {name: redaction.portable(values[name]) for name in ("dataset", "eval_dataset") if values[name]}
-    return {name: value for name, value in values.items() if value is not None}
+    left_out = ("rewards", "skip_accuracy", "stage")
+    return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
 
 def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
@@ -95,6 +87,16 @@ def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True
         if os.path.isabs(getattr(script, name) or ""):
             words += [f"--{name}", getattr(script, name)]
     return shlex.join(words)
+
+
+def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> bool:
+    """Whether the run that `record` is of has no step left, by its steps or by its seconds, and measured and saved everything."""
+    if resume is None:
+        return False
+    limit = record.content.get("stopped_by_seconds")
+    by_seconds = limit is not None and limit == script.max_train_seconds
+    step = step_of(resume) if by_seconds else last_step(resume, trainer.args)
+    return step is not None and record.content.get("finished_step") == step
 
 
 def run_recipe(
@@ -112,142 +114,77 @@ def run_recipe(
         The record, as in `metrics.json`.
     """
     with trainer.checkpointing.alone():
-        return _run_recipe(trainer, script, test, resume)
-
-
-def _run_recipe(
-    trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None
-) -> dict[str, Any]:
-    args = trainer.args
-    record = RunRecord(args.output_dir)
-    resume = trainer.checkpointing.resume_from(resume)
-    if record.is_complete(_finished_step(trainer, script, record, resume)):
-        say(_finished(trainer, script))
-        return record.content
-    _begin(record, trainer, script, resume)
-    measure, show = partial(_measure, trainer, script, test), partial(_fill_results, trainer, script, record)
-    seconds_before = 0.0
-
-    def keep(before: Evaluation) -> None:
-        nonlocal seconds_before
-        seconds_before = before.seconds
-        say(f"before: {before}")
-        record.put(before=before.as_dict())
-
-    limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
-    if limit is not None:
-        trainer.add_callback(limit)
-    if not script.skip_accuracy:
-        first = None if "before" in record.content else keep
-        trainer.add_callback(
-            AccuracyCallback(measure, first, script.accuracy_steps, lambda: trainer._metrics["train"], show)
+        args, card = trainer.args, trainer.card_info
+        record = RunRecord(args.output_dir)
+        resume = trainer.checkpointing.resume_from(resume)
+        if is_finished(record, trainer, script, resume):
+            _say_finished(trainer, script)
+            return record.content
+        if resume is None:
+            record.content = {}  # of a run that left no checkpoint
+        elif not script.skip_accuracy and "before" not in record.content:
+            say(
+                f"{record.path} does not hold the accuracy from before training, and a run that resumes cannot measure it: the "
+                "record, the card and the last line go without"
+            )
+        record.put(
+            hardware=hardware(),
+            software=software(),
+            processes=args.world_size,
+            seed=args.seed,
+            dataset=redaction.portable(script.dataset),
+            model=redaction.portable(model_name(trainer.model)),
+            settings=measured_settings(script, args, (card.settings or (script, ModelConfig()))[1]),
         )
-    use_terminal(trainer)
-    _fill_card(trainer, script, (test or trainer.train_dataset)[0]["prompt"])
-    started = time.perf_counter()
-    with resumable(trainer):
-        trainer.train(resume_from_checkpoint=resume)
-    with disk_errors(args.output_dir):
-        trainer.save_model(_internal_call=True)  # before anything that is measured or drawn can fail
-    record.put(train_seconds=time.perf_counter() - started - seconds_before, history=trainer.state.log_history)
-    results = {}
-    if not script.skip_accuracy:
-        after = measure(script.accuracy_samples, "accuracy after training")
-        record.put(after=after.as_dict())
-        results = {when: format_result(record.content[when]) for when in ("before", "after") if when in record.content}
-        show(after, trainer.state.global_step, "after")
-    picture = record.draw() if PartialState().is_main_process else None
-    trainer.card_info.picture = picture and picture.name
-    trainer.create_model_card(Path(args.output_dir).name)
-    record.put(finished_step=trainer.state.global_step)
-    if limit is not None:
-        record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
-    if args.push_to_hub:
-        trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
-    if PartialState().is_main_process:
+        limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
+        accuracy = AccuracyCallback(trainer, script, test, record)
+        if limit is not None:
+            trainer.add_callback(limit)
+        if not script.skip_accuracy:
+            trainer.add_callback(accuracy)
+        use_terminal(trainer)
+        with nonfatal("the model card"):
+            card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
+            card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
+            card.max_new_tokens = args.max_completion_length
+            card.command, card.recipe_file = launch_line.launch_words(), launch_line.config_file(sys.argv)
+
+        started = time.perf_counter()
+        with resumable(trainer):
+            trainer.train(resume_from_checkpoint=resume)
+        with disk_errors(args.output_dir):
+            trainer.save_model(_internal_call=True)  # before anything that is measured or drawn can fail
+        seconds = time.perf_counter() - started - accuracy.seconds_before
+        record.put(train_seconds=seconds, history=trainer.state.log_history)
+
+        results = ""
+        if not script.skip_accuracy:
+            after = accuracy.measure("accuracy after training", script.accuracy_samples)
+            record.put(after=after.as_dict())
+            measured = [record.content[when] for when in ("before", "after") if when in record.content]
+            results = "  ->  ".join(map(format_result, measured))
+            accuracy.fill_card(after, trainer.state.global_step, "after")
+        picture = record.draw() if PartialState().is_main_process else None
+        card.picture = picture and picture.name
+        trainer.create_model_card(Path(args.output_dir).name)
+        record.put(finished_step=trainer.state.global_step)
+        if limit is not None:
+            record.put(limited_seconds=limit.spent, stopped_by_seconds=limit.seconds if limit.reached else None)
+        if args.push_to_hub:
+            trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
         say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
         if results:
-            say("  ->  ".join(results.values()))
-    return record.content
+            say(results)
+        return record.content
 
 
-def _begin(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> None:
-    """Put into the record what a run is, and say so where a resumed one lacks its accuracy from before training."""
-    if resume is None:
-        record.content = {}  # of a run that left no checkpoint
-    elif not script.skip_accuracy and "before" not in record.content:
-        say(
-            f"{record.path} does not hold the accuracy from before training, and a run that resumes cannot measure it: the "
-            "record, the card and the last line go without"
-        )
-    _, model = trainer.card_info.settings or (script, ModelConfig())
-    record.put(
-        hardware=hardware(),
-        software=software(),
-        processes=trainer.args.world_size,
-        seed=trainer.args.seed,
-        dataset=redaction.portable(script.dataset),
-        model=redaction.portable(model_name(trainer.model)),
-        settings=measured_settings(script, trainer.args, model),
-    )
-
-
-def _measure(
-    trainer: Any, script: ScriptArguments, test: Dataset, samples: int = 0, description: str = "accuracy"
-) -> Evaluation:
-    """Held-out accuracy as it is now, on every rank."""
-    args = trainer.args
-    with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
-        return evaluate(
-            model,
-            trainer.processing_class,
-            test,
-            max_new_tokens=args.max_completion_length,
-            batch_size=script.accuracy_batch_size,
-            samples=samples,
-            answer_format=script.answer_format,
-            seed=args.seed,
-            progress=not args.disable_tqdm,
-            description=description,
-            lockstep=lockstep,
-        )
-
-
-@nonfatal("the model card")
-def _fill_card(trainer: Any, script: ScriptArguments, prompt: Any) -> None:
-    card = trainer.card_info
-    card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
-    card.quickstart_prompt, card.max_new_tokens = prompt, trainer.args.max_completion_length
-    card.command, card.recipe_file = launch_line.launch_words(), launch_line.config_file(sys.argv)
-
-
-@nonfatal("the model card")
-def _fill_results(
-    trainer: Any, script: ScriptArguments, record: RunRecord, last: Evaluation, step: int, when: str | None = None
-) -> None:
-    """Let the card say what was measured before training and last, at `step`."""
-    card, kind = trainer.card_info, "held-out" if script.accuracy_on == "test" else "validation"
-    measured = {"before": record.content.get("before"), when or f"after {step} steps": last.as_dict()}
-    card.results = {f"{kind} accuracy, {name}": format_result(each) for name, each in measured.items() if each}
-    card.accuracy, card.accuracy_on, card.accuracy_step = last.as_dict(), script.accuracy_on, step
-
-
-def _finished_step(trainer: Any, script: ScriptArguments, record: RunRecord, resume: str | None) -> int | None:
-    """The step that the run ended at, by its steps or by its seconds; `None` where there is something left to do."""
-    limit = record.content.get("stopped_by_seconds")
-    if resume is not None and limit is not None and limit == script.max_train_seconds:
-        return step_of(resume)
-    return None if resume is None else last_step(resume, trainer.args)
-
-
-def _finished(trainer: Any, script: ScriptArguments) -> str:
-    """What a run with no steps left says instead of training."""
-    args = trainer.args
+def _say_finished(trainer: Any, script: ScriptArguments) -> None:
+    """What a run with no steps left prints instead of training."""
+    args, adapter = trainer.args, is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
     goal = f"max_steps={args.max_steps}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
-    longer = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
-    return (
+    say(
         f"the run in {args.output_dir} is finished ({goal}): nothing is trained, and what it left stays as it is\n"
-        f"  train further:  the same command with a larger {longer}\n"
+        f"  train further:  the same command with a larger --{goal.partition('=')[0]}\n"
         f"  train another:  the same command with another --output_dir\n"
-        f"  measure it:     {evaluate_line(args.output_dir, script, is_peft_model(trainer.accelerator.unwrap_model(trainer.model)))}"
+        f"  measure it:     {evaluate_line(args.output_dir, script, adapter)}"
     )

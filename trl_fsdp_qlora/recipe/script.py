@@ -19,8 +19,8 @@ from ..run.launch import USER_ERROR
 from ..telemetry import terminal
 from .arguments import DEBUG_ERRORS
 
-# A launcher ends the other ranks as soon as one has ended. The others therefore leave the word to the first rank for so
-# many seconds, and speak themselves where it had nothing to say.
+# A launcher ends the other ranks as soon as one has ended. The others therefore let the first rank speak for so many seconds,
+# and print themselves where it had nothing to print.
 PATIENCE = 20.0
 
 
@@ -51,28 +51,23 @@ def run_main(main: Callable[[], None]) -> None:
         rank = int(os.environ.get("RANK", "0"))
         if rank:
             time.sleep(PATIENCE)
-        line = " ".join(str(error).split())
-        print(f"error: {line}" if not rank else f"error on rank {rank}: {line}", file=sys.stderr, flush=True)
+        lead = f"error on rank {rank}" if rank else "error"
+        print(f"{lead}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)
-
-
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C while training; the text says which command goes on."""
 
 
 @contextmanager
 def resumable(trainer: Any) -> Iterator[None]:
-    """Around training: Ctrl-C becomes [`Stopped`]."""
+    """Around training: Ctrl-C says where it stopped and which command goes on."""
     try:
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends it to its processes once more
-        if int(os.environ.get("RANK", "0")):
-            raise Stopped from None
         last = checkpoints.last_complete_checkpoint(trainer.args.output_dir)
         where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
         then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
-        raise Stopped(f"{where}; {then}: {launch_line.resume_line(launch_line.launch_words())}") from None
+        line = launch_line.resume_line(launch_line.launch_words())
+        raise KeyboardInterrupt(f"{where}; {then}: {line}") from None
 
 
 def say(text: str) -> None:

@@ -44,15 +44,12 @@ class TimeLimit(TrainerCallback, ExportableState):
         self._began = self.clock()
 
     def on_step_end(self, args, state, control, **kwargs):
-        spent = torch.tensor(self.spent + self.clock() - self._began, dtype=torch.float64, device=_device(args))
+        # Apple's GPUs have no float64, and no ranks to agree with.
+        device = torch.device("cpu") if args.device.type == "mps" else args.device
+        spent = torch.tensor(self.spent + self.clock() - self._began, dtype=torch.float64, device=device)
         self.spent = float(broadcast(spent))
         if self.reached:
             control.should_training_stop = control.should_save = control.should_log = True
             with nonfatal("a line on the terminal"):
                 limit = f"max_train_seconds={self.seconds:g}"
                 say(f"{self.spent:.0f} s of training: {limit} stops it at step {state.global_step}")
-
-
-def _device(args) -> torch.device:
-    # Apple's GPUs have no float64, and no ranks to agree with.
-    return torch.device("cpu") if args.device.type == "mps" else args.device
