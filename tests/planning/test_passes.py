@@ -1,7 +1,5 @@
 """Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit layers."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import trl.trainer.utils
@@ -196,17 +194,6 @@ def test_every_layer_adds_what_another_of_its_kind_added(of, tmp_path):
     whole = passes._run(run, of(), range(LAYERS), shape, False, True, True)
     by_slope = passes.loss(run, of(), True, False)
     assert by_slope.peak == pytest.approx(max(whole.begin, whole.end).peak, rel=0.01) and whole.kept > 0
-
-
-@pytest.mark.slow  # three passes at real lengths
-def test_sharing_and_checkpointing_are_cheaper(tmp_path):
-    run = settings(folder(tmp_path))
-    shared, padded = planned(run, True).peak, planned(run, False).peak
-    # 2 x 48 + 8 x 40 tokens in the place of 8 x 88.
-    assert passes.loss_shape(run, True, False).length == 416 and shared < 0.7 * padded
-    kept = replace(run, values={**run.values, "gradient_checkpointing": True})
-    two = passes._run(kept, config(), [0, 1], passes.loss_shape(run, True, False), False, True, True)
-    assert two.kept == 416 * 128 * 4  # the layer's input
 
 
 @pytest.mark.parametrize(

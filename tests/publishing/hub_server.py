@@ -1,8 +1,7 @@
 """A small Hub: the endpoints that `huggingface_hub` uses to publish and to download, over HTTP on 127.0.0.1.
 
 Files up to 1,000 bytes of text go into the commit itself, others by LFS; nothing is visible before its commit. Requests can be
-made to break: before their body is read, in the middle of it, after they were obeyed, or in the middle of the answer; or to be
-answered with a status.
+made to break in the middle of their body or of the answer, or be answered with a status.
 """
 
 import base64
@@ -16,7 +15,7 @@ from typing import Any
 
 import yaml
 
-TOKEN, READER = "hf_testTokenOfTheOwner01", "hf_testTokenOfAReader001"
+TOKEN = "hf_testTokenOfTheOwner01"
 LFS = (".safetensors", ".png")
 
 
@@ -32,8 +31,8 @@ class Hub:
     """The state of the server, and what breaks.
 
     Args:
-        breaks: given the number of a request and its line, says how it ends: `None` as it should, `"before"`, `"middle"`,
-            `"after"` or `"answer"` with the connection broken, or an HTTP status.
+        breaks: given the line of a request, how it ends: `None` as it should, `"middle"` or `"answer"` with the connection
+            broken, or an HTTP status.
     """
 
     def __init__(self):
@@ -41,7 +40,7 @@ class Hub:
         self.heads: dict[str, str] = {}
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
-        self.breaks: Callable[[int, str], Any] = lambda number, line: None
+        self.breaks: Callable[[str], Any] = lambda line: None
         self.lock = threading.Lock()
         self.url = ""
 
@@ -67,12 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self):
         self.close_connection = True
         with self.hub.lock:
-            number = len(self.hub.requests)
             self.hub.requests.append(f"{self.command} {self.path}")
-            fate = self.hub.breaks(number, self.hub.requests[-1])
+            fate = self.hub.breaks(self.hub.requests[-1])
         length = int(self.headers.get("Content-Length") or 0)
-        if fate == "before":
-            return
         if fate == "middle":
             self.rfile.read(length // 2)
             return
@@ -82,8 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             answer = self._route(self.path.split("?")[0], body)
         self.cut = fate == "answer"
-        if fate != "after":
-            answer()
+        answer()
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 
@@ -95,15 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _answer(self, content: Any, status: int = 200, code: str | None = None, message: str | None = None):
+    def _answer(self, content: Any, status: int = 200, code: str | None = None):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Content-Type", "application/json")
         self.send_header("Connection", "close")
-        for header, value in (("X-Error-Code", code), ("X-Error-Message", message)):
-            if value:
-                self.send_header(header, value)
+        if code:
+            self.send_header("X-Error-Code", code)
         self.end_headers()
         self._write(data)
 
@@ -114,18 +108,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, path: str, body: bytes) -> Callable[[], None]:
         """Do what is asked for; returns what sends the answer."""
         words = path.strip("/").split("/")
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        writes = self.command == "POST" and path != "/api/validate-yaml"
+        owner = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if path.startswith("/lfs/"):  # signed addresses, no token
             good = hashlib.sha256(body).hexdigest() == words[1]
             if good:
                 self.hub.blobs[words[1]] = body
             return lambda: self._answer({}, 200 if good else 400)
-        said = "Invalid credentials in Authorization header"  # by which the client tells it from a repository that is not there
-        if token not in (TOKEN, READER, ""):
-            return lambda: self._answer({"error": said}, 401, message=said)
-        if writes and token != TOKEN:
-            return lambda: self._answer({"error": "You don't have the rights to do this"}, 403 if token else 401)
+        if self.command == "POST" and path != "/api/validate-yaml" and not owner:
+            return lambda: self._answer({"error": "You don't have the rights to do this"}, 401)
         if path == "/api/validate-yaml":
             return lambda: self._answer({"errors": [], "warnings": []})
         if path == "/api/repos/create":

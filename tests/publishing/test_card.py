@@ -2,7 +2,6 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -35,21 +34,13 @@ def trained(tmp_path, monkeypatch):
 
 def test_metadata_and_recipe(trained):
     written = ModelCard.load("adapter/README.md")
-    assert written.data.library_name == "peft"
-    assert written.data.base_model == "base"
-    assert written.data.datasets == ["someone/sums"]
-    assert written.data.pipeline_tag == "text-generation"
-    assert written.data.license == "other"
+    data = {"library_name": "peft", "base_model": "base", "datasets": ["someone/sums"], "license": "other"}
+    assert data.items() <= vars(written.data).items() and written.data.eval_results is None
     assert {"trl", "grpo", "lora", "trl-fsdp-qlora", "base_model:adapter:base"} <= set(written.data.tags)
     recipe = yaml.safe_load(re.search(r"```yaml\n(.*?)```", written.text, re.DOTALL)[1])
-    assert recipe["learning_rate"] == 1e-2
-    assert recipe["lora"]["r"] == 4
-    assert "n=10" in written.text
-    assert "seed: 7" in written.text
-    assert (
-        f", trl {version('trl')}, torch {torch.__version__}, transformers {version('transformers')}, peft "
-        in written.text
-    )
+    assert recipe["learning_rate"] == 1e-2 and recipe["lora"]["r"] == 4
+    assert "n=10" in written.text and "seed: 7" in written.text and f"torch {torch.__version__}," in written.text
+    assert "licence not stated" in written.text and "Anything: neither the data it was trained on" in written.text
 
 
 def test_the_logits_recorded_with_the_adapter_are_its_own(trained):
@@ -64,34 +55,23 @@ def test_the_logits_recorded_with_the_adapter_are_its_own(trained):
     assert not torch.allclose(logits, of_base, atol=1e-3)
 
 
-def test_the_hub_reads_the_accuracy_with_its_interval(trained):
-    trained.card_info.accuracy = {"n": 300, "pass_at_1": 0.19, "interval": (0.1498, 0.2381)}
-    trained.card_info.picture, trained.card_info.data_license = "training.png", "mit"
+def test_the_hub_reads_the_accuracy_of_these_weights_with_its_interval(trained):
+    info = trained.card_info
+    info.accuracy = {"n": 300, "pass_at_1": 0.19, "interval": (0.1498, 0.2381)}
+    info.accuracy_step, info.picture, info.data_license = trained.state.global_step, "training.png", "mit"
     trained.create_model_card("sums-adapter")
     written = ModelCard.load("adapter/README.md")
     (result,) = written.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_type) == ("accuracy", 19.0, "someone/sums")
     assert result.metric_name == "greedy pass@1 (n=300, 95% interval 15.0-23.8)"
-    assert result.dataset_name == "sums, held-out problems"
-    assert "model-index" in written.content and "](training.png)" in written.text
-    assert "`someone/sums`, licence mit" in written.text
-    assert "It was measured on 300 held-out problems" in written.text
-    trained.card_info.accuracy_on = "validation"
-    trained.create_model_card("sums-adapter")
-    (result,) = ModelCard.load("adapter/README.md").data.eval_results
-    assert result.dataset_name == "sums, validation problems"
-
-
-def test_a_card_claims_an_accuracy_of_its_own_weights_only_and_says_how_far_they_were_trained(trained):
-    trained.card_info.accuracy = {"n": 300, "pass_at_1": 0.19, "interval": (0.1498, 0.2381)}
-    trained.card_info.accuracy_step = trained.state.global_step
-    assert card_of(trained).data.eval_results and "optimizer steps: 3\n" in card_of(trained).text
-    trained.state.global_step = 2
+    assert result.dataset_name == "sums, held-out problems" and "model-index" in written.content
+    for text in ("](training.png)", "`someone/sums`, licence mit", "on 300 held-out problems", "optimizer steps: 3\n"):
+        assert text in written.text
+    trained.state.global_step, trained.args.token_selection = 2, "s_grpo"
     other = card_of(trained)
     assert other.data.eval_results is None and "optimizer steps: 2 of 3\n" in other.text
     assert "These weights: what was measured is of the steps that the table names." in other.text
-    trained.args.token_selection = "s_grpo"
-    assert "trained with S-GRPO ([arXiv" in card_of(trained).text
+    assert "trained with S-GRPO ([arXiv" in other.text
 
 
 def card_with(tmp_path, base="o/base", model_id="me/adapter", peft_config=None, **info) -> ModelCard:

@@ -142,7 +142,7 @@ def test_other_weights_are_not_what_was_trained(folder):
 @pytest.mark.parametrize("stage", ["POST /api/repos/create", "PUT /lfs/", "/commit/", "/resolve/"])
 def test_whatever_fails_is_one_line_and_a_repeat_completes_it(folder, server, stage, how):
     (folder / LOGITS).unlink()  # which takes a process each time
-    server.breaks = lambda i, line: how if stage in line else None
+    server.breaks = lambda line: how if stage in line else None
     with pytest.raises(PublishError, match="the same command again goes on") as caught:
         publish_adapter(folder, REPO, BASE, api=api(server))
     assert "\n" not in str(caught.value) and REPO in str(caught.value)
@@ -151,7 +151,7 @@ def test_whatever_fails_is_one_line_and_a_repeat_completes_it(folder, server, st
     assert (
         here == wanted if stage == "/resolve/" else here in (set(), {".gitattributes"}, wanted)
     )  # never a part of it
-    server.breaks = lambda i, line: None
+    server.breaks = lambda line: None
     publish_adapter(folder, REPO, BASE, api=api(server))
     assert set(server.files(REPO)) == wanted
 

@@ -61,10 +61,7 @@ def test_without_overlap_ignores_case_and_spaces():
 def test_prompts():
     problems = [{"row": 5, "question": "1+1?", "answer": "2"}]
     row = datasets.to_prompts(problems, "Be short.", "Solve: {question}")[0]
-    assert row["prompt"] == [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "Solve: 1+1?"},
-    ]
+    assert row["prompt"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Solve: 1+1?"}]
     assert (row["answer"], row["row"]) == ("2", 5)
     assert datasets.to_prompts(problems, "Be short.", chat=False)[0]["prompt"] == "Be short.\n1+1?"
     with pytest.raises(datasets.DatasetError, match=r"no \{question\}"):

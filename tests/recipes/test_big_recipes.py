@@ -61,10 +61,7 @@ MLP = {"gate_proj", "up_proj", "down_proj"}
 DELTA_RULE = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
 # A tiny model of each, and what LoRA adapts.
 ARCHITECTURES = {
-    "Qwen2.5-32B-Instruct": (
-        lambda shape: tf.Qwen2ForCausalLM(tf.Qwen2Config(**shape)),
-        ATTENTION | {"o_proj"} | MLP,
-    ),
+    "Qwen2.5-32B-Instruct": (lambda shape: tf.Qwen2ForCausalLM(tf.Qwen2Config(**shape)), ATTENTION | {"o_proj"} | MLP),
     "Llama-3.1-70B-Instruct": (
         lambda shape: tf.LlamaForCausalLM(tf.LlamaConfig(**shape)),
         ATTENTION | {"o_proj"} | MLP,

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import itertools
 import os
 import statistics
@@ -28,7 +27,6 @@ from ..recipe.checks import check_recipe
 from ..recipe.data import load_data
 from ..recipe.runner import build_trainer, model_arguments, reward_functions
 from ..telemetry import terminal
-from ..telemetry.phases import PeakMemory
 from ..telemetry.startup import StartupCallback
 from .doctor import method_of
 from .recipes import all_recipes
@@ -38,22 +36,16 @@ from .words import refuse, take
 _HELP = """usage: trl-fsdp-qlora compare --config FILE.yaml [--steps 3] [any field]
 
 Takes a few steps of a GRPO recipe with stock TRL's GRPOTrainer and with this package's, in one process, on the same prompts,
-completions, rewards and weights; prints losses and gradients beside each other, seconds and bytes of each phase. Nothing is
-saved of the training, and the recipe's output_dir is left alone.
+completions, rewards and weights; prints losses and gradients beside each other, and seconds of scoring and of loss and backward.
+Nothing is saved of the training, and the recipe's output_dir is left alone.
 The exit status is 0 where both are equal within rounding, 1 where they are not, 2 for input that cannot be compared."""
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
 # What a run would start that a comparison does not need.
-_QUIET = {
-    "skip_accuracy": "true",
-    "report_to": "none",
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "load_best_model_at_end": "false",
-    "push_to_hub": "false",
-    "log_completions": "false",
-    "disable_tqdm": "true",
-}
+_QUIET = (
+    "--skip_accuracy true --report_to none --save_strategy no --eval_strategy no --load_best_model_at_end false "
+    "--push_to_hub false --log_completions false --disable_tqdm true"
+)
 # What would make the two trainers differ by design: (field, value, why).
 _LEVELLED = (
     ("token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have"),
@@ -88,11 +80,7 @@ def compare(words: list[str]) -> int:
     ours = trainers[OURS]
     for phase in PHASES:
         seconds = [statistics.median(step.seconds[name, phase] for step in done) for name in (STOCK, OURS)]
-        peaks = [statistics.median(step.peaks[name, phase] for step in done) / 2**20 for name in (STOCK, OURS)]
-        print(
-            f"{phase}: {seconds[0]:.4f} s and {seconds[1]:.4f} s ({seconds[0] / seconds[1]:.2f}×), "
-            f"peak {peaks[0]:.1f} and {peaks[1]:.1f} MiB above what lay in memory"
-        )
+        print(f"{phase}: {seconds[0]:.4f} s and {seconds[1]:.4f} s ({seconds[0] / seconds[1]:.2f}×)")
     print(f"medians of {len(done)}, stock TRL first; {ours.prefix_sharing.describe()}")
     half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
     half = half or any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
@@ -123,8 +111,7 @@ def _parsed(words: list[str], folder: str) -> tuple[ScriptArguments, EfficientGR
     if method is not EfficientGRPOConfig or command != "grpo":
         name = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method.__name__, command)
         raise UserError(f"stock TRL has no {name} to compare with: compare takes recipes of `trl-fsdp-qlora grpo`")
-    quiet = [word for name, value in _QUIET.items() for word in (f"--{name}", value)]
-    words = [*rest, *quiet, "--output_dir", f"{folder}/run"]
+    words = [*rest, *_QUIET.split(), "--output_dir", f"{folder}/run"]
     script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words)
     check_recipe(script, config, model)
     for name, value, why in _LEVELLED:
@@ -142,7 +129,6 @@ class Step:
     losses: dict[str, float] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)  # of the gradients, and of their difference
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
-    peaks: dict[tuple[str, str], int] = field(default_factory=dict)  # bytes above what lay in memory before the phase
     advantage: float = 0.0  # mean |advantage|
     advantages_apart: float = 0.0  # largest difference, of one completion
     drawn: bool = False  # advantages are from a fixed seed, since every group's rewards were all equal
@@ -247,7 +233,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
         for who in order:
             trainer = trainers[who]
             again = {"_generate_single_turn": _replaying(turns), "_calculate_rewards": _replaying(rewards)}
-            with _instead(trainer, **again), _measured(trainer, step, who, "scoring"):
+            with _instead(trainer, **again), _timed(trainer, step, who, "scoring"):
                 scored[who] = trainer._generate_and_score_completions(copy.deepcopy(rows))
         advantages = {who: batch["advantages"] for who, batch in scored.items()}
         step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
@@ -263,10 +249,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             parts = micro_batches(scored[who], trainer.num_generations, 0, args.steps_per_generation)
             parts = [copy.copy(part) for part in parts[: args.gradient_accumulation_steps]]
             trainer.optimizer.zero_grad()
-            with (
-                _instead(trainer, _prepare_inputs=lambda part: part),
-                _measured(trainer, step, who, "loss and backward"),
-            ):
+            with _instead(trainer, _prepare_inputs=lambda part: part), _timed(trainer, step, who, "loss and backward"):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts]
             step.losses[who] = sum(losses).item()
         step.norms = _gradient_norms(trainers)
@@ -279,23 +262,15 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _measured(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
-    """Seconds, and bytes above what lay in memory, of what `trainer` does inside, into `step`."""
-    memory, clock = PeakMemory(trainer.accelerator.device), getattr(trainer, "clock", None)
-    gc.collect()
-    if memory.cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize(memory.device)
-    if clock is not None:
-        clock.drain_spans(), clock.peak.clear()
-    memory.reset()
-    before, start = memory.read(), time.perf_counter()
+def _timed(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
+    """Seconds of what `trainer` does inside, into `step`."""
+    device = trainer.accelerator.device
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    wait(device)
+    start = time.perf_counter()
     yield
-    if memory.cuda:
-        torch.cuda.synchronize(memory.device)
+    wait(device)
     step.seconds[who, phase] = time.perf_counter() - start
-    # This package's clock resets the same peak between its phases, and keeps each.
-    step.peaks[who, phase] = max(memory.read(), *(clock.peak.values() if clock is not None else ()), before) - before
 
 
 def _trainable(trainer: Any) -> dict[str, Any]:

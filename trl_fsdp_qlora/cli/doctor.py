@@ -222,13 +222,14 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
 
     path = take(rest, ("--config",))[0].get("--config")
     types, words = (ScriptArguments, method_of(rest, path), ModelConfig), list(rest)
-    if (
-        processes > 1
-    ):  # this one is the only one here, and whole groups are counted over as many times the accumulation
-        given = read_yaml(path) if path else {}
-        given |= {name[2:]: value for name, value in take(rest, ("--steps_per_generation", *_ACCUMULATION))[0].items()}
-        name = "steps_per_generation" if given.get("steps_per_generation") else _ACCUMULATION[0][2:]
-        words += [f"--{name}", str(processes * int(given.get(name) or 1))]
+    if processes > 1:
+        # This one is the only one here, and whole groups are counted over as many times the accumulation.
+        names = ("--steps_per_generation", "--gradient_accumulation_steps")
+        given = {f"--{name}": value for name, value in (read_yaml(path) if path else {}).items()} | take(rest, names)[
+            0
+        ]
+        name = next((name for name in names if given.get(name)), names[1])
+        words += [name, str(processes * int(given.get(name) or 1))]
     try:
         return (*parse_recipe(types, words), [])
     except ConfigError as error:
@@ -237,9 +238,6 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     reason = "bf16 is on (TRL's default), and this machine has no GPU that computes in it: set use_cpu: true and bf16: false"
     found = Finding("error", "recipe", f"{reason} to train here; what follows is checked as if they were set")
     return (*parse_recipe(types, [*words, "--use_cpu", "true", "--bf16", "false"]), [found])
-
-
-_ACCUMULATION = ("--gradient_accumulation_steps",)
 
 
 def _refused(check: str, ask: Callable[[], Any]) -> Iterator[Finding]:
