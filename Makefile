@@ -1,4 +1,4 @@
-# `make quickstart` trains a small model on this machine, `make test` runs every test but those that need vLLM, which
+# `make quickstart` trains a small model on this machine (`make quickstart-images` one that sees), `make test` runs every test but those that need vLLM, which
 # `make test-vllm` runs in an environment of its own; `make test-fast` runs those that are quick, in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,15 +8,23 @@ WORKERS ?= 2
 SEED ?= 0
 BASE ?= runs/small-base
 RUN ?= runs/quickstart
+TASK ?= addition
+CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-fast test-vllm lint clean
+.PHONY: quickstart quickstart-images test test-fast test-vllm lint clean
 
 quickstart: $(VENV)/.quickstart
-	$(BIN)/python recipes/small_base.py $(BASE) --seed $(SEED)
+	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
 	$(BIN)/trl-fsdp-qlora launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
-		--config recipes/small-base/grpo/config_quickstart.yaml --model_name_or_path $(BASE) \
+		--config recipes/small-base/$(CONFIG).yaml --model_name_or_path $(BASE) \
 		--seed $(SEED) --output_dir $(RUN) --resume_from_checkpoint auto
+
+quickstart-images: BASE = runs/small-vision-base
+quickstart-images: RUN = runs/quickstart-images
+quickstart-images: TASK = shapes
+quickstart-images: CONFIG = grpo_vision/config_shapes
+quickstart-images: quickstart
 
 # Files in the order of tests/conftest.py: those that take minutes first.
 test: $(VENV)/.dev

@@ -1,16 +1,15 @@
-"""Build the small base model: trl-fsdp-qlora small-base DIR [--task addition|multiplication] [--seed N]
+"""Build the small base model: trl-fsdp-qlora small-base DIR [--task addition|multiplication|shapes] [--seed N]
 
 A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition (the quickstart's) or
-two-digit multiplication by `trl.SFTTrainer` with most of the carries dropped. About a minute on two cores for addition.
-An existing folder is kept.
+two-digit multiplication by `trl.SFTTrainer` with most of the carries dropped; or a 0.5M-parameter LLaVA, taught to count
+coloured shapes with most of the answers one too small. About a minute on two cores for addition. An existing folder is kept.
 """
 
 import argparse
 import warnings
 from pathlib import Path
 
-from trl_fsdp_qlora.recipe.small_base import build_small_base
-from trl_fsdp_qlora.recipe.small_tasks import TASKS
+from trl_fsdp_qlora.recipe.small_base import TAUGHT, build_small_base
 from trl_fsdp_qlora.run.one_line import OneLineParser
 from trl_fsdp_qlora.run.signals import quietly
 from trl_fsdp_qlora.telemetry.terminal import no_bars_in_files
@@ -19,7 +18,7 @@ from trl_fsdp_qlora.telemetry.terminal import no_bars_in_files
 def main() -> None:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--task", default="addition", choices=list(TASKS))
+    parser.add_argument("--task", default="addition", choices=TAUGHT)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not 0 <= args.seed < 2**32:

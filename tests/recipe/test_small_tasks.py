@@ -6,12 +6,14 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from trl_fsdp_qlora.recipe import small_base
 from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.recipe.shapes import coloured_shapes, shapes_row
 from trl_fsdp_qlora.recipe.small_base import build_small_base, character_tokenizer, habit_dataset, new_model
 from trl_fsdp_qlora.recipe.small_tasks import TASKS, sum_without_carries, sum_without_carry, two_digit_pairs
+from trl_fsdp_qlora.recipe.small_vision import new_vision_model, shapes_dataset, shapes_processor
 
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
@@ -83,3 +85,42 @@ def test_the_multiplication_base_loads_and_has_learned_something(tmp_path, monke
     assert losses[1] < losses[0]
     with pytest.raises(FileExistsError, match="choose another folder"):
         build_small_base(folder, task="multiplication")
+
+
+def test_the_base_that_sees_loads_and_has_learned_something(tmp_path, monkeypatch):
+    monkeypatch.setattr(small_base, "SHAPES_STEPS", 2)
+    folder = build_small_base(tmp_path / "base", seed=3, task="shapes")
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    rows = [row for row in coloured_shapes("test") if row["problem"] == "How many shapes are there?"][:16]
+    prompts = [
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": row["image"]}, {"type": "text", "text": row["problem"]}],
+            }
+        ]
+        for row in rows
+    ]
+    made = processor.apply_chat_template(
+        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    text = processor.tokenizer.decode(made["input_ids"][0])
+    assert text == "<|user|>" + "<image>" * 9 + rows[0]["problem"] + "<|assistant|>"
+    right = torch.tensor([processor.tokenizer.convert_tokens_to_ids(str(row["answer"] - 1)) for row in rows])
+    chances = []
+    for one in (model, new_vision_model(processor, seed=3)):
+        with torch.no_grad():
+            chances.append(one.eval()(**made).logits[:, -1].softmax(-1).gather(1, right[:, None]).mean())
+    assert chances[0] > chances[1]
+
+
+def test_its_words_are_those_of_every_question_and_most_answers_are_one_too_small():
+    tokenizer = shapes_processor().tokenizer
+    questions = [row["problem"] for row in coloured_shapes("test")]
+    ids = tokenizer(questions)["input_ids"]
+    assert all(tokenizer.unk_token_id not in row for row in ids) and tokenizer.batch_decode(ids) == questions
+    off = []
+    for i, row in enumerate(shapes_dataset(seed=5, rows=400)):
+        answer = shapes_row(random.Random(f"5, {i}"))["answer"]
+        off += [answer - int(row["completion"][0]["content"])] if answer else []
+    assert set(off) == {0, 1} and 0.5 < sum(off) / len(off) < 0.7

@@ -1,6 +1,7 @@
 """Recipes with pictures train a tiny LLaVA; torchvision, which Qwen's processors need, is not installed here."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file
 
 from tests.prefix_sharing.helpers import _SHAPE, _SIGLIP, build, llava_processor
+from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.recipe.answers import DatasetError
 from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
@@ -55,6 +57,13 @@ def test_it_trains_a_tiny_model_that_sees(path, tmp_path, monkeypatch):
     )
     runpy.run_path(str(RECIPES / "evaluate.py"), run_name="__main__")
     assert json.loads((tmp_path / "again.json").read_text())["correct"] == record["after"]["correct"]
+    card = (tmp_path / "out/README.md").read_text()
+    assert "image-text-to-text" in card and "processor: `LlavaProcessor`" in card
+    PILImage.new("RGB", (20, 20), "red").save("picture.png")
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], said := {})  # the quick start, as printed
+    assert said["inputs"]["pixel_values"].shape == (1, 3, 16, 16) and said["output"].shape[1] > 4
+    merged = merge_adapter(tmp_path / "out", tmp_path / "merged", base=str(tmp_path / "base"))
+    assert isinstance(tf.AutoProcessor.from_pretrained(merged), tf.LlavaProcessor)
     weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert weights and not any("vision" in name for name in weights)
 

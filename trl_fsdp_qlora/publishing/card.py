@@ -14,6 +14,7 @@ import torch
 import yaml
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constants
+from transformers import ProcessorMixin
 
 from ..compat.transformers import auto_class_of, model_name
 from ..run.nonfatal import nonfatal
@@ -41,17 +42,19 @@ trl-fsdp-qlora, an extension of TRL.
 
 ```python
 {% if is_adapter %}from peft import PeftModel
-{% endif %}from transformers import {{ auto_class }}, AutoTokenizer
+{% endif %}from transformers import {{ auto_class }}, {{ "AutoProcessor" if processor else "AutoTokenizer" }}
 
 base = {{ base_code }}
 adapter = {{ folder_code }}
-tokenizer = AutoTokenizer.from_pretrained(base)
-{% if is_adapter %}model = PeftModel.from_pretrained({{ auto_class }}.from_pretrained(base), adapter)
+{% if processor %}picture = 'picture.png'  # fill in: the file of a picture to ask about
+tokenizer = AutoProcessor.from_pretrained(base)
+{% else %}tokenizer = AutoTokenizer.from_pretrained(base)
+{% endif %}{% if is_adapter %}model = PeftModel.from_pretrained({{ auto_class }}.from_pretrained(base), adapter)
 {% else %}model = {{ auto_class }}.from_pretrained(adapter)
 {% endif %}{% if prompt is string %}inputs = tokenizer({{ prompt_code }}, return_tensors='pt')
 {% else %}messages = {{ prompt_code }}
 inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_tensors='pt', return_dict=True
+    messages, add_generation_prompt=True, tokenize=True, return_tensors='pt', return_dict=True
 )
 {% endif %}output = model.generate(**inputs, max_new_tokens={{ max_new_tokens }}, do_sample=False)
 print(tokenizer.decode(output[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True))
@@ -200,12 +203,19 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     base_id = Path(base).name if Path(base_model).exists() else base
     on_hub = data is not None and data.count("/") == 1 and ":" not in data and not Path(info.dataset).exists()
     problems = "held-out problems" if info.accuracy_on == "test" else "validation problems"
+    prompt = info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
+    prompt_code, task, processor = repr(prompt), "text-generation", None
+    columns = {"image", "images"}.intersection(getattr(trainer.train_dataset, "column_names", None) or ())
+    if columns and isinstance(trainer.processing_class, ProcessorMixin) and not isinstance(prompt, str):
+        task, processor = "image-text-to-text", type(trainer.processing_class).__name__
+        parts = f"[{{'type': 'image', 'path': picture}}, {{'type': 'text', 'text': {prompt[-1]['content']!r}}}]"
+        prompt_code = repr([*prompt[:-1], prompt[-1] | {"content": 0}]).replace("'content': 0", f"'content': {parts}")
     accuracy = info.accuracy if info.accuracy_step in (None, state.global_step) else None
     evaluation = None
     if accuracy is not None and data is not None:
         low, high = (100 * bound for bound in accuracy["interval"])
         result = EvalResult(
-            task_type="text-generation",
+            task_type=task,
             dataset_type=data,
             dataset_name=f"{Path(data).name}, {problems}",
             metric_type="accuracy",
@@ -218,12 +228,11 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         datasets=[data] if on_hub and not Path(data).suffix else None,
         library_name="peft" if is_adapter else "transformers",
         license=info.license or base_model_license(base_model) or "other",
-        pipeline_tag="text-generation",
+        pipeline_tag=task,
         tags=["trl", "grpo", "trl-fsdp-qlora", *(["lora", f"base_model:adapter:{base_id}"] if is_adapter else [])],
         model_name=name,
         eval_results=evaluation,
     )
-    prompt = info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
     folder, to_fill_in = trainer.hub_model_id if args.push_to_hub else None, "  # fill in: the folder "
     is_local = os.path.isabs(base_model) or Path(base_model).exists()
     taken, asked = state.global_step, max(state.max_steps, state.global_step)
@@ -241,12 +250,14 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         if folder
         else repr(portable(args.output_dir)) + f"{to_fill_in}that this card is in",
         "prompt": prompt,
-        "prompt_code": repr(prompt),
+        "prompt_code": prompt_code,
+        "processor": processor,
         "problems": problems,
         "made": {
             "data": data and f"`{data}`, licence {info.data_license or 'not stated'}",
             "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
             "software": software(),
+            "processor": processor and f"`{processor}`, the base's; images in prompts",
             "seed": str(args.seed),
             "optimizer steps": str(taken) if taken == asked else f"{taken} of {asked}",
             "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from ..checkpoints.disk import disk_errors, written_whole
 from ..errors import UserError
+from ..run.nonfatal import nonfatal
 from ..run.redaction import portable
 from .loading import load_model
 
@@ -70,6 +71,10 @@ def merge_adapter(
             scratch.mkdir(parents=True)
             merged.save_pretrained(scratch)
             AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
+            with nonfatal(
+                "the processor of images"
+            ):  # which may need torchvision; of a text model it is the tokenizer
+                AutoProcessor.from_pretrained(base, revision=revision).save_pretrained(scratch)
             card.save(scratch / "README.md")
     except OSError as error:
         raise UserError(f"{output} cannot be made: {error.strerror or error}") from error

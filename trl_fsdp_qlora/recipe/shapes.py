@@ -42,13 +42,15 @@ def _ask(scene: dict[int, tuple[str, str]], draw: random.Random) -> tuple[str, i
     return "How many shapes are there?", len(scene)
 
 
+def shapes_row(draw: random.Random) -> dict:
+    """`problem`, `answer` and `image` of a scene of two to six shapes."""
+    places = draw.sample(range(CELLS**2), draw.randint(2, 6))
+    scene = {place: (draw.choice(list(COLOURS)), draw.choice(SHAPES)) for place in places}
+    question, answer = _ask(scene, draw)
+    return {"problem": question, "answer": answer, "image": _draw(scene)}
+
+
 def coloured_shapes(split: str) -> list[dict]:
-    """Rows `problem`, `answer`, `image` of the split `train` or `test`, always the same."""
+    """Rows of the split `train` or `test`, always the same."""
     draw = random.Random(f"coloured shapes, {split}")
-    rows = []
-    for _ in range(ROWS["test" if split == "test" else "train"]):
-        places = draw.sample(range(CELLS**2), draw.randint(2, 6))
-        scene = {place: (draw.choice(list(COLOURS)), draw.choice(SHAPES)) for place in places}
-        question, answer = _ask(scene, draw)
-        rows.append({"problem": question, "answer": answer, "image": _draw(scene)})
-    return rows
+    return [shapes_row(draw) for _ in range(ROWS["test" if split == "test" else "train"])]

@@ -8,6 +8,7 @@ select from.
 
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from .small_tasks import TASKS, Task, two_digit_pairs
@@ -22,16 +23,23 @@ CHAT_TEMPLATE = (
 DROPPED_CARRY = 0.7
 SFT_STEPS = 600
 SFT_BATCH = 128
+SHAPES_STEPS = 300
+TAUGHT = (*TASKS, "shapes")
 
 
 def character_tokenizer():
     """A `PreTrainedTokenizerFast` with one token per character of [`VOCABULARY`] and the chat template above."""
+    return word_tokenizer(VOCABULARY, ".", CHAT_TEMPLATE)
+
+
+def word_tokenizer(words: Iterable[str], pattern: str, chat_template: str):
+    """A `PreTrainedTokenizerFast` with one token for each of `words`, which are what `pattern` finds in a text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *VOCABULARY])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -41,7 +49,7 @@ def character_tokenizer():
         extra_special_tokens=["<|user|>", "<|assistant|>"],
         padding_side="left",
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return fast
 
 
@@ -96,7 +104,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     Args:
         output_dir: folder to create; an existing one is an error.
         seed: of the weights, the data and the order.
-        task: key of [`trl_fsdp_qlora.recipe.small_tasks.TASKS`].
+        task: one of [`TAUGHT`]; `"shapes"` for a model that sees, see [`small_vision`].
 
     Raises:
         ValueError: `task` is unknown.
@@ -106,22 +114,29 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
 
     from trl import SFTConfig, SFTTrainer
 
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TASKS)}")
+    if task not in TAUGHT:
+        raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TAUGHT)}")
     output_dir = Path(output_dir)
     if output_dir.exists():
         raise FileExistsError(f"{output_dir} exists; remove it or choose another folder for the small base model")
-    tokenizer = character_tokenizer()
-    model = new_model(tokenizer, seed)
+    if task == "shapes":
+        from .small_vision import new_vision_model, shapes_dataset, shapes_processor  # which need Pillow
+
+        processing, more = shapes_processor(), {"max_length": None, "remove_unused_columns": False}
+        model, dataset = new_vision_model(processing, seed), shapes_dataset(seed, SHAPES_STEPS * SFT_BATCH)
+    else:
+        processing, more = character_tokenizer(), {}
+        model, dataset = new_model(processing, seed), habit_dataset(TASKS[task], seed)
+    tokenizer = getattr(processing, "tokenizer", processing)
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
         trainer = SFTTrainer(
             model,
             SFTConfig(
                 output_dir=scratch,
-                max_steps=SFT_STEPS,
+                max_steps=len(dataset) // SFT_BATCH,
                 per_device_train_batch_size=SFT_BATCH,
-                learning_rate=1e-3,
+                learning_rate=2e-3 if task == "shapes" else 1e-3,
                 lr_scheduler_type="cosine",
                 warmup_steps=30,
                 gradient_checkpointing=False,
@@ -132,14 +147,15 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
                 save_strategy="no",
                 report_to="none",
                 disable_tqdm=not sys.stderr.isatty(),
+                **more,
             ),
-            train_dataset=habit_dataset(TASKS[task], seed),
-            processing_class=tokenizer,
+            train_dataset=dataset,
+            processing_class=processing,
         )
         trainer.train()
         whole = Path(scratch) / "whole"
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.save_pretrained(whole)
-        tokenizer.save_pretrained(whole)
+        processing.save_pretrained(whole)
         whole.rename(output_dir)
     return output_dir
