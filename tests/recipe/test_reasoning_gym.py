@@ -91,22 +91,11 @@ def refused(source, rewards=("reasoning_gym",), **more) -> str:
 
 def test_bad_input_is_one_line(monkeypatch):
     assert "did you mean 'chain_sum'?" in refused("reasoning_gym:chain_sums")
-    assert "did you mean 'max_terms'?" in refused("reasoning_gym:chain_sum(maxterms=2)")
+    assert "'maxterms'; it has " in refused("reasoning_gym:chain_sum(maxterms=2)")
     assert "max_terms must be >= min_terms" in refused("reasoning_gym:chain_sum(min_terms=3, max_terms=2)")
-    for spelling in (
-        "",
-        "chain_sum(",
-        "chain_sum - products",
-        "chain_sum(2)",
-        "0*chain_sum",
-        "chain_sum(max_terms=n)",
-    ):
+    for spelling in ("", "chain_sum - products", "chain_sum(2)", "0*chain_sum", "chain_sum(max_terms=n)"):
         assert "is not spelled as generators" in refused(f"reasoning_gym:{spelling}")
     assert "has no split 'validation'" in refused("reasoning_gym:chain_sum", eval_split="validation")
-    assert "use its own verifier, rewards: [reasoning_gym]" in refused(
-        "reasoning_gym:spell_backward", ["exact_answer"]
-    )
-    assert "verifies problems of" in refused("addition", held_out=10)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'trl-fsdp-qlora[reasoning-gym]'" in refused("reasoning_gym:chain_sum(max_terms=4)")
 

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from datasets import Dataset
 
-from . import reasoning_gym
 from .arguments import ScriptArguments
 from .datasets import DatasetError, has_splits, hold_out, read_problems, to_prompts, without_overlap
 from .script import say
@@ -42,7 +41,6 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
         trl_fsdp_qlora.recipe.datasets.DatasetError: nothing is held out, or nothing is left.
     """
     train = _read(args, args.dataset, args.dataset_split, whole_rows)
-    reasoning_gym.check_rewards(train, args.rewards)
     test, validation = None, []
     same = args.eval_dataset in (None, args.dataset) and (
         args.eval_split == args.dataset_split or not has_splits(args.dataset)

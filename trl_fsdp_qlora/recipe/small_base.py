@@ -59,22 +59,15 @@ def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=hidden // 4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "head_dim": hidden // 4,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, tie_word_embeddings=True, **ids))
 
 
 def habit_dataset(task: Task, seed: int):
@@ -86,13 +79,8 @@ def habit_dataset(task: Task, seed: int):
     rows = []
     for _ in range(SFT_STEPS * SFT_BATCH):
         a, b = draw.choice(train)
-        answer = task.taught(a, b, draw, DROPPED_CARRY)
-        rows.append(
-            {
-                "prompt": [{"role": "user", "content": task.question(a, b)}],
-                "completion": [{"role": "assistant", "content": answer}],
-            }
-        )
+        answer = {"role": "assistant", "content": task.taught(a, b, draw, DROPPED_CARRY)}
+        rows.append({"prompt": [{"role": "user", "content": task.question(a, b)}], "completion": [answer]})
     return Dataset.from_list(rows)
 
 
