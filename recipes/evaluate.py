@@ -2,9 +2,8 @@
 
     trl-fsdp-qlora evaluate --adapter runs/quickstart --accuracy_samples 4
 
-From the folder of a run it takes everything that the run measured with: base, data, prompt, length, dtype. Any option says
-otherwise, and without such a folder `--model_name_or_path` and `--dataset` say it all. Options are called as in recipes/grpo.py;
-`--model`, `--revision`, `--batch_size`, `--max_new_tokens` and `--samples`, their former names, are still taken.
+From the folder of a run it takes everything that the run measured with: base, data, prompt, length, dtype. Any option overrides
+that, and without such a folder `--model_name_or_path` and `--dataset` give it all. Options are called as in recipes/grpo.py.
 
 Prints n and the 95% Wilson interval, and writes a JSON file where `--output` names one.
 """
@@ -13,8 +12,7 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 
 # isort: split
 
-import os
-import sys
+import argparse
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,13 +34,6 @@ from trl_fsdp_qlora.recipe.runner import load_processing
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.redaction import portable
 
-FORMERLY = {
-    "--model": "--model_name_or_path",
-    "--revision": "--model_revision",
-    "--batch_size": "--accuracy_batch_size",
-    "--max_new_tokens": "--max_completion_length",
-    "--samples": "--accuracy_samples",
-}
 # What of a run's settings says nothing about another dataset.
 OF_THE_DATA = ("dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "validation")
 OF_THE_DATA += ("accuracy_on", "eval_problems", "question_column", "answer_column")
@@ -78,52 +69,35 @@ class EvaluateArguments:
     output: str | None = option(None, "JSON file to write.")
 
 
-def settings_of_run(argv: list[str]) -> dict[str, Any]:
-    """What the folder of the run that `argv` names says of how it measured; nothing where there is none."""
-    words = [part for word in argv for part in word.split("=", 1)]
-    for name in ("--adapter", "--model_name_or_path"):
-        folder = Path(words[words.index(name) + 1]) if name in words[:-1] else None
-        if folder is None or not (folder / "metrics.json").is_file():
-            continue
-        settings = read_json(folder / "metrics.json").get("settings", {})
-        other = words[words.index("--dataset") + 1] if "--dataset" in words[:-1] else None
-        if other is not None and portable(other) != settings.get("dataset"):
-            settings = {name: value for name, value in settings.items() if name not in OF_THE_DATA}
-        return settings
+def settings_of_run() -> dict[str, Any]:
+    """What the folder of the run that the command line names holds of how it measured; nothing where there is none."""
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--adapter", "--model_name_or_path", "--dataset"):
+        named.add_argument(name)
+    given, _ = named.parse_known_args()
+    for folder in filter(None, (given.adapter, given.model_name_or_path)):
+        if Path(folder, "metrics.json").is_file():
+            settings = read_json(Path(folder, "metrics.json")).get("settings", {})
+            if given.dataset is not None and portable(given.dataset) != settings.get("dataset"):
+                settings = {name: value for name, value in settings.items() if name not in OF_THE_DATA}
+            return settings
     return {}
 
 
-def checked_tokenizer(script: ScriptArguments, args: EvaluateArguments):
-    """The model's tokenizer, when all that can be told to be wrong before the weights are loaded has been looked at."""
+def main() -> None:
+    script, args = parse_recipe((ScriptArguments, EvaluateArguments), defaults=settings_of_run())
+    state = PartialState(cpu=args.use_cpu)
     checks.check_script(script)
     if args.load_in_4bit:
         checks.check_installed("bitsandbytes", "load_in_4bit: true")
     if args.adapter:
         base = checks.check_adapter(args.adapter).base_model_name_or_path
         args.model_name_or_path = args.model_name_or_path or base
-    if args.output:
-        check_output(Path(args.output))
-    return checks.load_tokenizer(args.model_name_or_path, args.model_revision, script.chat)
-
-
-def check_output(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output={str(path)!r} cannot be written: {error.strerror}") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"output={str(path)!r} is a folder, or in one that cannot be written; name a JSON file")
-
-
-def main() -> None:
-    argv = []
-    for word in sys.argv[1:]:
-        name, equals, value = word.partition("=")
-        argv.append(f"{FORMERLY.get(name, name)}{equals}{value}")
-    script, args = parse_recipe((ScriptArguments, EvaluateArguments), argv, settings_of_run(argv))
-    state = PartialState(cpu=args.use_cpu)
-    tokenizer = checked_tokenizer(script, args)
+    if args.output:  # before anything is measured
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        if Path(args.output).is_dir():
+            raise ConfigError(f"output={args.output!r} is a folder; name a JSON file")
+    tokenizer = checks.load_tokenizer(args.model_name_or_path, args.model_revision, script.chat)
     test = load_held_out(script)
     if "images" in test.column_names:
         tokenizer = load_processing(args.model_name_or_path, args.model_revision, images=True)
@@ -162,9 +136,8 @@ def main() -> None:
             "seed": args.seed,
         }
         with disk_errors(Path(args.output).parent):
-            write_json(
-                Path(args.output), {**about, **result.as_dict(), "hardware": hardware(), "software": software()}
-            )
+            machine = {"hardware": hardware(), "software": software()}
+            write_json(Path(args.output), {**about, **result.as_dict(), **machine})
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ def check_accuracy(problems, quantized, out, recorded=True):
 
 def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeypatch):
     out = tmp_path / "result.json"
-    arguments = f"--model {problems[0]} --load_in_4bit true --use_bnb_nested_quant true --dtype float32 --chat false"
-    arguments += f" --dataset {problems[1][True]} --held_out 10 --max_new_tokens 3 --batch_size 4 --output {out}"
+    arguments = f"--model_name_or_path {problems[0]} --load_in_4bit true --use_bnb_nested_quant true --dtype float32 --chat false"
+    arguments += f" --dataset {problems[1][True]} --held_out 10 --max_completion_length 3 --accuracy_batch_size 4 --output {out}"
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments.split()])
     runpy.run_path(str(REPOSITORY / "recipes" / "evaluate.py"), run_name="__main__")
     held_out = to_prompts(hold_out(read_problems(problems[1][True], "train"), 10)[1], chat=False)

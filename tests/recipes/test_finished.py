@@ -86,7 +86,9 @@ def test_killed_after_the_last_step_is_not_finished_and_without_before_is_said(f
     (folder / "lost" / "metrics.json").write_text("{ damaged")
     again = run_script("recipes/grpo.py", *command("grpo.py", "lost", "--max_steps", "2"), cwd=folder)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "its metrics.json is no JSON" in again.stdout and "does not hold the accuracy from before" in again.stdout
+    assert (
+        "its metrics.json cannot be read" in again.stdout and "does not hold the accuracy from before" in again.stdout
+    )
     assert (folder / "lost" / "adapter_model.safetensors").read_bytes() == adapter  # no further step
     record = json.loads((folder / "lost" / "metrics.json").read_text())
     assert "before" not in record and record["after"]["n"] == 6 and record["finished_step"] == 2

@@ -79,7 +79,7 @@ def test_two_processes_train_and_evaluate(folder):
             assert not torch.allclose(adapted, model(input_ids=ids).logits)
     results = []
     for ranks, start in ((1, run_script), (2, partial(accelerate_launch, "ddp_cpu"))):
-        arguments = "--adapter two --eval_problems 7 --max_new_tokens 5 --accuracy_samples 3 --use_cpu"
+        arguments = "--adapter two --eval_problems 7 --max_completion_length 5 --accuracy_samples 3 --use_cpu"
         output = f"eval-{ranks}.json"
         run = start(
             "recipes/evaluate.py", *arguments.split(), "--accuracy_batch_size", "6", "--output", output, cwd=folder

@@ -110,7 +110,7 @@ def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, caps
         path.name for path in (tmp_path / "out").iterdir()
     }
     # The folder says how it is measured.
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", "out", "--output", "found.json"])
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_name_or_path", "out", "--output", "found.json"])
     runpy.run_path(str(SFT.with_name("evaluate.py")), run_name="__main__")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["n"] == 30 and 0 < found["tokens_per_completion"] <= 4

@@ -80,7 +80,7 @@ OTHERS = [
     ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),
     ("t_spmo", "--rewards tags", "unknown reward 'tags'"),
     ("evaluate", "--adapter empty", "adapter='empty' cannot be loaded"),
-    ("evaluate", "--samples -1", "accuracy_samples=-1 must be at least 0"),
+    ("evaluate", "--accuracy_samples -1", "accuracy_samples=-1 must be at least 0"),
     ("evaluate", "--output base", "output='base' is a folder"),
     ("merge", "--adapter empty", "adapter='empty' cannot be loaded"),
     ("merge", "--adapter no_base", "base is not set; name a folder or a model on the Hub"),

@@ -135,8 +135,8 @@ def devices(
         gpus: `(name, compute capability)` of each that torch sees.
     """
     if driver and cuda is None:
-        reason = f"torch {build} is a build for CPUs beside an NVIDIA driver: pip install torch for your CUDA version"
-        yield Finding("error", "torch", f"{reason} (pytorch.org/get-started), or every run is on the CPU")
+        reason = f"torch {build} is a build for CPUs beside an NVIDIA driver, and every run is on the CPU"
+        yield Finding("error", "torch", f"{reason}: install the one for your CUDA version (pytorch.org/get-started)")
     elif driver and not gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         reason = f"torch {build} sees no GPU: the driver is older than CUDA {cuda}, or CUDA_VISIBLE_DEVICES={hidden!r} hides them"

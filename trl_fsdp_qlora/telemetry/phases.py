@@ -1,15 +1,8 @@
-"""Seconds, bytes and efficiency of each phase of a step, as ordinary Trainer metrics.
+"""Seconds, bytes and efficiency of each phase of a step, as ordinary Trainer metrics; docs/telemetry.md lists them.
 
-Names, all averaged over the logging window:
-
-- `time/<phase>_s`: seconds of a phase in one optimizer step. Phases nested in another are not counted twice. On CUDA it is
-  the device's time between two events, which are read when metrics are logged: no phase waits for the device.
-- `memory/<phase>_peak_mib`: most memory in use during the phase: of the CUDA allocator, or, without CUDA on Linux, the
-  process's resident set. Of this rank.
-- `efficiency/padding_fraction`: padding tokens in the padded batch that stock TRL runs, as a share of it.
-- `efficiency/prompt_redundancy`: valid tokens that stock TRL runs over the tokens with every group's prompt once.
-- `efficiency/zero_advantage_fraction`: completions whose advantage is 0, as a share of all.
-- `throughput/tokens_per_s`: completion tokens of all ranks per second of step time.
+`time/<phase>_s` are seconds of a phase in one optimizer step, on CUDA the device's time between two events, which are read when
+metrics are logged: no phase waits for the device. `memory/<phase>_peak_mib` is of the CUDA allocator, or, without CUDA on Linux, the
+process's resident set. `efficiency/` compares a generation batch with the padded one that stock TRL runs.
 """
 
 import time
