@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import io
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import numpy
 import pytest
 import torch
 import transformers as tf
-from datasets import Dataset
+from datasets import Dataset, Features
+from datasets import Image as ImageFeature
 from peft import LoraConfig
 from PIL import Image
 from trl import GRPOTrainer
@@ -29,6 +32,7 @@ from .helpers import (
     _SHARED_EXPERT,
     _SIGLIP,
     MULTIMODAL,
+    SUPPORTED,
     _shape,
     assert_equal_gradients,
     build,
@@ -385,7 +389,7 @@ def test_the_comparison_of_the_first_pass_takes_rows_with_images():
 ADAPTER = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v|down)_proj", init_lora_weights=False)
 
 
-def llava_trainer(cls, folder, **config):
+def llava_trainer(cls, folder, made=None, **config):
     """GRPO of a small LLaVA on pictures, its prompts of TRL's conversational kind, without a file anywhere."""
     tokens = tokenizer()
     tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -398,7 +402,8 @@ def llava_trainer(cls, folder, **config):
         "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
         "image": pictures,
     }
-    return make_trainer(cls, model, folder, ADAPTER, llava_processor(tokens), Dataset.from_dict(rows), **config)
+    rows = Dataset.from_dict(rows) if made is None else made(pictures)
+    return make_trainer(cls, model, folder, ADAPTER, llava_processor(tokens), rows, **config)
 
 
 def test_training_on_pictures_equals_stock(tmp_path):
@@ -429,3 +434,51 @@ def test_training_on_pictures_equals_stock(tmp_path):
         for x in part["pixel_values"]
     }
     assert len(held) == 2 and sum(held.values()) == 2 * 3 * 16 * 16 * 4
+
+
+def bad_rows(kind):
+    """A dataset of eight prompts with pictures, in which something is wrong with the first two."""
+
+    def made(pictures):
+        ask = [{"role": "user", "content": "A+B="}]
+        if kind == "missing":
+            return Dataset.from_dict({"prompt": [ask] * 8, "image": [None, None, *pictures[2:]]})
+        if kind == "beyond the model's positions":
+            return Dataset.from_dict({"prompt": [ask] * 8, "images": [[picture] * 20 for picture in pictures]})
+        if kind == "more than placeholders":
+            parts = [{"type": "image"}, {"type": "text", "text": "A+B="}]
+            ask = [{"role": "user", "content": parts}]
+            return Dataset.from_dict({"prompt": [ask] * 8, "images": [[picture] * 2 for picture in pictures]})
+        file = io.BytesIO()
+        pictures[0].save(file, "PNG")
+        images = [{"bytes": file.getvalue()[: 60 if i < 2 else None], "path": None} for i in range(8)]
+        rows = {"prompt": [ask] * 8, "image": images}
+        features = Features(
+            {"prompt": Dataset.from_dict({"prompt": [ask]}).features["prompt"], "image": ImageFeature()}
+        )
+        return Dataset.from_dict(rows, features)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "kind", ["missing", "broken", "more than placeholders", "beyond the model's positions", "text model"]
+)
+def test_bad_pictures_are_as_in_stock(kind, tmp_path):
+    found = []
+    for cls in (GRPOTrainer, EfficientGRPOTrainer):
+        torch.manual_seed(0)
+        try:
+            if kind == "text model":
+                rows = llava_trainer(cls, tmp_path).train_dataset
+                trainer = make_trainer(cls, build(SUPPORTED["qwen3"]), tmp_path, None, tokenizer(), rows, max_steps=1)
+            else:
+                trainer = llava_trainer(cls, tmp_path, bad_rows(kind), max_steps=2, shuffle_dataset=False)
+            trainer.train()
+            found.append([row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row])
+        except Exception as error:
+            found.append((type(error), re.sub(" at 0x[0-9a-f]+", "", str(error))))
+    trains = kind == "beyond the model's positions"
+    assert isinstance(found[0], list) == trains and found[1] == (
+        pytest.approx(found[0], rel=1e-4) if trains else found[0]
+    )

@@ -11,8 +11,10 @@ import transformers as tf
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from safetensors.torch import load_file
+from trl import ModelConfig
 
 from tests.prefix_sharing.helpers import _SHAPE, _SIGLIP, build, llava_processor
+from trl_fsdp_qlora.planning.plan_vs_actual import longest_prompt
 from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.recipe.answers import DatasetError
 from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
@@ -76,6 +78,15 @@ def test_pictures_are_part_of_a_question():
     assert not keys[0] & keys[1]
     prompts = to_prompts(held_out[:2])
     assert prompts[0]["images"][0].size == (112, 112)
+
+
+def test_the_plan_counts_an_image_s_tokens(tmp_path):
+    save_tiny_llava(tmp_path)
+    few = to_prompts(read_problems("coloured_shapes", "train")[:3])
+    processor = tf.AutoProcessor.from_pretrained(tmp_path)
+    words = max(len(processor.tokenizer(row[0]["content"])["input_ids"]) for row in few["prompt"])
+    found = longest_prompt(processor.tokenizer, few, ModelConfig(model_name_or_path=str(tmp_path)))
+    assert found == words + 4  # an image is four tokens, and this chat template adds nothing
 
 
 def test_a_broken_or_missing_picture_is_named_by_its_row(tmp_path):

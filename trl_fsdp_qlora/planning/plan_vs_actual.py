@@ -10,13 +10,15 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig
 
 from ..recipe.arguments import ConfigError, ScriptArguments
+from ..recipe.evaluation import encode_images
+from ..recipe.runner import load_processing
 from ..recipe.script import say
 from ..run.nonfatal import nonfatal
 from ..run.signals import stop_at_once, stop_by_exception
 from .plan import PROCESS, ROOM, Plan, format_bytes, make_plan
 from .settings import from_config
 
-_PROMPTS = 64  # training prompts whose lengths are looked at
+_PROMPTS, _PICTURES = 64, 8  # training prompts whose lengths are looked at, and of those with images
 _MIB = 2**20
 # Phases of a plan -> phases on the trainer's clock.
 MEASURED = {
@@ -43,8 +45,9 @@ def plan_first(
         say("memory is not planned under ZeRO-3")
     elif PartialState().is_main_process:
         try:
-            source = f"the longest of the first {min(_PROMPTS, len(train))} training prompts"
-            longest = longest_prompt(tokenizer, train)
+            few = train.select(range(min(_PICTURES if "images" in train.column_names else _PROMPTS, len(train))))
+            source = f"the longest of the first {len(few)} training prompts"
+            longest = longest_prompt(tokenizer, few, model)
             stop_at_once()  # on fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there
             plan = make_plan(from_config(config, model, prompt_tokens=longest, prompt_source=source))
         except Exception as error:
@@ -68,10 +71,13 @@ def plan_first(
     return plan
 
 
-def longest_prompt(tokenizer: PreTrainedTokenizerBase, train: Dataset) -> int:
-    """Tokens of the longest of the first prompts."""
+def longest_prompt(tokenizer: PreTrainedTokenizerBase, few: Dataset, model: ModelConfig) -> int:
+    """Tokens of the longest of a few prompts, those of their images included."""
+    if "images" in few.column_names:
+        processor = load_processing(model.model_name_or_path, model.model_revision, images=True)
+        return max(map(len, encode_images(list(few), processor)[0]))
     lengths = []
-    for prompt in train[:_PROMPTS]["prompt"]:
+    for prompt in few["prompt"]:
         if not isinstance(prompt, str):
             prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         lengths.append(len(tokenizer(prompt)["input_ids"]))
