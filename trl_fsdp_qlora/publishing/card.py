@@ -237,7 +237,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     is_local = os.path.isabs(base_model) or Path(base_model).exists()
     taken, asked = state.global_step, max(state.max_steps, state.global_step)
     s_grpo = info.method == "GRPO" and args.token_selection == "s_grpo"
-    said = {
+    values = {
         "accuracy": accuracy,
         "command": info.command and command_line(info.command),
         "method": "S-GRPO ([arXiv 2504.20834](https://arxiv.org/abs/2504.20834))" if s_grpo else info.method,
@@ -264,7 +264,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         },
         "recipe": yaml.safe_dump(_recipe(args, info.settings, peft_config), sort_keys=True, allow_unicode=True),
     }
-    return ModelCard.from_template(card_data, template_str=_TEMPLATE, **vars(info) | said)
+    return ModelCard.from_template(card_data, template_str=_TEMPLATE, **vars(info) | values)
 
 
 def write_card(trainer: Any, name: str | None, tags: str | list[str] | None = None) -> None:
