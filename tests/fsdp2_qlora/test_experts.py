@@ -28,7 +28,7 @@ from trl import GRPOTrainer
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.parts import as_reference
-from tests.fsdp2_qlora.runs import Run, chosen_by_name
+from tests.fsdp2_qlora.runs import scenarios_of
 from tests.fsdp2_qlora.test_hsdp import mesh_environment
 from tests.tiny import trainer as tiny_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -351,9 +351,9 @@ def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loadin
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, request):
+def runs(tmp_path_factory):
     """A mixture on one process, on two with FSDP2, and on two with DDP."""
-    root, alone = tmp_path_factory.mktemp("experts"), chosen_by_name(request.config)
+    root = tmp_path_factory.mktemp("experts")
     tokenizer = tiny.make_tokenizer()
     torch.manual_seed(0)
     sizes = {**SIZES, "vocab_size": 64, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -364,9 +364,9 @@ def runs(tmp_path_factory, request):
     tokenizer.save_pretrained(root / "model")
     sft, by_name = "sft:steps=4,save=2,experts=1", "by_name:experts=1"
     scenarios = {"sft": sft, "by_name": by_name}
-    one = Run(root / "model", root / "one", scenarios, alone, processes=1)
-    ddp = Run(root / "model", root / "ddp", {"sft": sft}, alone)
-    two = Run(
+    (one,) = scenarios_of(root / "model", root / "one", scenarios, processes=1)
+    ddp, _ = scenarios_of(root / "model", root / "ddp", {"sft": sft})
+    two, rank_1 = scenarios_of(
         root / "model",
         root / "two",
         {
@@ -374,21 +374,12 @@ def runs(tmp_path_factory, request):
             "resumed": f"{sft},resume={root}/two/sft/checkpoint-2",
             "offloaded": f"{sft},FSDP_OFFLOAD_PARAMS=true",  # stays for what follows
         },
-        alone,
         environment=fsdp_environment(),
     )
     no_mesh = "ACCELERATE_USE_FSDP=false,ACCELERATE_USE_PARALLELISM_CONFIG=false"
     replicas = {"hsdp": sft, "ddp": f"{sft},{no_mesh}"}
-    four = Run(root / "model", root / "four", replicas, alone, processes=4, environment=mesh_environment())
-    two.needs = {"resumed": [(two, "sft")]}
-    return {
-        "one": one.rank(0),
-        "two": two.rank(0),
-        "rank1": two.rank(1),
-        "ddp": ddp.rank(0),
-        "four": four.rank(0),
-        "root": root,
-    }
+    four, *_ = scenarios_of(root / "model", root / "four", replicas, processes=4, environment=mesh_environment())
+    return {"one": one, "two": two, "rank1": rank_1, "ddp": ddp, "four": four, "root": root}
 
 
 @pytest.mark.slow

@@ -6,19 +6,19 @@ pytest.importorskip("bitsandbytes")
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
-from tests.fsdp2_qlora.runs import Run, chosen_by_name
+from tests.fsdp2_qlora.runs import scenarios_of
 from tests.fsdp2_qlora.test_sharded_training import difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, request):
-    root, alone = tmp_path_factory.mktemp("loading"), chosen_by_name(request.config)
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("loading")
     model = tiny.make_checkpoint(root / "model", tie_word_embeddings=True)
     tiny.load(model).save_pretrained(root / "stored")
     big = tiny.make_checkpoint(root / "big", hidden=768, layers=6, intermediate=3072)
-    one = Run(model, root / "one", {"by_name": "by_name"}, alone, processes=1)
+    (one,) = scenarios_of(model, root / "one", {"by_name": "by_name"}, processes=1)
     scenarios = {
         "by_name": "by_name",
         "per_layer": "by_name:gather=per_layer",
@@ -30,8 +30,7 @@ def runs(tmp_path_factory, request):
         "context": "gather_context",
         "memory": f"memory:big={big}",
     }
-    two = Run(model, root / "two", scenarios, alone, environment=fsdp_environment())
-    return {"one": one.rank(0), "ranks": [two.rank(rank) for rank in (0, 1)]}
+    return {"one": one, "ranks": scenarios_of(model, root / "two", scenarios, environment=fsdp_environment())}
 
 
 def test_only_rank_0_reads_the_checkpoint(runs):

@@ -12,7 +12,7 @@ from peft import PeftModel
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
-from tests.fsdp2_qlora.runs import Run, chosen_by_name
+from tests.fsdp2_qlora.runs import scenarios_of
 from tests.grpo import empty_rank_worker
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.publishing.logits import LOGITS, few_logits
@@ -34,9 +34,9 @@ FLOAT32 = [*(name for name in GRPO if name not in ("bf16", "whole_base")), "hybr
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, request):
+def runs(tmp_path_factory):
     """Results by number of processes (1, 2) and of two plain DDP processes ("ddp"), of rank 0 where it does not say."""
-    root, alone = tmp_path_factory.mktemp("sharded"), chosen_by_name(request.config)
+    root = tmp_path_factory.mktemp("sharded")
     model, small = tiny.make_checkpoint(root / "model"), save_tiny_model(root / "small")
     hybrid = f"base={tiny.make_hybrid(root / 'hybrid')}"
     grpo = {name: f"grpo:{options}" for name, options in {**GRPO, "hybrid": hybrid}.items()}
@@ -48,9 +48,9 @@ def runs(tmp_path_factory, request):
         **grpo,
     }
     sft = f"sft:steps=6,save=3,final={root}"
-    one = Run(model, root / "one", {"sft": f"{sft}/one/final", **both}, alone, processes=1)
-    ddp = Run(model, root / "ddp", {name: grpo[name] for name in ("bf16", "whole_base")}, alone)
-    two = Run(
+    (one,) = scenarios_of(model, root / "one", {"sft": f"{sft}/one/final", **both}, processes=1)
+    ddp, _ = scenarios_of(model, root / "ddp", {name: grpo[name] for name in ("bf16", "whole_base")})
+    two, rank_1 = scenarios_of(
         model,
         root / "two",
         {
@@ -65,14 +65,11 @@ def runs(tmp_path_factory, request):
             "full_state_dict": f"{sft}/two/final_full,FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
             "in_memory_full": "in_memory:full=1,FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
         },
-        alone,
         environment=fsdp_environment(),
     )
-    two.needs = {"lora_resumed": [(two, "lora")], "resumed": [(two, "sft")], "from_one": [(one, "sft")]}
     resumed = {"from_two": f"sft:steps=6,resume={root}/two/sft/checkpoint-3"}
-    again = Run(model, root / "again", resumed, alone, needs={"from_two": [(two, "sft")]}, processes=1)
-    results = {run.folder.name: run.rank(0) for run in (one, two, ddp, again)}
-    return {**results, "rank1": two.rank(1), "root": root, "model": model}
+    (again,) = scenarios_of(model, root / "again", resumed, processes=1)
+    return {"one": one, "two": two, "rank1": rank_1, "ddp": ddp, "again": again, "root": root, "model": model}
 
 
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

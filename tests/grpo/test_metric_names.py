@@ -5,6 +5,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from tests import tiny
+from tests.rollout.test_continuous_batching import SMALL_CACHE
 from tests.rollout.test_correction import Engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.vllm import trl_starts
@@ -26,7 +27,10 @@ FEATURES = {
     "off-policy mask": {"off_policy_mask_threshold": 0.5, "num_iterations": 2, "max_steps": 4},
     "truncated": {"mask_truncated_completions": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
-    "continuous batching": {"use_transformers_continuous_batching": True},
+    "continuous batching": {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": SMALL_CACHE,
+    },
     "vLLM": WITH_VLLM,
     "vLLM, a sequence's weight": {**WITH_VLLM, "vllm_importance_sampling_mode": "sequence_mask"},
     "vLLM, off-policy": {**WITH_VLLM, "num_iterations": 2, "max_steps": 4},

@@ -8,7 +8,6 @@ policy before.
 import os
 import shutil
 import tempfile
-import weakref
 from pathlib import Path
 
 import torch
@@ -102,7 +101,6 @@ class AdapterVersions:
         self.in_memory = in_memory
         self.root: Path | None = None
         self.bytes = 0
-        self._cleanup = None
 
     def publish(self, version: int, weights: dict[str, torch.Tensor], peft_config: LoraConfig) -> Path:
         """Write version `version` and return its folder.
@@ -110,10 +108,15 @@ class AdapterVersions:
         Raises:
             RolloutError: it cannot be written.
         """
-        self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        self.bytes = sum(tensor.nbytes for tensor in weights.values())
         try:
             if self.root is None:
-                self.root = self._scratch()
+                memory = self.in_memory and os.access(_MEMORY, os.W_OK)
+                memory = memory and shutil.disk_usage(_MEMORY).free > 4 * self.bytes
+                place = _MEMORY if memory else self.folder
+                place.mkdir(parents=True, exist_ok=True)
+                self._scratch = tempfile.TemporaryDirectory(prefix=".adapters-", dir=place, ignore_cleanup_errors=True)
+                self.root = Path(self._scratch.name).resolve()
             folder = self.root / f"{self.prefix}-v{version}"
             with written_whole(folder) as scratch:
                 scratch.mkdir()
@@ -135,14 +138,5 @@ class AdapterVersions:
     def close(self) -> None:
         """Remove every version; happens by itself when the process ends."""
         if self.root is not None:
-            self._cleanup()
+            self._scratch.cleanup()
             self.root = None
-
-    def _scratch(self) -> Path:
-        if self.in_memory and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * self.bytes:
-            root = Path(tempfile.mkdtemp(prefix=f"{self.prefix}-", dir=_MEMORY))
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            root = Path(tempfile.mkdtemp(prefix=".adapters-", dir=self.folder)).resolve()
-        self._cleanup = weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
-        return root

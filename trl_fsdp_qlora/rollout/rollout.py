@@ -55,7 +55,6 @@ class Rollout:
         self.backend = backend
         self._work = DecodingWork()
         self._told: set[str] = set()
-        self._inside: tuple[nn.Module, nn.Module] | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -120,13 +119,7 @@ class Rollout:
         """Why training's completions come from transformers' own decoding loop; `None` where they do not."""
         if not self.args.compact_generation:
             return "compact_generation=False"
-        return why_stock(self._unwrapped(wrapped), settings.config, vision)
-
-    def _unwrapped(self, wrapped: nn.Module) -> nn.Module:
-        """The model inside. accelerate reads the metadata of installed packages to say so: once per wrapped model here."""
-        if self._inside is None or self._inside[0] is not wrapped:
-            self._inside = wrapped, self.accelerator.unwrap_model(wrapped)
-        return self._inside[1]
+        return why_stock(self.accelerator.unwrap_model(wrapped), settings.config, vision)
 
     def features(self, wrapped: nn.Module, settings: GenerateSettings | None) -> list[tuple[str, str]]:
         """Headings and lines of the start-up block on transformers' `generate`, where it is used."""
@@ -137,22 +130,19 @@ class Rollout:
         if reason is not None:
             heading = "as stock TRL" if self.args.compact_generation else "off"
             return [(heading, f"rollouts: every completion prefills its prompt, no row leaves early ({reason})")]
-        line = "rollouts: each prompt prefilled once, finished rows leave the batch"
-        return [("on", line), *self._decoding_features(wrapped)]
-
-    def _decoding_features(self, wrapped: nn.Module) -> list[tuple[str, str]]:
-        """What is saved on CPUs beyond rows; elsewhere nothing is."""
+        found = [("on", "rollouts: each prompt prefilled once, finished rows leave the batch")]
         if self.accelerator.device.type != "cpu":
-            return []
-        model = self._unwrapped(wrapped)
+            return found
+        model = self.accelerator.unwrap_model(wrapped)
         adapted = is_peft_model(model)
         # accelerate wraps the outermost forward alone, and `generate` calls the model inside an adapter.
         with nullcontext() if adapted else self.accelerator.autocast():
             reason = why_per_row(model.get_base_model() if adapted else model)
-        line = f"decoding: {_prompts(reason)}"
-        if beats_mkl():
-            line += "; float32 products by oneDNN"
-        return [("as stock TRL" if reason is not None and not beats_mkl() else "on", line)]
+        products = "; float32 products by oneDNN" if beats_mkl() else ""
+        return [
+            *found,
+            ("on" if reason is None or products else "as stock TRL", f"decoding: {_prompts(reason)}{products}"),
+        ]
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
@@ -160,11 +150,8 @@ class Rollout:
         figures = torch.tensor([getattr(self._work, name) for name in names])
         self._work = DecodingWork()
         figures = self.accelerator.reduce(figures.to(self.accelerator.device), reduction="sum")
-        return {
-            f"generation/{name}": float(value)
-            for name, value in zip(names, figures.tolist(), strict=True)
-            if figures.any()
-        }
+        found = zip(names, figures.tolist(), strict=True) if figures.any() else ()
+        return {f"generation/{name}": float(value) for name, value in found}
 
     @contextmanager
     def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:

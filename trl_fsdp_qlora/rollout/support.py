@@ -52,6 +52,7 @@ def _why_stock_with(vision: dict[str, Any], model: PreTrainedModel) -> str | Non
     if others := sorted({*vision} - {*PER_IMAGE, *PER_TOKEN, "num_images"}):
         return f"images come with {', '.join(others)}"
     counts = vision.get("num_images")
-    if counts is None or len(split_pixel_values_by_grid(vision)["pixel_values"]) != len(counts):
+    dealt = counts is not None and "pixel_values" in vision
+    if not dealt or len(split_pixel_values_by_grid(vision)["pixel_values"]) != len(counts):
         return "pixels do not say which prompt they belong to"
     return None if position_limit(model) == float("inf") else "rotary tables that depend on the longest row"

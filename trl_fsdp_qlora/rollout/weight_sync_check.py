@@ -24,10 +24,11 @@ GROWN, SMALL = 10.0, 0.01
 ENOUGH_TOKENS = 100
 
 # Settings of `SamplingParams` that say how much is drawn, where it ends and what is returned, not from which distribution.
-_NEUTRAL_KWARGS = {
-    *("n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "detokenize"),
-    *("skip_special_tokens", "spaces_between_special_tokens", "logprobs", "prompt_logprobs"),
-}
+_NEUTRAL_KWARGS = (
+    "n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "detokenize",
+    "skip_special_tokens", "spaces_between_special_tokens", "logprobs", "prompt_logprobs",
+    "temperature", "top_p", "top_k", "min_p",  # looked at by themselves
+)  # fmt: skip
 
 
 def truncations(args: Any) -> dict[str, Any]:
@@ -41,16 +42,17 @@ def truncations(args: Any) -> dict[str, Any]:
 def draws_from_policy(args: Any) -> bool:
     """Whether the log-probabilities that vLLM returns can be compared with the policy's: nothing else shapes what it draws from."""
     kwargs = args.generation_kwargs or {}
-    if truncations(args) or args.repetition_penalty not in (None, 1.0) or args.vllm_structured_outputs_regex:
-        return False
-    if args.vllm_mode == "server" and args.temperature != 1.0:
-        return False  # a server without --logprobs-mode processed_logprobs leaves the temperature out
-    if not {"logprobs_mode", "logits_processors"}.isdisjoint(args.vllm_engine_kwargs or {}):
-        return False
-    if kwargs.get("temperature", args.temperature) != args.temperature:
-        return False
-    known = {*_NEUTRAL_KWARGS, "temperature", "top_p", "top_k", "min_p"}
-    return not any(value for name, value in kwargs.items() if name not in known)
+    shaped = (
+        truncations(args)
+        or args.repetition_penalty not in (None, 1.0)
+        or args.vllm_structured_outputs_regex
+        or kwargs.get("temperature", args.temperature) != args.temperature
+        # A server without --logprobs-mode processed_logprobs leaves the temperature out.
+        or (args.vllm_mode == "server" and args.temperature != 1.0)
+        or {"logprobs_mode", "logits_processors"}.intersection(args.vllm_engine_kwargs or {})
+        or any(value and name not in _NEUTRAL_KWARGS for name, value in kwargs.items())
+    )
+    return not shaped
 
 
 class WeightSyncCheck:

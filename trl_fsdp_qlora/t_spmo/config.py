@@ -31,14 +31,12 @@ class TSPMOConfig(EfficientGRPOConfig):
         super().__post_init__()
         if self.t_spmo_objective not in OBJECTIVES:
             raise ValueError(f"t_spmo_objective={self.t_spmo_objective!r} is unknown; use one of {OBJECTIVES}")
-        if self.beta != 0.0:
-            raise ValueError(f"beta={self.beta}: T-SPMO has no KL term; leave beta at 0.0, or train with GRPO")
-        if self.num_iterations != 1:
-            raise ValueError(
-                f"num_iterations={self.num_iterations}: T-SPMO has no ratio to correct for a policy that has moved "
-                "since it generated; use 1"
-            )
-        if self.token_selection != "all":
-            raise ValueError(
-                f"token_selection={self.token_selection!r}: T-SPMO selects its tokens itself; leave it at 'all'"
-            )
+        for name, value, reason in (
+            ("beta", 0.0, "it has no KL term"),
+            ("num_iterations", 1, "it has no ratio to correct for a policy that has moved since it generated"),
+            ("token_selection", "all", "it selects its tokens itself"),
+        ):
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no place in T-SPMO: {reason}; leave it at {value!r}"
+                )
