@@ -175,7 +175,6 @@ def test_refused_before_the_base_is_loaded(tmp_path, monkeypatch):
     [
         ({"rollout_sync": "merge"}, True, LORA, "trl#4973"),
         ({"rollout_sync": "adapter"}, False, None, "use_peft"),
-        ({"rollout_sync": "often"}, False, LORA, "'often'"),
     ],
 )
 def test_wrong_choices(changes, quantized, peft_config, named):

@@ -127,10 +127,6 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
         super().__post_init__()
         if self.value_cache is None:
             self.value_cache = str(cache_folder() / "values")
-        for name in ("objective", "value_estimator", "unseen_prompts"):
-            allowed = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}")
         group_statistics = self.use_adaptive_entropy or self.multi_objective_aggregation != "sum_then_normalize"
         for has_no_place, name, reason in (
             (

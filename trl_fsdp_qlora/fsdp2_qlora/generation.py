@@ -43,21 +43,11 @@ def free_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().available // ranks
 
 
-def check_mode(mode: str) -> None:
-    """Raise a `ValueError` for an unknown `fsdp_gather`."""
-    if mode not in MODES:
-        raise ValueError(f"fsdp_gather={mode!r} is unknown; use one of {', '.join(map(repr, MODES))}")
-
-
 def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
     """`"once"` or `"per_layer"`, the same on every rank. Collective under `"auto"`.
 
     `"auto"` takes `"once"` where the weights fit into half of the free memory of every rank.
-
-    Raises:
-        ValueError: an unknown mode.
     """
-    check_mode(mode)
     if mode != "per_layer" and misfit() is not None:
         logger.warning_once("weights are gathered layer by layer, as torch does: %s", misfit())
         return "per_layer"

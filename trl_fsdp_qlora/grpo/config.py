@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 from trl import GRPOConfig
 
-from ..fsdp2_qlora.generation import check_mode
+from ..fsdp2_qlora.generation import MODES as GATHERS
+from ..rollout.sync_choice import CHOICES as SYNCS
 from ..run import redaction
-from ..run.config_fields import SWITCHES, documented, option, spelled
-from ..scoring.logprobs import check_head_kernel
-from ..telemetry.phases import MODES
+from ..run.config_fields import SWITCHES, documented, option, own_fields, spelled
+from ..scoring.logprobs import HEAD_KERNELS
+from ..telemetry.phases import MODES as CLOCKS
 from .token_budget import check_config
 
 
@@ -38,6 +39,7 @@ class EfficientGRPOConfig(GRPOConfig):
         "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
         "(keeps its Jacobian: two matrix products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on "
         "a GPU until the other one has been measured to be faster there. A trained head and an entropy bonus are TRL's. Values agree up to rounding.",
+        choices=HEAD_KERNELS,
     )
     skip_zero_advantage: bool = option(
         True,
@@ -87,6 +89,7 @@ class EfficientGRPOConfig(GRPOConfig):
         "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
         "'merge' (TRL's way: every weight, with the adapter merged into it), or 'auto': the adapter where the base is "
         "quantized, sharded, not on a GPU, or held by a server that was started to take adapters.",
+        choices=SYNCS,
     )
     vllm_adapter_dir: str | None = option(
         None,
@@ -105,6 +108,7 @@ class EfficientGRPOConfig(GRPOConfig):
         "accuracy is measured. 'once': the whole model is gathered for the phase (a 4-bit base as it is packed); "
         "'per_layer': layer by layer in every forward pass, so for every token; 'auto': once, where it fits into half "
         "of the free memory of every rank.",
+        choices=GATHERS,
     )
     fsdp_keep_gathered: bool = option(
         False,
@@ -116,6 +120,7 @@ class EfficientGRPOConfig(GRPOConfig):
         "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "
         "the allocator's peak after each phase, so that every phase of every step has its own "
         "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'.",
+        choices=CLOCKS,
     )
     show_completions: int = option(
         2,
@@ -133,12 +138,12 @@ class EfficientGRPOConfig(GRPOConfig):
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
         check_config(self)
-        check_mode(self.fsdp_gather)
-        if self.phase_metrics not in MODES:
-            raise ValueError(
-                f"phase_metrics={self.phase_metrics!r} is unknown; use one of {', '.join(map(repr, MODES))}"
-            )
-        check_head_kernel(self.lm_head_kernel)
+        for item in (
+            item for cls in type(self).__mro__ if issubclass(cls, EfficientGRPOConfig) for item in own_fields(cls)
+        ):
+            value, known = getattr(self, item.name), item.metadata.get("choices")
+            if known and value not in known:
+                raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
                 f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more"

@@ -42,10 +42,6 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any
     Raises:
         RolloutError: the choice cannot work; names the line to change.
     """
-    if args.rollout_sync not in CHOICES:
-        raise RolloutError(
-            f"rollout_sync={args.rollout_sync!r} is unknown; use one of {', '.join(map(repr, CHOICES))}"
-        )
     if not args.use_vllm:
         return Sync("off", "use_vllm is off")
     if args.rollout_sync == "merge" or peft_config is None:

@@ -24,12 +24,6 @@ VOCABULARY_TILE = 8192
 HEAD_KERNELS = ("auto", "trl", "frozen")
 
 
-def check_head_kernel(choice: str) -> None:
-    """Raise `ValueError` where `choice` is none of `HEAD_KERNELS`."""
-    if choice not in HEAD_KERNELS:
-        raise ValueError(f"lm_head_kernel={choice!r} is unknown; it is one of {', '.join(HEAD_KERNELS)}")
-
-
 def choose_head_kernel(
     choice: str,
     device_type: str,
@@ -161,11 +155,7 @@ def add_scoring_head(
         entropy_gradient: the loss has a term in the entropy. Without it the entropy of a frozen head is a value only,
             and a backward through it raises.
         kernel: one of `HEAD_KERNELS`.
-
-    Raises:
-        ValueError: `kernel` is none of them.
     """
-    check_head_kernel(kernel)
     original_forward = model.forward
     logit_scale, softcap = logit_transform(model.config)
     text_config = model.config.get_text_config()

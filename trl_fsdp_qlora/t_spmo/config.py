@@ -25,12 +25,11 @@ class TSPMOConfig(EfficientGRPOConfig):
         "probability",
         "What is maximised over the credited transitions: A(v|p)·π(v|p) ('probability') or A(v|p)·log π(v|p) "
         "('log_probability').",
+        choices=OBJECTIVES,
     )
 
     def __post_init__(self):
         super().__post_init__()
-        if self.t_spmo_objective not in OBJECTIVES:
-            raise ValueError(f"t_spmo_objective={self.t_spmo_objective!r} is unknown; use one of {OBJECTIVES}")
         for name, value, reason in (
             ("beta", 0.0, "it has no KL term"),
             ("num_iterations", 1, "it has no ratio to correct for a policy that has moved since it generated"),
