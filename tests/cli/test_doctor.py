@@ -10,7 +10,7 @@ from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.cli import doctor
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
 from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
-from trl_fsdp_qlora.run.accelerate_configs import accelerate_config
+from trl_fsdp_qlora.run.shipped import accelerate_config
 
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base --use_cpu true"
 REWARDS = """

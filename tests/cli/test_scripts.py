@@ -7,7 +7,7 @@ from accelerate.commands.launch import launch_command_parser
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.cli import scripts
 from trl_fsdp_qlora.cli.words import take
-from trl_fsdp_qlora.run.accelerate_configs import accelerate_config
+from trl_fsdp_qlora.run.shipped import accelerate_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml")

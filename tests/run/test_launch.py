@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from trl_fsdp_qlora.run import launch
-from trl_fsdp_qlora.run.accelerate_configs import accelerate_config
+from trl_fsdp_qlora.run.shipped import accelerate_config
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 import psutil
 import pytest
 
-from trl_fsdp_qlora.run import launch_line
-from trl_fsdp_qlora.run.launch_line import config_file, launch_words, resume_line
+from trl_fsdp_qlora.run import launch as launch_module
+from trl_fsdp_qlora.run.launch import config_file, launch_words, resume_line
 
 
 class Process:
@@ -28,7 +28,7 @@ def test_the_launcher_is_asked(typed, words, monkeypatch):
 
 
 def test_without_a_launcher(monkeypatch):
-    monkeypatch.setattr(launch_line.sys, "argv", ["s.py", "--config", "c.yaml"])
+    monkeypatch.setattr(launch_module.sys, "argv", ["s.py", "--config", "c.yaml"])
     monkeypatch.setattr(psutil.Process, "parents", lambda self: [Process("bash", "accelerate-all.sh")])
     assert launch_words() == ["python", "s.py", "--config", "c.yaml"]
 

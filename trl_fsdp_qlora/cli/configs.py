@@ -1,8 +1,8 @@
 """`trl-fsdp-qlora config`: the accelerate configs of this package, for `accelerate launch --config_file`."""
 
 from ..errors import UserError
-from ..run.accelerate_configs import accelerate_config, names
 from ..run.one_line import OneLineParser
+from ..run.shipped import accelerate_config, names
 from .words import refuse
 
 

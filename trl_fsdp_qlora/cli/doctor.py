@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from ..errors import UserError
-from ..run.accelerate_configs import accelerate_config
+from ..run.shipped import accelerate_config
 from .scripts import LAUNCHER, default_config, with_recipe
 from .words import refuse, take
 

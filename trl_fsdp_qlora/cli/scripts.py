@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from ..errors import UserError, mistyped_path
-from ..run.accelerate_configs import accelerate_config
 from ..run.launch import launch
-from ..run.shipped import shipped
+from ..run.shipped import accelerate_config, shipped
 from .recipes import find
 from .words import refuse, take
 

@@ -15,8 +15,8 @@ from trl import GRPOConfig, ModelConfig
 
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ConfigError, ScriptArguments, check_key, read_yaml
-from ..run.accelerate_configs import accelerate_config
 from ..run.config_fields import SWITCHES, spelled
+from ..run.shipped import accelerate_config
 
 # Fields of this package's configs that are read where they are set.
 _OWN = {"prefix_sharing": "auto", "lm_head_kernel": "auto", "compact_generation": True, "fsdp_gather": "auto"}

@@ -13,9 +13,9 @@ from datasets import Dataset, DatasetDict, Image, List, concatenate_datasets, lo
 from datasets.exceptions import DatasetsError
 
 from ..errors import mistyped_path
-from ..run.own_code import is_import_path, load_function
 from . import reasoning_gym
 from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
+from .import_path import is_import_path, load_function
 from .small_tasks import TASKS, two_digit_pairs
 
 # (columns of the question, column of the right answer): SVAMP, GSM8K, and the plain one of one's own files.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from ..errors import UserError, did_you_mean
-from ..run.own_code import is_import_path, load_function
 from . import reasoning_gym
 from .answers import NUMBER, Completion, answers_match, completion_text, extract_answer, parse_gold
+from .import_path import is_import_path, load_function
 
 _TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 _BETWEEN = re.compile(r"</reasoning>\s*<answer>")

@@ -18,7 +18,7 @@ from ..checkpoints.checkpoints import last_step, step_of
 from ..checkpoints.disk import disk_errors
 from ..compat.transformers import model_name
 from ..publishing.card import hardware, software
-from ..run import launch_line, redaction
+from ..run import launch, redaction
 from ..run.nonfatal import nonfatal
 from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
@@ -147,7 +147,7 @@ def run_recipe(
             card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
             card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
             card.max_new_tokens = args.max_completion_length
-            card.command, card.recipe_file = launch_line.launch_words(), launch_line.config_file(sys.argv)
+            card.command, card.recipe_file = launch.launch_words(), launch.config_file(sys.argv)
 
         started = time.perf_counter()
         with resumable(trainer):

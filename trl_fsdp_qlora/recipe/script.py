@@ -14,7 +14,7 @@ from accelerate import PartialState
 
 from ..checkpoints import checkpoints
 from ..errors import UserError
-from ..run import launch_line, signals
+from ..run import launch, signals
 from ..run.launch import USER_ERROR
 from ..telemetry import terminal
 from .arguments import DEBUG_ERRORS
@@ -66,7 +66,7 @@ def resumable(trainer: Any) -> Iterator[None]:
         last = checkpoints.last_complete_checkpoint(trainer.args.output_dir)
         where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
         then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
-        line = launch_line.resume_line(launch_line.launch_words())
+        line = launch.resume_line(launch.launch_words())
         raise KeyboardInterrupt(f"{where}; {then}: {line}") from None
 
 

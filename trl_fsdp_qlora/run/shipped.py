@@ -1,8 +1,10 @@
-"""Folders: those at the top of the repository, which an installed package holds inside, and the cache."""
+"""Folders: those at the top of the repository, which an installed package holds inside, and the cache; accelerate configs by name."""
 
 import os
 from importlib.resources import files
 from pathlib import Path
+
+from ..errors import UserError, did_you_mean
 
 _PACKAGE = Path(
     str(files(__package__.partition(".")[0]))
@@ -19,3 +21,21 @@ def cache_folder() -> Path:
     """`$TRL_FSDP_QLORA_CACHE`, or `trl_fsdp_qlora` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("TRL_FSDP_QLORA_CACHE") or Path(base) / "trl_fsdp_qlora").expanduser()
+
+
+def names() -> list[str]:
+    """Names that [`accelerate_config`] takes."""
+    return sorted(path.stem for path in shipped("accelerate_configs").glob("*.yaml"))
+
+
+def accelerate_config(name: str) -> Path:
+    """Path of the config `name`, for `accelerate launch --config_file`.
+
+    Raises:
+        UserError: there is none of that name; says which is called nearly so, and lists those there are.
+    """
+    if name not in names():
+        raise UserError(
+            f"no accelerate config named {name!r}{did_you_mean(name, names())}; there are {', '.join(names())}"
+        )
+    return shipped("accelerate_configs") / f"{name}.yaml"

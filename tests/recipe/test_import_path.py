@@ -6,8 +6,8 @@ from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.data import load_data
 from trl_fsdp_qlora.recipe.datasets import DatasetError
+from trl_fsdp_qlora.recipe.import_path import ImportPathError, is_import_path, load_function
 from trl_fsdp_qlora.recipe.rewards import get_reward
-from trl_fsdp_qlora.run.own_code import OwnCodeError, is_import_path, load_function
 
 REWARDS = """
 from own_helper import UNIT
@@ -69,7 +69,7 @@ def test_what_is_no_import_path():
 def test_what_is_not_there_is_named(folder, text, said):
     (folder / "own_broken.py").write_text("1 / 0\n")
     (folder / "json.py").write_text("")
-    with pytest.raises(OwnCodeError) as refused:
+    with pytest.raises(ImportPathError) as refused:
         load_function(text)
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
