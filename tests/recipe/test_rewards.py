@@ -54,21 +54,7 @@ def test_graded_reward_follows_the_blog():
 
 
 def test_every_completion_is_judged():
-    tags = [
-        "<reasoning>",
-        "</reasoning>",
-        "<answer>",
-        "</answer>",
-        "\\boxed{",
-        "{",
-        "}",
-        "####",
-        " ",
-        "\n",
-        "9",
-        "1/",
-        "-",
-    ]
+    tags = [*rewards._TAGS, *"{} \n9-", "\\boxed{", "####", "1/"]
     tags += ["</reasoning><answer>", "<answer>9", "$ ", "9,999", ".", "9.", "- 1 ", "1e9", " 9 "]
     texts = [
         ("<reasoning>" + tag * (100_000 // len(tag)) + end)[-110_000:] for tag in tags for end in ("", "</answer>x")

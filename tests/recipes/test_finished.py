@@ -18,28 +18,10 @@ METHODS = {
 
 def command(script: str, output: str, *more: str) -> list[str]:
     settings = re.sub(r"--(num_generations|loss_type|max_steps) \S+", "", " ".join(SETTINGS))
-    settings = settings.replace("--bf16 false", f"--bf16 {str(script == 't_spmo.py').lower()}").split()
-    method = METHODS[script].split()
-    prompt = [
-        "--prompt_template",
-        "{question}=",
-        "--system_prompt",
-        "Add.",
-        "--dtype",
-        "float32",
-        "--accuracy_samples",
-        "2",
-    ]
-    sizes = [
-        *prompt,
-        "--per_device_train_batch_size",
-        "16",
-        "--output_dir",
-        output,
-        "--resume_from_checkpoint",
-        "auto",
-    ]
-    return ["--model_name_or_path", "base", *settings, *method, *sizes, *more]
+    settings = settings.replace("--bf16 false", f"--bf16 {str(script == 't_spmo.py').lower()}")
+    settings += f" {METHODS[script]} --dtype float32 --accuracy_samples 2 --per_device_train_batch_size 16"
+    texts = ["--prompt_template", "{question}=", "--system_prompt", "Add.", "--output_dir", output]
+    return ["--model_name_or_path", "base", *settings.split(), *texts, "--resume_from_checkpoint", "auto", *more]
 
 
 def contents(run) -> dict[str, bytes]:
