@@ -261,7 +261,8 @@ def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_pat
     run = settings(folder(tmp_path, vocab_size=vocabulary), Launch(use_cpu=True), temperature=0.9)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.9)])
     ids = torch.zeros(run.rollout_rows, 4, dtype=torch.long)
-    steps = _Batch(ids, GenerationConfig(do_sample=True), processors, StoppingCriteriaList(), {})
+    rows, sampling = torch.arange(run.rollout_rows), GenerationConfig(do_sample=True)
+    steps = _Batch(ids, rows, sampling, processors, StoppingCriteriaList(), {})
 
     def step():
         logits = torch.zeros(run.rollout_rows, vocabulary)
