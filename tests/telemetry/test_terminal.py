@@ -62,6 +62,10 @@ def test_completions_from_the_lowest_to_the_highest_reward():
     low, high = completion_lines(asked, said, {"exact": [1.0, 0.5, 0.0]}, 2)
     assert low.startswith('    reward 0.000  "1 + 1" → "x\\nyyy') and len(low) < 140 and low.endswith('…"')
     assert high == '    reward 1.000  "1 + 1" → "2"'
+    parts = [
+        {"role": "user", "content": [{"type": "image", "image": object()}, {"type": "text", "text": "How many?"}]}
+    ]
+    assert completion_lines([parts], ["2"], {"exact": [1.0]}, 1) == ['    reward 1.000  "<image>How many?" → "2"']
     both = completion_lines(["p"], ["c"], {"exact": [1.0], "format": [float("nan")]}, 2)
     assert both == ['    exact 1.000, format -  "p" → "c"']
     assert completion_lines([], [], {"exact": []}, 2) == []

@@ -41,6 +41,8 @@ def number(value: float | None) -> str:
 def _one_line(text: Any, width: int) -> str:
     if isinstance(text, Sequence) and not isinstance(text, str):  # a conversation: its last message
         text = text[-1].get("content", "") if text and isinstance(text[-1], Mapping) else text
+    if isinstance(text, list):  # a message in parts: an image by its name
+        text = "".join(part.get("text") or f"<{part.get('type')}>" for part in text)
     quoted = json.dumps(text, ensure_ascii=False, default=str)
     return quoted if len(quoted) <= width else f"{quoted[: width - 2]}…{quoted[-1]}"
 
