@@ -169,6 +169,17 @@ def nothing_to_score_on_one_rank_at_first(wrapper, expected, expected_gradients)
     assert_right(model, sharing, logps, expected, expected_gradients)
 
 
+def fewer_rows_on_one_rank(wrapper, expected, expected_gradients):
+    """The comparison goes row by row, and a forward of a sharded model is one of all ranks."""
+    model, sharing = wrapped(wrapper)
+    ids, mask = my_batch()
+    rows = 4 if dist.get_rank() == 0 else 2
+    one_pass(model, sharing, (ids[:rows], mask[:rows])).sum().backward()
+    model.zero_grad()
+    assert sharing.active(), sharing.describe()
+    assert_right(model, sharing, one_pass(model, sharing), expected, expected_gradients)
+
+
 SCENARIOS = (
     check_leaves_nothing,
     check_between_micro_batches,
@@ -177,6 +188,7 @@ SCENARIOS = (
     wrong_gradient_on_one_rank,
     error_outside_of_attention,
     nothing_to_score_on_one_rank_at_first,
+    fewer_rows_on_one_rank,
 )
 
 

@@ -83,12 +83,18 @@ def with_attention_of_its_own(model):
     return model
 
 
-def test_counter_catches_layers_that_no_backend_computes(caplog):
+def test_layers_that_no_backend_computes_are_counted_and_get_a_dense_mask():
     packed, result, stock = run(with_attention_of_its_own(build(SUPPORTED["llama"])))
-    assert "ran 0 times in a forward of 2" in packed.describe()
-    assert torch.equal(result[0], stock)
+    assert packed.active() and result[-1]["layers_dense"] == 1.0
+    torch.testing.assert_close(result[0], stock, atol=2e-5, rtol=1e-5)
     with pytest.raises(PrefixSharingError, match="ran 0 times"):
         run(with_attention_of_its_own(build(SUPPORTED["llama"])), "cascade")
+
+
+def test_layers_with_a_window_get_no_dense_mask():
+    packed, result, stock = run(with_attention_of_its_own(build(SUPPORTED["mistral_sliding"])))
+    assert "ran 0 times" in packed.describe()
+    assert torch.equal(result[0], stock)
 
 
 def test_self_check_catches_a_leak_between_completions(caplog):

@@ -26,18 +26,28 @@ def prefill_rows(settings: Settings, compact: bool = True) -> int:
     return max(1, settings.rollout_rows // settings.num_generations) if compact else settings.rollout_rows
 
 
+def _heads(text: PretrainedConfig, layers: int) -> list[tuple[int, int, int]]:
+    """Of each layer its heads, those of its keys, and their width; the config of some models differs from layer to layer."""
+    found = []
+    for one in text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * layers:
+        heads = getattr(one, "num_attention_heads", None) or 1  # where there are recurrent layers only, of nothing
+        of_keys = getattr(one, "num_key_value_heads", None) or heads
+        found.append((heads, of_keys, getattr(one, "head_dim", None) or one.hidden_size // heads))
+    return found
+
+
 def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int, int]:
     """`(whole, what grows of one layer, one row's prompt)` of the keys, values and recurrent states that a rank generates with,
     all its rows at full length. With `shared` a prompt's are there once, see [`shares_prompts`]."""
     text, kinds = config.get_text_config(), layer_types(config.get_text_config())
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * heads * width * compute_dtype(settings, config).itemsize  # of one token in one layer
+    number = compute_dtype(settings, config).itemsize
+    tokens = [2 * number * heads * width for _, heads, width in _heads(text, len(kinds))]  # of one token in each layer
     length = settings.max_completion_length + (0 if shared else settings.prompt_tokens)
     window = getattr(text, "sliding_window", None) or length
-    lengths = [min(length, window) if kind == "sliding_attention" else length for kind in kinds if keeps_keys(kind)]
-    layers = [token * settings.rollout_rows * each for each in lengths]
-    prompt = token * settings.prompt_tokens * len(layers)
+    lengths = [min(length, window) if kind == "sliding_attention" else length for kind in kinds]
+    keep = [i for i, kind in enumerate(kinds) if keeps_keys(kind)]
+    layers = [tokens[i] * settings.rollout_rows * lengths[i] for i in keep]
+    prompt = sum(tokens[i] for i in keep) * settings.prompt_tokens
     states = settings.rollout_rows * sum(map(state_bytes, recurrent_layers(whole(settings, config))))
     return sum(layers) + shared * prefill_rows(settings) * prompt + states, max(layers, default=0), prompt
 
@@ -50,10 +60,10 @@ def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = 
     keys and values are repeated for grouped queries.
     """
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    repeated = max(heads // of_keys for heads, of_keys, _ in _heads(text, 1))
     logits = (compute_dtype(settings, config).itemsize + 4 * 4) * settings.rollout_rows * text.vocab_size
     _, layer, _ = cache_bytes(settings, config, shared)
-    return max(logits, layer * (1 if shared else max(1, text.num_attention_heads // heads)))
+    return max(logits, layer * (1 if shared else repeated))
 
 
 class Gathered(NamedTuple):

@@ -115,8 +115,10 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     dtype, model_args = dtype_of(settings, config), settings.model
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            how = {"dtype": dtype, "attn_implementation": fake_ops.ATTENTION}
-            model = model_class(config).from_config(config, **how)
+            try:
+                model = model_class(config).from_config(config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
+            except KeyError:  # attention of the model's own (Falcon, GPT-J), by a table of names
+                model = model_class(config).from_config(config, dtype=dtype, attn_implementation="eager")
         except (ValueError, ImportError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ConfigError(

@@ -175,7 +175,7 @@ def install(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedAttention: the implementation underneath is one no backend can stand on.
     """
-    base = model.config._attn_implementation
+    base = _implementation(model)
     if base in _BASES:
         return
     masks = AttentionMaskInterface()
@@ -188,13 +188,24 @@ def install(model: PreTrainedModel) -> None:
     AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base, packed=packed))
     AttentionMaskInterface.register(name, masks[base])
     use_in_decoder(model, name)
-    if model.config._attn_implementation != name:
+    if _implementation(model) != name:
         raise UnsupportedAttention(f"{type(model).__name__} keeps attn_implementation={base!r}")
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Give `model` the implementation back that it had before [`install`]."""
+    # A kernel from the Hub was let in when the model was loaded.
+    model.set_attn_implementation(_BASES[_implementation(model)], allow_all_kernels=True)
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    """What its decoder attends by: where a vision tower has attention of its own, the whole model keeps its name."""
+    return model.get_decoder().config._attn_implementation
 
 
 def can_nest(model: PreTrainedModel, choice: str) -> bool:
     """Whether a model with [`install`]'s implementation can compute nested rows under a backend choice."""
-    name = model.config._attn_implementation
+    name = _implementation(model)
     base = _BASES.get(name, name)
     return choice == "auto" and base in tree.BASES
 
@@ -202,12 +213,11 @@ def can_nest(model: PreTrainedModel, choice: str) -> bool:
 @contextlib.contextmanager
 def set_aside(model: PreTrainedModel) -> Iterator[None]:
     """The implementation underneath [`install`]'s inside, for code that asks for it by name (continuous batching)."""
-    name = model.config._attn_implementation
+    name = _implementation(model)
     if name not in _BASES:
         yield
         return
-    # A kernel from the Hub was let in when the model was loaded.
-    model.set_attn_implementation(_BASES[name], allow_all_kernels=True)
+    uninstall(model)
     try:
         yield
     finally:

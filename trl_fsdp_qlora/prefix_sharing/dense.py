@@ -11,13 +11,19 @@ from transformers import PreTrainedModel
 from ..scoring.transfer import to_device
 from .batch import BatchFacts
 from .layout import PackedLayout
+from .support import layer_types
 
 
 def refuses(model: PreTrainedModel) -> str | None:
     """Why the attention of `model` cannot be told by a mask who sees whom, or `None`."""
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return f"attn_implementation={model.config._attn_implementation!r} takes no such mask"
+    others = set(layer_types(model.config.get_text_config(decoder=True))) - {"full_attention", "indexed_attention"}
+    if others:
+        return f"a mask of all pairs does not tell {', '.join(sorted(others))} layers apart"
     for module in model.get_decoder().modules():
+        if hasattr(module, "set_attention_type"):  # BigBird
+            return f"{type(module).__name__} attends to blocks in long rows"
         if any(x.ndim > 1 and 1 < x.shape[-1] == x.shape[-2] for x in module.buffers(recurse=False)):
             return f"{type(module).__name__} masks by the place in the row"
     return None

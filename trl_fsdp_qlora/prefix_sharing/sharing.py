@@ -17,7 +17,7 @@ from ..scoring.request import LogProbs, PassRequest, PassResult
 from ..scoring.transfer import to_device
 from . import dense, images
 from .agreement import is_main_rank, is_out_of_memory, largest_over_ranks, ranks, reason_of
-from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside
+from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside, uninstall
 from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch
 from .dropout import attention_reason, other_dropout, without_dropout
 from .layout import PackedLayout, pack
@@ -27,6 +27,7 @@ from .scope import computing, place
 from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, rounding_unit
 from .support import (
     attention_layers,
+    picks_keys,
     position_limit,
     position_tables,
     stock_positions,
@@ -51,6 +52,7 @@ class _ModelState:
     base: PreTrainedModel | None = None  # the causal language model inside all wrappers, once it is prepared
     layers: int = 0  # attention and recurrent layers of a forward
     recurrent_layers: int = 0
+    unserved: bool = False  # its layers never asked for a backend
     masked: bool = False  # attention of its own, which gets a mask of all pairs
     takes_positions: bool = True
     stock_positions: Callable | None = None  # what it makes of ids and mask, where that is not the columns
@@ -127,6 +129,8 @@ class PrefixSharing:
         if reason is not None:
             return self._give_up(role, reason)
         try:
+            if picks_keys(base):
+                raise UnsupportedAttention(f"{base.config.model_type} picks the keys of each token by itself")
             install(base)
         except (UnsupportedAttention, ValueError, ImportError) as error:
             reason = dense.refuses(base) if self.choice == "auto" and attention_layers(base) else str(error)
@@ -279,19 +283,29 @@ class PrefixSharing:
         unit = max((rounding_unit(dtype, device) for dtype in dtypes), default=0.0)
         sample = request.subsample(ROWS_HALF if unit else ROWS_FP32)
         facts = self._read(sample)
-        (comparable,) = largest_over_ranks([int(facts is not None and facts.scored_BC.any())], device)
+        rows = len(sample.input_ids)
+        comparable, most = largest_over_ranks([int(facts is not None and facts.scored_BC.any()), rows], device)
         if not comparable:  # on no rank
             return
-        problem = attention_reason(state.base)  # read again: somebody may have set it since
-        for nested in {False, nests}:
+        if rows < most:  # each row is a forward, which all ranks have to make
+            sample = sample.rows([*range(rows), *[rows - 1] * (most - rows)])
+
+        def compared(nested: bool) -> str | None:
             with without_dropout(request.model), state.meeting or contextlib.nullcontext():
-                problem = problem or compare(
+                return compare(
                     replace(sample, nested=nested),
                     lambda few: self._packed_or_problem(few, padded),
                     padded,
                     state.base.get_input_embeddings(),
                     unit,
                 )
+
+        problem = attention_reason(state.base) or compared(False)  # dropout: somebody may have set it since
+        if problem is not None and self._masks_instead(state, device):
+            problem = compared(False) and problem
+            nests = nests and not state.masked
+        if nests:
+            problem = problem or compared(True)
         if problem is None:
             state.checked.add((gradients, nests, with_images))
         elif with_images and self.choice == "auto":  # text may do
@@ -300,6 +314,15 @@ class PrefixSharing:
                 logger.warning("Batches with images run padded as in stock TRL: %s.", problem)
         else:
             self._give_up(request.role, problem)
+
+    def _masks_instead(self, state: _ModelState, device: torch.device) -> bool:
+        """Whether a model whose layers never asked for a backend gets a dense mask from now on."""
+        (unserved,) = largest_over_ranks([int(state.unserved)], device)
+        if not unserved or state.masked or self.choice != "auto":
+            return False
+        uninstall(state.base)
+        state.masked, state.pairs_per_token = dense.refuses(state.base) is None, None
+        return state.masked
 
     def _packed_or_problem(
         self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]
@@ -322,8 +345,9 @@ class PrefixSharing:
                 raise
             forget_forward(request.model)
             return None, reason_of(error), True
+        state.unserved = not problems and not layout.layer_calls
         # Differential attention calls its function twice a layer.
-        if not problems and (not layout.layer_calls or len(layout.layer_calls) % state.layers):
+        if state.unserved or not problems and len(layout.layer_calls) % state.layers:
             problems.append(
                 f"prefix-aware layers ran {len(layout.layer_calls)} times in a forward of {state.layers} attention and "
                 "recurrent layers (some do not use AttentionInterface)"

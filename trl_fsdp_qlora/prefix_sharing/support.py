@@ -15,7 +15,7 @@ from .dropout import attention_reason
 from .recurrent import recurrent_layers, unserved_reason
 
 # What transformers calls the layers of a decoder: how many tokens one attends to, and whether it keeps a state.
-_ATTENTION = {"full_attention", "sliding_attention"}
+_ATTENTION = {"full_attention", "sliding_attention", "indexed_attention"}
 _BOTH = {"hybrid", "hybrid_sliding"}
 _RECURRENT = {"linear_attention", "conv"}
 _NEITHER = {"mlp", "moe"}
@@ -71,6 +71,11 @@ def layer_types(text: PreTrainedConfig) -> list[str]:
     if types is None and getattr(text, "decoder_layers", None) is not None:  # beside `num_hidden_layers` of an encoder
         return ["full_attention"] * text.decoder_layers
     return list(types) if types is not None else get_layer_types_and_kwargs(text)[0]
+
+
+def picks_keys(model: PreTrainedModel) -> bool:
+    """Whether layers of `model` choose among the keys that a mask lets them see, whatever computes the attention."""
+    return "indexed_attention" in layer_types(model.config.get_text_config(decoder=True))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
