@@ -169,7 +169,7 @@ def hybrid() -> Qwen3_5TextConfig:
     delta = {f"linear_{kind}_head_dim": 32 for kind in ("key", "value")}
     heads = {
         "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_value_heads": 8,  # wider than the model, as Qwen3.5's are
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }

@@ -70,11 +70,10 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
         keys = [tuple(key) for key in fingerprints(batch).tolist()]
         for name in PER_IMAGE:
             if isinstance(apart.get(name), list):
-                pairs = zip(keys, apart[name], strict=True)
-                apart[name] = [
-                    kept[name, key] if (name, key) in kept else kept.setdefault((name, key), one.clone())
-                    for key, one in pairs
-                ]
+                for key, one in zip(keys, apart[name], strict=True):
+                    if (name, key) not in kept:
+                        kept[name, key] = one.clone()  # the batch itself is then let go
+                apart[name] = [kept[name, key] for key in keys]
     apart = shuffle_groups(apart, group_size, rank_offset=rank * len(batch["prompt_ids"]))
     return split_tensor_dict(apart, count)
 

@@ -85,6 +85,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         engine = trl_starts_engine(call["args"], self.sync)
         with checks.explained_lora_targets(call["model"]), experts_in_4bit(), engine:
             super().__init__(**call)
+        checks.check_images(self.train_dataset, self.processing_class, self.accelerator.unwrap_model(self.model))
         self.aux_loss_enabled = self.aux_loss_enabled and counts_experts(self.model.config.get_text_config())
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)

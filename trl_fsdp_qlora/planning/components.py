@@ -48,7 +48,8 @@ def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = Fal
     keep = [i for i, kind in enumerate(kinds) if keeps_keys(kind)]
     layers = [tokens[i] * settings.rollout_rows * lengths[i] for i in keep]
     prompt = sum(tokens[i] for i in keep) * settings.prompt_tokens
-    states = settings.rollout_rows * sum(map(state_bytes, recurrent_layers(whole(settings, config))))
+    recurrent = recurrent_layers(whole(settings, config))
+    states = settings.rollout_rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
     return sum(layers) + shared * prefill_rows(settings) * prompt + states, max(layers, default=0), prompt
 
 

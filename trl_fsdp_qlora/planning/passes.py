@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..prefix_sharing.support import layer_types
+from ..prefix_sharing.support import keeps_keys, layer_types
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
 from .model import build, causal_model
@@ -181,6 +181,8 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
             with torch.set_grad_enabled(grad), autocast:
                 size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
                 mask, ids = torch.ones(size, dtype=torch.bool), torch.zeros(shape.rows, shape.length, dtype=torch.long)
+                if not any(map(keeps_keys, layer_types(causal.config.get_text_config()))):
+                    mask = None  # of Mamba, whose layers would multiply by it
                 inputs = {"attention_mask": mask, "position_ids": torch.zeros_like(ids), "use_cache": False}
                 values = causal.base_model(input_ids=ids, **inputs).last_hidden_state
                 if shape.scored:

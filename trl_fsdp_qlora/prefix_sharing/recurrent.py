@@ -104,13 +104,12 @@ def _methods(cls: type) -> Iterator[types.CodeType]:
         yield from (inspect.unwrap(x).__code__ for x in vars(base).values() if inspect.isfunction(x))
 
 
-def state_bytes(module: nn.Module) -> int:
-    """Bytes of the states that a recurrent layer without data (on the meta device) keeps of one row."""
+def state_bytes(module: nn.Module, width: int) -> int:
+    """Bytes of the states that a recurrent layer of `width` without data (on the meta device) keeps of one row."""
     parameters = inspect.signature(type(module).forward).parameters
     cache_name = next(name for name in _CACHE_NAMES if name in parameters)
     dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
     cache = StateCache()
-    width = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     module(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name: cache})
     return sum(state.nbytes for state in cache.after.values())
 
@@ -188,14 +187,15 @@ def _prompts_then_completions(forward, tokens: dict, cache_name: str, layout: Pa
 
 def _whole_sequences(forward, tokens: dict, cache_name: str, layout: PackedLayout) -> torch.Tensor:
     """The same from each completion behind its prompt, without a state."""
+    no_cache = {cache_name: None}
     root_runs, batches, order = _plan(layout, tokens["hidden_states"].device, whole=True)
     parts = [
-        forward(**{name: _fold(x, start, count, length) for name, x in tokens.items()}).flatten(0, 1)
+        forward(**{name: _fold(x, start, count, length) for name, x in tokens.items()}, **no_cache).flatten(0, 1)
         for start, count, length, are_prompts in root_runs
         if not are_prompts
     ]
     for index, real, _ in batches:
-        out = forward(**_batch(tokens, index)).flatten(0, 1)
+        out = forward(**_batch(tokens, index), **no_cache).flatten(0, 1)
         parts.append(out if real is None else out.index_select(0, real))
     return _in_order(parts, order)
 

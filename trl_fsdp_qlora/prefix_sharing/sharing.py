@@ -347,7 +347,7 @@ class PrefixSharing:
             return None, reason_of(error), True
         state.unserved = not problems and not layout.layer_calls
         # Differential attention calls its function twice a layer.
-        if state.unserved or not problems and len(layout.layer_calls) % state.layers:
+        if state.unserved or (not problems and len(layout.layer_calls) % state.layers):
             problems.append(
                 f"prefix-aware layers ran {len(layout.layer_calls)} times in a forward of {state.layers} attention and "
                 "recurrent layers (some do not use AttentionInterface)"

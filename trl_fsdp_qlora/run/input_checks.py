@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from datasets import DatasetDict, IterableDatasetDict
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..compat.peft import targets_not_found
@@ -66,6 +66,19 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
             f"the training dataset has {len(dataset)} rows, but one generation batch takes {generation_prompts} "
             "different prompts, so not one step could be taken. Lower generation_batch_size (or "
             "per_device_train_batch_size, gradient_accumulation_steps), raise num_generations, or add rows."
+        )
+
+
+def check_images(dataset: Any, processing_class: Any, model: PreTrainedModel) -> None:
+    """Refuse images in the first row that nothing processes: TRL generates from the words alone, then stops on a `KeyError`."""
+    columns = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
+    if isinstance(processing_class, ProcessorMixin) or not columns or not hasattr(dataset, "__getitem__"):
+        return
+    found = next((name for name in sorted(columns) if dataset[0][name]), None)
+    if found is not None:
+        raise UserError(
+            f"the dataset's column {found!r} holds images, and {type(model).__name__} is trained with a tokenizer, which takes none: "
+            f"train a class that takes images, or drop the column: dataset.remove_columns({found!r})"
         )
 
 
