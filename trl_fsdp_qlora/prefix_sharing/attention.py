@@ -200,7 +200,8 @@ def uninstall(model: PreTrainedModel) -> None:
 
 def _implementation(model: PreTrainedModel) -> str:
     """What its decoder attends by: where a vision tower has attention of its own, the whole model keeps its name."""
-    return model.get_decoder().config._attn_implementation
+    # What ModernBERT calls its decoder is the head.
+    return getattr(model.get_decoder(), "config", model.config)._attn_implementation
 
 
 def can_nest(model: PreTrainedModel, choice: str) -> bool:
