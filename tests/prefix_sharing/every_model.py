@@ -328,7 +328,7 @@ def row(name: str) -> list[str] | str:
     if isinstance(found, str):
         return found
     model = found[0]
-    cells = [packed(model, ids, mask, weight_BC, *found[1:])]
+    cells = [packed(model, ids, mask, weight_BC, *found[1:]).strip()]
     with tempfile.TemporaryDirectory() as folder:
         plain = type(model)._from_config(model.config, attn_implementation=None).float()
         plain.load_state_dict(model.state_dict())

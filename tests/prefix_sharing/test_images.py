@@ -280,6 +280,8 @@ def count_images(model, monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
 def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch(name, monkeypatch):
     model, ids, mask, vision = with_images(name)
+    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
+        pytest.skip("this transformers takes no features of images")
     sharing, stock = prepared(freeze_tower(model)), Stock(model)
     request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
     sharing.log_probs(request, stock)  # with the comparison of the first pass
@@ -461,19 +463,13 @@ def bad_rows(kind):
     return made
 
 
-@pytest.mark.parametrize(
-    "kind", ["missing", "broken", "more than placeholders", "beyond the model's positions", "text model"]
-)
+@pytest.mark.parametrize("kind", ["missing", "broken", "more than placeholders", "beyond the model's positions"])
 def test_bad_pictures_are_as_in_stock(kind, tmp_path):
     found = []
     for cls in (GRPOTrainer, EfficientGRPOTrainer):
         torch.manual_seed(0)
         try:
-            if kind == "text model":
-                rows = llava_trainer(cls, tmp_path).train_dataset
-                trainer = make_trainer(cls, build(SUPPORTED["qwen3"]), tmp_path, None, tokenizer(), rows, max_steps=1)
-            else:
-                trainer = llava_trainer(cls, tmp_path, bad_rows(kind), max_steps=2, shuffle_dataset=False)
+            trainer = llava_trainer(cls, tmp_path, bad_rows(kind), max_steps=2, shuffle_dataset=False)
             trainer.train()
             found.append([row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row])
         except Exception as error:

@@ -48,9 +48,10 @@ def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
 _COMMAND = "from trl_fsdp_qlora.__main__ import main\nmain(['plan', '--max_steps', '1'])"
 _RECIPE = """
 from types import SimpleNamespace as Is
+from datasets import Dataset
 from trl_fsdp_qlora.planning import plan_vs_actual
 plan_vs_actual.make_plan, plan_vs_actual.longest_prompt, plan_vs_actual.from_config = make_plan, lambda *_: 9, make_plan
-plan_vs_actual.plan_first(Is(require_fit=False), Is(deepspeed_plugin=None), None, [], None)
+plan_vs_actual.plan_first(Is(require_fit=False), Is(deepspeed_plugin=None), None, Dataset.from_dict({'prompt': ['1']}), None)
 """
 
 
