@@ -32,7 +32,6 @@ from .helpers import (
     _SHARED_EXPERT,
     _SIGLIP,
     MULTIMODAL,
-    SUPPORTED,
     _shape,
     assert_equal_gradients,
     build,
