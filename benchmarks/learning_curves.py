@@ -1,9 +1,9 @@
 """What a real model learns per second: this package's trainers and stock TRL's on problems of reasoning-gym, picture and table.
 
-    python benchmarks/learning_curves.py run --method grpo --seed 0 --model HuggingFaceTB/SmolLM2-135M-Instruct --seconds 150
+    python benchmarks/learning_curves.py run --method grpo --seed 0 --model HuggingFaceTB/SmolLM2-135M-Instruct --seconds 250
     python benchmarks/learning_curves.py report       # of every run in --runs: the table, the JSON and the picture
 
-Every trainer has the settings of recipes/SmolLM2-135M-Instruct/grpo/config_chain_sum.yaml, the same prompts in the same order and
+Every trainer has the settings of recipes/SmolLM2-135M-Instruct/grpo/config_basic_arithmetic.yaml, the same prompts in the same order and
 the same reward. Seconds are the training process's own on a processor (`time.process_time`) with one thread, from the
 beginning of an optimizer step to its end, rollouts included, measuring and saving not: on a machine with other work on it they say what a
 step costs, and wall seconds say what else ran. Both are kept. A*-PO's seconds include its first stage.
@@ -13,6 +13,7 @@ the settings are the same for all, and a curve ends where its seconds end. A run
 """
 
 import argparse
+import copy
 import json
 import re
 import resource
@@ -34,8 +35,14 @@ from trl_fsdp_qlora.recipe.rewards import get_reward
 from trl_fsdp_qlora.recipe.stats import wilson_interval
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "smollm2_chain_sum.json"
-SOURCE = "reasoning_gym:chain_sum(min_terms=2, max_terms=2, min_digits=2, max_digits=2)"
+RESULTS = ROOT / "benchmarks" / "results" / "smollm2_sums.json"
+SOURCE = (
+    "reasoning_gym:basic_arithmetic(operators=['+'], min_terms=2, max_terms=2, min_digits=2, max_digits=2, "
+    "allow_parentheses=False, allow_negation=False)"
+)
+# Four solved problems stand before each, as the model does not answer with a number otherwise.
+SOLVED = {"27 + 45": 72, "8 + 61": 69, "83 + 29": 112, "14 + 90": 104}
+TEMPLATE = "".join(f"Calculate {terms}. Answer: {answer}\n" for terms, answer in SOLVED.items()) + "{question} Answer:"
 MEASURED = 300
 LENGTH = 5  # tokens of a completion
 METHODS = {
@@ -45,8 +52,8 @@ METHODS = {
     "t_spmo": "T-SPMO",
     "a_star_po": "A*-PO",
 }
-# What each method changes of GRPO's settings. Stock TRL takes 10 GB for the 128 rows of a step at once (this package 2.4), so it
-# gets them in four parts; generation is not cut. A*-PO draws one completion per prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
+# What each method changes of GRPO's settings. Stock TRL gets the 128 rows of a step in four parts, as it takes 10.5 GB for one of them (this
+# package 3.4 for all at once); generation is not cut. A*-PO draws one completion per prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
 CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
     "s_grpo": {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
@@ -65,14 +72,24 @@ KEPT = (
 
 def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
     """Greedy completions: right ones by the verifier on the first line (strict), and with the answer among the numbers (lenient)."""
-    texts, was_training = [], model.training
+    prompts = [tokenizer(text)["input_ids"] for text in problems["prompt"]]
+    # The solved problems are computed once: all prompts begin with them.
+    shared = next(n for n, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+    texts, was_training = [""] * len(prompts), model.training
     model.eval()
     with torch.inference_mode():
-        for start in range(0, len(problems), 100):
-            batch = problems.select(range(start, min(start + 100, len(problems))))
-            inputs = tokenizer(list(batch["prompt"]), return_tensors="pt", padding=True)
-            ids = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-            texts += tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        head = model(input_ids=torch.tensor([prompts[0][:shared]]), use_cache=True).past_key_values
+        # Those of one length at a time, as padding may not part a prompt.
+        for length in sorted({len(each) for each in prompts}):
+            rows = [row for row, each in enumerate(prompts) if len(each) == length]
+            cache = copy.deepcopy(head)
+            cache.batch_repeat_interleave(len(rows))
+            ids = torch.tensor([prompts[row] for row in rows])
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=LENGTH, do_sample=False
+            )
+            for row, tokens in zip(rows, made[:, length:], strict=True):
+                texts[row] = tokenizer.decode(tokens, skip_special_tokens=True)
     model.train(was_training)
     first_lines = [text.strip().split("\n", 1)[0].strip() for text in texts]
     strict = sum(accepts(entry)(line) for entry, line in zip(problems["entry"], first_lines, strict=True))
@@ -140,12 +157,12 @@ class Curve(TrainerCallback, ExportableState):
 def run(method: str, seed: int, model: str, seconds: float, every: float, folder: Path) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
-    train = to_prompts(read_problems(SOURCE), chat=False)
-    test = to_prompts(read_problems(SOURCE, "test")[:MEASURED], chat=False)
+    train = to_prompts(read_problems(SOURCE, "train"), template=TEMPLATE, chat=False)
+    test = to_prompts(read_problems(SOURCE, "test")[:MEASURED], template=TEMPLATE, chat=False)
     settings = {
         "output_dir": str(folder), "seed": seed, "per_device_train_batch_size": 128, "num_generations": 8,
         "max_completion_length": LENGTH, "learning_rate": 2e-4, "lr_scheduler_type": "constant", "beta": 0.0,
-        "max_steps": 10_000, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1,
+        "max_steps": 10_000, "temperature": 0.7, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1,
         "save_steps": 10, "save_total_limit": 1, "report_to": "none", "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "float32"},
     }  # fmt: skip
@@ -168,7 +185,6 @@ def run(method: str, seed: int, model: str, seconds: float, every: float, folder
         from trl_fsdp_qlora import EfficientGRPOConfig as Config
         from trl_fsdp_qlora import EfficientGRPOTrainer as Trainer
     tokenizer = AutoTokenizer.from_pretrained(model)
-    padded = AutoTokenizer.from_pretrained(model, padding_side="left")
     trainer = Trainer(
         model,
         get_reward("reasoning_gym", "first_line"),
@@ -177,7 +193,7 @@ def run(method: str, seed: int, model: str, seconds: float, every: float, folder
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    curve = Curve(folder, seconds, every, method == "a_star_po", lambda: measure(trainer.model, padded, test))
+    curve = Curve(folder, seconds, every, method == "a_star_po", lambda: measure(trainer.model, tokenizer, test))
     trainer.add_callback(curve)
     about = {"method": method, "seed": seed, "dataset": SOURCE, "hardware": hardware(), "software": software()}
     (folder / "about.json").write_text(json.dumps(about))
@@ -245,7 +261,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
             linestyle="-" if each["seed"] == 0 else "--",
             label=f"{METHODS[each['method']]}, seed {each['seed']}",
         )
-    axes.set_title("SmolLM2-135M, sums and differences of two-digit numbers, LoRA, one CPU thread", fontsize=10)
+    axes.set_title("SmolLM2-135M, sums of two-digit numbers, LoRA, one CPU thread", fontsize=10)
     axes.set_xlabel("minutes of one processor core spent in training")
     axes.set_ylabel(f"held-out problems solved, greedy, % (n={MEASURED})")
     axes.set_ylim(bottom=0)
@@ -261,9 +277,9 @@ def main() -> None:
     parser.add_argument("--method", choices=list(METHODS), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seconds", type=float, default=250.0)
     parser.add_argument("--every", type=float, default=50.0)
-    parser.add_argument("--runs", type=Path, default=Path("runs/chain_sum"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/sums"))
     parser.add_argument("--note", default="", help="what else ran on the machine, for the JSON")
     args = parser.parse_args()
     if args.what == "run":
