@@ -11,6 +11,7 @@ from transformers import (
     Qwen3_5TextConfig,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
+    Zamba2Config,
 )
 from trl.trainer.utils import add_fused_lm_head
 
@@ -185,7 +186,17 @@ def hybrid() -> Qwen3_5TextConfig:
     )
 
 
-@pytest.mark.parametrize("of", [config, hybrid])
+def shared_block() -> Zamba2Config:
+    """Attention whose weights two layers share, which are named by their places."""
+    shape = {name: getattr(config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    kinds = ["mamba", "hybrid", "mamba", "hybrid", "mamba"]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "n_mamba_heads": 8, "mamba_d_state": 16}
+    return Zamba2Config(
+        architectures=["Zamba2ForCausalLM"], **shape, **heads, num_hidden_layers=LAYERS, layers_block_type=kinds
+    )
+
+
+@pytest.mark.parametrize("of", [config, hybrid, shared_block])
 def test_every_layer_adds_what_another_of_its_kind_added(of, tmp_path):
     """The model of five layers by slope, and run whole."""
     of().save_pretrained(tmp_path)

@@ -36,7 +36,8 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationC
 
 def next_inputs(model: PreTrainedModel, outputs, model_kwargs: dict) -> dict:
     """`model_kwargs` with cache, mask and positions for the token after `outputs`."""
-    return model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    # Mllama's own has no default for the last.
+    return model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
 
 
 def unfinished(model: PreTrainedModel, finished_here: bool, synced: bool, device: torch.device) -> bool:

@@ -111,6 +111,8 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
         for name, value in list(vars(text).items()):
             if isinstance(value, list) and len(value) == count:  # says something of each layer
                 setattr(text, name, [value[i] for i in layers])
+            elif isinstance(value, list) and name.endswith("layer_ids"):  # names some of them (Zamba2)
+                setattr(text, name, [place for place, i in enumerate(layers) if i in value])
         text.num_hidden_layers = len(layers)
     dtype, model_args = dtype_of(settings, config), settings.model
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
