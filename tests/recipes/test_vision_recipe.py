@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from trl import ModelConfig
 
 from tests.prefix_sharing.helpers import _SHAPE, _SIGLIP, build, llava_processor
+from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.planning.plan_vs_actual import longest_prompt
 from trl_fsdp_qlora.publishing.merge import merge_adapter
 from trl_fsdp_qlora.recipe.answers import DatasetError
@@ -68,6 +69,16 @@ def test_it_trains_a_tiny_model_that_sees(path, tmp_path, monkeypatch):
     assert isinstance(tf.AutoProcessor.from_pretrained(merged), tf.LlavaProcessor)
     weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert weights and not any("vision" in name for name in weights)
+
+
+def test_compare_trains_both_trainers_on_the_same_pictures_and_weights(tmp_path, monkeypatch, capsys):
+    save_tiny_llava(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "--config small-base/grpo_vision/shapes --model_name_or_path base --per_device_train_batch_size 8 --steps 1"
+    )
+    assert main(["compare", *words.split()]) == 0
+    assert "equal (float32)" in capsys.readouterr().out
 
 
 def test_pictures_are_part_of_a_question():

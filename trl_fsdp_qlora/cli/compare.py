@@ -19,6 +19,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from .. import EfficientGRPOConfig, EfficientGRPOTrainer
+from ..compat.trl import joined_images
 from ..errors import UserError
 from ..grpo.groups import micro_batches
 from ..prefix_sharing.dropout import draws
@@ -26,6 +27,7 @@ from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe
 from ..recipe.data import load_data
 from ..recipe.runner import build_trainer, model_arguments, reward_functions
+from ..run.input_checks import language_model_only
 from ..telemetry import terminal
 from ..telemetry.startup import StartupCallback
 from .doctor import method_of
@@ -173,7 +175,9 @@ def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any
     stock_config = copy.deepcopy(config)
     stock_config.__class__ = GRPOConfig  # what it holds beside TRL's fields is not read there
     ours = build_trainer(EfficientGRPOTrainer, script, config, model, train)
-    given = model_arguments(stock_config, model)
+    given = model_arguments(stock_config, model, "images" in train.column_names)
+    # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
+    given["peft_config"] = language_model_only(given["peft_config"], model.model_name_or_path, model.model_revision)
     stock = GRPOTrainer(model.model_name_or_path, reward_functions(script), stock_config, train, **given)
     for trainer in (stock, ours):
         trainer.remove_callback(StartupCallback)
@@ -247,7 +251,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             trainer = trainers[who]
             torch.manual_seed(args.seed)
             parts = micro_batches(scored[who], trainer.num_generations, 0, args.steps_per_generation)
-            parts = [copy.copy(part) for part in parts[: args.gradient_accumulation_steps]]
+            parts = [joined_images(copy.copy(part)) for part in parts[: args.gradient_accumulation_steps]]
             trainer.optimizer.zero_grad()
             with _instead(trainer, _prepare_inputs=lambda part: part), _timed(trainer, step, who, "loss and backward"):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts]
