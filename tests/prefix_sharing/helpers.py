@@ -437,6 +437,16 @@ def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, 
     return trainer
 
 
+def losses_of(trainers, inputs):
+    """(loss, gradients) of each trainer on `inputs`."""
+    results = []
+    for trainer in trainers:
+        loss = trainer._compute_loss(trainer.model, inputs)
+        loss.backward()
+        results.append((loss.item(), gradients(trainer.model)))
+    return results
+
+
 def loss_inputs(ids, mask, completion=COMPLETION, seed=3):
     """What `_compute_loss` takes, for a padded batch."""
     draw = torch.Generator().manual_seed(seed)

@@ -14,8 +14,8 @@ from .helpers import (
     assert_equal_gradients,
     awkward_batch,
     build,
-    gradients,
     loss_inputs,
+    losses_of,
     make_trainer,
     processor,
     stock_log_probs,
@@ -26,14 +26,13 @@ from .helpers import (
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_loss_equals_stock_trainer(name, tmp_path):
     inputs = loss_inputs(*awkward_batch())
-    results = []
-    for cls in (GRPOTrainer, EfficientGRPOTrainer):
-        trainer = make_trainer(cls, build(MULTIMODAL[name]), tmp_path, processing_class=processor())
-        assert trainer._is_vlm
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        results.append((loss.item(), gradients(trainer.model)))
-    stock, ours = results
+    trainers = [
+        make_trainer(cls, build(MULTIMODAL[name]), tmp_path, processing_class=processor())
+        for cls in (GRPOTrainer, EfficientGRPOTrainer)
+    ]
+    assert all(trainer._is_vlm for trainer in trainers)
+    stock, ours = losses_of(trainers, inputs)
+    trainer = trainers[-1]
     assert trainer.prefix_sharing.active(), trainer.prefix_sharing.describe()
     assert trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.7
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)

@@ -14,8 +14,8 @@ from .helpers import (
     assert_equal_gradients,
     awkward_batch,
     build,
-    gradients,
     loss_inputs,
+    losses_of,
     make_batch,
     make_trainer,
 )
@@ -24,16 +24,11 @@ RE_ENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {
 
 
 def losses(make, inputs, tmp_path, **options):
-    results = []
-    for cls in (GRPOTrainer, EfficientGRPOTrainer):
-        trainer = make_trainer(cls, build(make), tmp_path, **options)
-        if options.get("gradient_checkpointing"):
-            trainer.model.gradient_checkpointing_enable(options["gradient_checkpointing_kwargs"])
-            trainer.model.enable_input_require_grads()
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        results.append((loss.item(), gradients(trainer.model)))
-    return trainer, *results
+    trainers = [make_trainer(cls, build(make), tmp_path, **options) for cls in (GRPOTrainer, EfficientGRPOTrainer)]
+    for trainer in trainers if options.get("gradient_checkpointing") else ():
+        trainer.model.gradient_checkpointing_enable(options["gradient_checkpointing_kwargs"])
+        trainer.model.enable_input_require_grads()
+    return trainers[-1], *losses_of(trainers, inputs)
 
 
 @pytest.mark.parametrize("options", [{}, RE_ENTRANT], ids=["", "re-entrant"])

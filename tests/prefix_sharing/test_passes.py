@@ -19,8 +19,8 @@ from .helpers import (
     assert_equal_gradients,
     awkward_batch,
     build,
-    gradients,
     loss_inputs,
+    losses_of,
     make_trainer,
 )
 
@@ -105,15 +105,6 @@ def test_several_steps_a_generation_equal_the_padded_path(checkpoint, tmp_path):
     first = trainer.state.log_history[0]
     assert first["prefix_sharing/no_grad/tokens_fraction"] < 1
     assert first["prefix_sharing/no_grad/layers_cascade"] == 1
-
-
-def losses_of(trainers, inputs):
-    results = []
-    for trainer in trainers:
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        results.append((loss.item(), gradients(trainer.model)))
-    return results
 
 
 def test_tool_mask(tmp_path):

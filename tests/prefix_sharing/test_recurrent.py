@@ -26,6 +26,7 @@ from .helpers import (
     build,
     gradients,
     loss_inputs,
+    losses_of,
     make_batch,
     make_trainer,
     packed_log_probs,
@@ -68,15 +69,6 @@ def test_log_probs_entropy_and_gradients_equal_stock(name):
     assert_equal_gradients(gradients(model), reference, tolerance=2e-5)
 
 
-def losses(trainers, inputs):
-    results = []
-    for trainer in trainers:
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        results.append((loss.item(), gradients(trainer.model)))
-    return results
-
-
 OPTIONS = {
     "plain": {},
     "entropy quantile": {"top_entropy_quantile": 0.6},
@@ -105,7 +97,7 @@ def test_loss_equals_stock_trainer(name, options, tmp_path):
     for cls in (GRPOTrainer, EfficientGRPOTrainer):
         torch.manual_seed(0)
         trainers.append(make_trainer(cls, family(name), tmp_path, copy.deepcopy(peft_config), **config))
-    stock, ours = losses(trainers, inputs)
+    stock, ours = losses_of(trainers, inputs)
     assert trainers[1].prefix_sharing.active(), trainers[1].prefix_sharing.describe()
     assert trainers[1]._metrics["train"]["prefix_sharing/policy/layers_recurrent"][-1] >= 0.5
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)
@@ -138,7 +130,7 @@ def test_bf16_autocast_rounds_no_more_than_stock(tmp_path):
     trainers = [
         make_trainer(cls, family("qwen3_5"), tmp_path, bf16=True) for cls in (GRPOTrainer, EfficientGRPOTrainer)
     ]
-    reference, stock, ours = losses([exact, *trainers], inputs)
+    reference, stock, ours = losses_of([exact, *trainers], inputs)
     assert trainers[1].prefix_sharing.active()
 
     def error(result):
@@ -165,7 +157,7 @@ def test_nf4_qlora(tmp_path):
                 parameter.data = parameter.data.float()
     (layer,) = recurrent_layers(trainers[1].model)
     assert type(layer.in_proj_qkv.base_layer).__name__ == "Linear4bit"
-    stock, ours = losses(trainers, loss_inputs(*awkward_batch()))
+    stock, ours = losses_of(trainers, loss_inputs(*awkward_batch()))
     assert trainers[1].prefix_sharing.active()
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)
     assert_equal_gradients(ours[1], stock[1], tolerance=2e-5)
@@ -183,7 +175,7 @@ def test_granites_router_loss(experts, tmp_path):
     assert trainers[0].aux_loss_enabled and trainers[1].aux_loss_enabled == bool(experts)
     trainers[0].model.config.num_experts = experts
     trainers[0].aux_loss_enabled = bool(experts)
-    stock, ours = losses(trainers, loss_inputs(*awkward_batch()))
+    stock, ours = losses_of(trainers, loss_inputs(*awkward_batch()))
     assert trainers[1].prefix_sharing.active(), trainers[1].prefix_sharing.describe()
     assert ours[0] == pytest.approx(stock[0], rel=1e-5)
     assert_equal_gradients(ours[1], stock[1], tolerance=2e-5)

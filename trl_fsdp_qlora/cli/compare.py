@@ -19,6 +19,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from .. import EfficientGRPOConfig, EfficientGRPOTrainer
+from ..compat.replaced import replaced
 from ..compat.trl import joined_images
 from ..errors import UserError
 from ..grpo.groups import micro_batches
@@ -191,17 +192,6 @@ def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any
     return {STOCK: stock, OURS: ours}
 
 
-@contextlib.contextmanager
-def _instead(trainer: Any, **functions: Callable) -> Iterator[None]:
-    """`functions` in the place of `trainer`'s methods of these names."""
-    vars(trainer).update(functions)
-    try:
-        yield
-    finally:
-        for name in functions:
-            delattr(trainer, name)
-
-
 def _recording(function: Callable, results: list) -> Callable:
     def call(*args, **kwargs):
         results.append(function(*args, **kwargs))
@@ -229,7 +219,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
                 weight.copy_(weights[name])
         turns, rewards, scored = [], [], {}
         draw = _recording(ours._generate_single_turn, turns)
-        with _instead(
+        with replaced(
             ours, _generate_single_turn=draw, _calculate_rewards=_recording(ours._calculate_rewards, rewards)
         ):
             ours._generate_and_score_completions(copy.deepcopy(rows))
@@ -237,7 +227,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
         for who in order:
             trainer = trainers[who]
             again = {"_generate_single_turn": _replaying(turns), "_calculate_rewards": _replaying(rewards)}
-            with _instead(trainer, **again), _timed(trainer, step, who, "scoring"):
+            with replaced(trainer, **again), _timed(trainer, step, who, "scoring"):
                 scored[who] = trainer._generate_and_score_completions(copy.deepcopy(rows))
         advantages = {who: batch["advantages"] for who, batch in scored.items()}
         step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
@@ -253,7 +243,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             parts = micro_batches(scored[who], trainer.num_generations, 0, args.steps_per_generation)
             parts = [joined_images(copy.copy(part)) for part in parts[: args.gradient_accumulation_steps]]
             trainer.optimizer.zero_grad()
-            with _instead(trainer, _prepare_inputs=lambda part: part), _timed(trainer, step, who, "loss and backward"):
+            with replaced(trainer, _prepare_inputs=lambda part: part), _timed(trainer, step, who, "loss and backward"):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts]
             step.losses[who] = sum(losses).item()
         step.norms = _gradient_norms(trainers)

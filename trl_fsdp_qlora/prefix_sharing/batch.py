@@ -21,6 +21,11 @@ class BatchFacts:
     completion_ids_BC: np.ndarray | None = None  # where they were asked for
     image_keys_BN: np.ndarray | None = None  # what rows with the same images have in common
 
+    @property
+    def starts_group_B(self) -> np.ndarray:
+        """`new_prompt_B`, and the first row whatever stands before it in a larger batch."""
+        return self.new_prompt_B | (np.arange(len(self.new_prompt_B)) == 0)
+
     def rows(self, part: slice, scored: bool = True) -> "BatchFacts":
         """The facts of a stretch of rows; with `scored=False` as if nothing in them were to be scored."""
         scored_BC = self.scored_BC[part]
@@ -98,7 +103,7 @@ def cut_rows(facts: BatchFacts, budget: int, completion_width: int, rows_at_once
         return [(i, min(i + rows_at_once, rows)) for i in range(0, rows, rows_at_once)]
     scored = facts.scored_BC
     forward_B = np.where(scored.any(1), completion_width - scored[:, ::-1].argmax(1), 0)
-    group_starts = np.flatnonzero(facts.new_prompt_B | (np.arange(rows) == 0))
+    group_starts = np.flatnonzero(facts.starts_group_B)
     cuts, first, used = [], 0, 0
     for start, end in zip(group_starts, [*group_starts[1:], rows], strict=True):
         prompt = int(facts.prompt_lengths_B[start])

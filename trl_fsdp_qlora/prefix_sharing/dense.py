@@ -31,10 +31,8 @@ def refuses(model: PreTrainedModel) -> str | None:
 
 def pays(facts: BatchFacts, width: int) -> bool:
     """Whether a row of this batch of `width` columns has no more pairs than stock computes."""
-    is_new = facts.new_prompt_B.copy()
-    is_new[:1] = True
-    tokens = (facts.prompt_lengths_B[is_new] - 1).sum() + facts.completion_lengths_B.sum()
-    return int(tokens) ** 2 <= len(is_new) * width**2
+    tokens = (facts.prompt_lengths_B[facts.starts_group_B] - 1).sum() + facts.completion_lengths_B.sum()
+    return int(tokens) ** 2 <= len(facts.new_prompt_B) * width**2
 
 
 def mask(layout: PackedLayout, dtype: torch.dtype) -> torch.Tensor:

@@ -451,10 +451,8 @@ class PrefixSharing:
     def _with_images(self, request: PassRequest, layout: PackedLayout, facts: BatchFacts) -> tuple[dict, torch.Tensor]:
         """The model's further arguments for a row of this batch's prompts with their images, and its positions."""
         state = self._states[request.role]
-        new_prompt_B = facts.new_prompt_B.copy()
-        new_prompt_B[0] = True
-        group_B = new_prompt_B.cumsum() - 1
-        position_ids = images.positions(state.base, request, layout, new_prompt_B.nonzero()[0], group_B)
+        starts_B = facts.starts_group_B
+        position_ids = images.positions(state.base, request, layout, starts_B.nonzero()[0], starts_B.cumsum() - 1)
         layout.own_masks = images.own_masks(state.base, request, layout)
         extra = images.per_token(request, layout)
         # The row holds each prompt's pixels once; none where nothing is scored in it.
