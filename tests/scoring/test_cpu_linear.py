@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from tests.rollout.test_decoding import PROMPTS, SIZES, build, greedy
@@ -291,3 +292,20 @@ def test_generation_takes_no_more_memory_than_stocks(ends, tmp_path):
 
     ours, stock = (peak_bytes(lambda compact=compact: run(compact), tmp_path) for compact in (True, False))
     assert 0 < ours <= stock
+
+
+def test_no_weight_is_copied_per_row_of_a_batch_in_bfloat16():
+    """The last hidden states of a prefill are a view; torch multiplies such a batch by a copy of the weight per row."""
+    names = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    layer = nn.Linear(20, 30, bias=False).bfloat16().requires_grad_(False)
+    last = torch.randn(4, 3, 20).bfloat16()[:, -1:]
+    with fast_linears(layer), torch.no_grad(), Names():
+        out = layer(last)
+    assert "mm" in names and "bmm" not in names
+    torch.testing.assert_close(out, layer(last.contiguous()))
