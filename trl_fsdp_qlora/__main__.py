@@ -37,7 +37,7 @@ COMMANDS = {
     "doctor": _Command("cli.doctor", "doctor", "say what would fail or go wrong, before it does"),
     "recipes": _Command("cli.recipes", "recipes", "list the recipes; print one, or copy it here"),
     "launch": _Command("run.launch", "launch", "accelerate launch for a script of your own"),
-    "config": _Command("cli.configs", "config", "print the path of an accelerate config, or all names"),
+    "config": _Command("cli.recipes", "config", "print the path of an accelerate config, or all names"),
 }
 
 

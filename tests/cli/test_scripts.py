@@ -6,7 +6,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.cli import scripts
-from trl_fsdp_qlora.cli.words import take
+from trl_fsdp_qlora.run.one_line import take
 from trl_fsdp_qlora.run.shipped import accelerate_config
 
 ROOT = Path(__file__).parents[2]

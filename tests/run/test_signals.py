@@ -38,7 +38,7 @@ def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("went on")
 
-    monkeypatch.setattr("trl_fsdp_qlora.cli.configs.config", pressed)
+    monkeypatch.setattr("trl_fsdp_qlora.cli.recipes.config", pressed)
     with pytest.raises(SystemExit) as end:
         __main__.main(["config"])
     assert end.value.code == 130 and capsys.readouterr().err == "stopped\n"

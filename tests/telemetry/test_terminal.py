@@ -11,6 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import config, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
+from trl_fsdp_qlora.rollout.completions import over_ranks
 from trl_fsdp_qlora.telemetry import terminal
 from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, duration, number, use_terminal
 
@@ -66,6 +67,8 @@ def test_completions_from_the_lowest_to_the_highest_reward():
         {"role": "user", "content": [{"type": "image", "image": object()}, {"type": "text", "text": "How many?"}]}
     ]
     assert completion_lines([parts], ["2"], {"exact": [1.0]}, 1) == ['    reward 1.000  "<image>How many?" → "2"']
+    solved = completion_lines(["1+1=2, " * 99 + "3+4="], ["7"], {"exact": [1.0]}, 1)[0]
+    assert ' "…' in solved and '2, 3+4=" → "7"' in solved and len(solved) < 100
     both = completion_lines(["p"], ["c"], {"exact": [1.0], "format": [float("nan")]}, 2)
     assert both == ['    exact 1.000, format -  "p" → "c"']
     assert completion_lines([], [], {"exact": []}, 2) == []
@@ -166,3 +169,19 @@ def test_a_users_own_figures_and_evaluation(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 0: mine 0.250"
     assert lines[-1].startswith("step 0: eval_reward 0.") and "eval_loss" in lines[-1] and len(lines[-1]) < 100
+
+
+def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch, capsys):
+    def accuracy(**more):
+        assert over_ranks(5, 2, list, lambda batch, drawn: drawn, **more) == [0, 1, 2, 3, 4]
+        return capsys.readouterr().err
+
+    assert accuracy(description="accuracy") == accuracy() == ""  # it is quick, or nobody asks
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    lines = accuracy(description="accuracy").splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["accuracy: 2/5 problems", "accuracy: 4/5 problems"]
+    assert all(line.endswith(" left") for line in lines) and accuracy() == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with terminal.progress("V*", 3, "prompts") as bar:
+        bar.update(3)
+    assert "V*:   0%" in capsys.readouterr().err

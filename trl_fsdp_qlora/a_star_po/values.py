@@ -36,7 +36,7 @@ from transformers import GenerationConfig
 from ..rollout.rewards import combine
 from ..run.ranks import on_main
 from ..telemetry.phases import PhaseTimer
-from ..telemetry.progress import progress
+from ..telemetry.terminal import progress
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 

@@ -167,13 +167,10 @@ def hold(lock: FileLock) -> None:
             f"output_dir={output_dir} is in use by another run: two would overwrite each other's checkpoints. Wait for it, end "
             "it, or set another output_dir"
         ) from None
-    except NotImplementedError as error:
-        logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
-    except OSError as error:
-        if error.errno == errno.ENOLCK:
-            logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
-        else:
+    except (NotImplementedError, OSError) as error:
+        if getattr(error, "errno", None) not in (None, errno.ENOLCK):
             raise CheckpointError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
+        logger.warning("%s cannot be locked (%s): see to it that one run at a time uses it", output_dir, error)
 
 
 def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:

@@ -29,12 +29,12 @@ from ..recipe.checks import check_recipe
 from ..recipe.data import load_data
 from ..recipe.runner import build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
+from ..run.one_line import refuse, take
 from ..telemetry import terminal
 from ..telemetry.startup import StartupCallback
 from .doctor import method_of
 from .recipes import all_recipes
 from .scripts import LAUNCHER, with_recipe
-from .words import refuse, take
 
 _HELP = """usage: trl-fsdp-qlora compare --config FILE.yaml [--steps 3] [any field]
 
@@ -73,8 +73,7 @@ def compare(words: list[str]) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             script, config, model, count = _parsed(words, folder)
-            train, _ = load_data(script)
-            trainers, done = _trainers(script, config, model, train), []
+            trainers, done = _trainers(script, config, model, load_data(script)[0]), []
             for number, step in enumerate(_steps(trainers, count)):
                 print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
                 done += [step] if number else []
@@ -192,17 +191,15 @@ def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any
     return {STOCK: stock, OURS: ours}
 
 
-def _recording(function: Callable, results: list) -> Callable:
+def _once(function: Callable) -> Callable:
+    """`function` at its first call, and copies of what it then returned at all others."""
+    results = []
+
     def call(*args, **kwargs):
-        results.append(function(*args, **kwargs))
-        return copy.deepcopy(results[-1])
+        results.extend([] if results else [function(*args, **kwargs)])
+        return copy.deepcopy(results[0])
 
     return call
-
-
-def _replaying(results: list) -> Callable:
-    copies = iter(copy.deepcopy(results))
-    return lambda *args, **kwargs: next(copies)
 
 
 def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
@@ -212,23 +209,18 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     # The sampler gives the prompts of a generation batch once for every time that it is used.
     batches = itertools.islice(endless, 0, None, args.steps_per_generation * args.num_iterations)
     for i in range(steps + 1):
-        step, rows = Step(), next(batches)
+        step, rows, scored = Step(), next(batches), {}
         weights = _trainable(ours)
         with torch.no_grad():
             for name, weight in _trainable(trainers[STOCK]).items():
                 weight.copy_(weights[name])
-        turns, rewards, scored = [], [], {}
-        draw = _recording(ours._generate_single_turn, turns)
-        with replaced(
-            ours, _generate_single_turn=draw, _calculate_rewards=_recording(ours._calculate_rewards, rewards)
-        ):
+        drawn = {name: _once(getattr(ours, name)) for name in ("_generate", "_calculate_rewards")}
+        with replaced(ours, **drawn):
             ours._generate_and_score_completions(copy.deepcopy(rows))
         order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
         for who in order:
-            trainer = trainers[who]
-            again = {"_generate_single_turn": _replaying(turns), "_calculate_rewards": _replaying(rewards)}
-            with replaced(trainer, **again), _timed(trainer, step, who, "scoring"):
-                scored[who] = trainer._generate_and_score_completions(copy.deepcopy(rows))
+            with replaced(trainers[who], **drawn), _timed(trainers[who], step, who, "scoring"):
+                scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
         advantages = {who: batch["advantages"] for who, batch in scored.items()}
         step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
         if not any(values.any() for values in advantages.values()):  # both policy gradients would be zero
@@ -246,9 +238,8 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             with replaced(trainer, _prepare_inputs=lambda part: part), _timed(trainer, step, who, "loss and backward"):
                 losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts]
             step.losses[who] = sum(losses).item()
-        step.norms = _gradient_norms(trainers)
-        for trainer in trainers.values():
             trainer._metrics["train"].clear()
+        step.norms = _gradient_norms(trainers)
         if i:
             ours.optimizer.step()
             ours.lr_scheduler.step()
@@ -258,12 +249,11 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
 @contextlib.contextmanager
 def _timed(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
     """Seconds of what `trainer` does inside, into `step`."""
-    device = trainer.accelerator.device
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-    wait(device)
+    wait = torch.cuda.synchronize if trainer.accelerator.device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     yield
-    wait(device)
+    wait()
     step.seconds[who, phase] = time.perf_counter() - start
 
 
@@ -274,15 +264,10 @@ def _trainable(trainer: Any) -> dict[str, Any]:
 
 def _gradient_norms(trainers: dict[str, Any]) -> dict[str, float]:
     """The norm of each trainer's gradient and of their difference."""
-    squares, gradients = dict.fromkeys((STOCK, OURS, "difference"), 0.0), {}
+    gradients = {}
     for who, trainer in trainers.items():
-        scaler = trainer.accelerator.scaler
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        gradients[who] = {
-            name: 0.0 if p.grad is None else p.grad.cpu().double() / scale for name, p in _trainable(trainer).items()
-        }
-    for name, of_stock in gradients[STOCK].items():
-        values = {STOCK: of_stock, OURS: gradients[OURS][name], "difference": gradients[OURS][name] - of_stock}
-        for who, value in values.items():
-            squares[who] += torch.as_tensor(value).square().sum().item()
-    return {who: square**0.5 for who, square in squares.items()}
+        scale = 1.0 if trainer.accelerator.scaler is None else trainer.accelerator.scaler.get_scale()
+        found = (torch.zeros_like(p) if p.grad is None else p.grad for _, p in sorted(_trainable(trainer).items()))
+        gradients[who] = [gradient.cpu().double() / scale for gradient in found]
+    gradients["difference"] = [a - b for a, b in zip(gradients[OURS], gradients[STOCK], strict=True)]
+    return {who: sum(x.square().sum().item() for x in found) ** 0.5 for who, found in gradients.items()}

@@ -13,19 +13,19 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from ..errors import UserError
+from ..run.one_line import refuse, take
 from ..run.shipped import accelerate_config
 from .scripts import LAUNCHER, default_config, with_recipe
-from .words import refuse, take
 
 _HELP = """usage: trl-fsdp-qlora doctor [--config FILE.yaml] [--accelerate_config NAME] [--num_processes N] [--json] [any field]
 
@@ -72,6 +72,9 @@ def doctor(words: list[str]) -> int:
     return 1 if errors else 0
 
 
+# --- this machine ------------------------------------------------------------------------------------------------------
+
+
 def machine() -> Iterator[Finding]:
     """What can be found without a recipe."""
     import torch
@@ -81,59 +84,44 @@ def machine() -> Iterator[Finding]:
     except PackageNotFoundError:
         yield Finding("warning", "versions", "trl-fsdp-qlora is only found on the path: pip install it")
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-    gpus = [
-        (torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
-    ]
+    count = range(torch.cuda.device_count())
+    gpus = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in count]
     yield from devices(torch.__version__, torch.version.cuda or torch.version.hip, driver, gpus)
-    try:
-        import bitsandbytes  # noqa: F401
-    except ModuleNotFoundError:
-        pass
-    except Exception as error:  # whatever its native library raises, a run with a 4-bit base would end in it
-        yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
+    if find_spec("bitsandbytes") is not None:
+        try:
+            import bitsandbytes  # noqa: F401
+        except Exception as error:  # whatever its native library raises, a run with a 4-bit base would end in it
+            yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
     if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < 2**30:  # a container's default is 64 MiB
         reason = "less than 1 GiB is free, and NCCL and data loaders use it: docker run --shm-size=8g"
         yield Finding("warning", "/dev/shm", reason)
 
 
-def versions(lines: Iterable[str], installed: Mapping[str, str] | None = None) -> Iterator[Finding]:
-    """Installed versions against the declared ranges, of optional packages where they are there.
-
-    Args:
-        lines: as `importlib.metadata.requires` gives them.
-        installed: version by distribution; read from the environment by default.
-    """
+def versions(lines: Iterable[str]) -> Iterator[Finding]:
+    """Installed versions against the declared ranges (lines as `importlib.metadata.requires` gives them); of optional
+    packages where they are there."""
     fine = []
     for requirement in map(Requirement, lines):
-        optional = requirement.marker is not None and "extra" in str(requirement.marker)
+        optional = "extra" in str(requirement.marker)
         if optional and requirement.name not in _OPTIONAL:
             continue
-        install = f"pip install '{requirement.name}{requirement.specifier}'"
-        try:
-            found = version(requirement.name) if installed is None else installed[requirement.name]
-        except (PackageNotFoundError, KeyError):
-            if not optional:
-                yield Finding("error", "versions", f"{requirement.name} is not installed: {install}")
-            continue
-        if requirement.specifier.contains(Version(found.split("+")[0]), prereleases=True):
+        found = None
+        with contextlib.suppress(PackageNotFoundError):
+            found = version(requirement.name)
+        if found is not None and requirement.specifier.contains(found.split("+")[0], prereleases=True):
             fine.append(f"{requirement.name} {found}")
-        else:
-            reason = f"{requirement.name} {found} is outside {requirement.specifier}: {install}"
-            yield Finding("error", "versions", reason)
+        elif found is not None or not optional:
+            what = "is not installed" if found is None else f"{found} is outside {requirement.specifier}"
+            install = f"pip install '{requirement.name}{requirement.specifier}'"
+            yield Finding("error", "versions", f"{requirement.name} {what}: {install}")
     yield Finding("ok", "versions", ", ".join(dict.fromkeys(fine)))
 
 
 def devices(
     build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str, tuple[int, int]]]
 ) -> Iterator[Finding]:
-    """The build of torch against what hardware is there, and GPUs against bfloat16, TRL's default.
-
-    Args:
-        build: torch's version.
-        cuda: that it was built for; `None` for a CPU's build.
-        driver: an NVIDIA driver is installed.
-        gpus: `(name, compute capability)` of each that torch sees.
-    """
+    """The build of torch (its version, and that of CUDA; `None` for a CPU's) against an NVIDIA driver that is installed and the
+    `(name, compute capability)` of each GPU that torch sees; GPUs against bfloat16, TRL's default."""
     if driver and cuda is None:
         reason = f"torch {build} is a build for CPUs beside an NVIDIA driver, and every run is on the CPU"
         yield Finding("error", "torch", f"{reason}: install the one for your CUDA version (pytorch.org/get-started)")
@@ -153,6 +141,9 @@ def devices(
         yield Finding("ok", "hardware", reason)
 
 
+# --- the run that words describe ---------------------------------------------------------------------------------------
+
+
 def launch_of(path: Path, processes: int | None) -> dict[str, str]:
     """The environment that accelerate makes of its config at `path` for each process, as far as checks read it."""
     from ..recipe.arguments import read_yaml
@@ -164,9 +155,8 @@ def launch_of(path: Path, processes: int | None) -> dict[str, str]:
         for key, value in (config.get("fsdp_config") or {}).items():
             environment[key.upper()] = str(value).lower() if isinstance(value, bool) else str(value)
     if config.get("distributed_type") == "DEEPSPEED":
-        environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(
-            (config.get("deepspeed_config") or {}).get("zero_stage", 2)
-        )
+        stage = (config.get("deepspeed_config") or {}).get("zero_stage", 2)
+        environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
     return environment
 
 
@@ -207,11 +197,9 @@ def method_of(words: Sequence[str], path: str | None) -> type:
 
     used = {word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")}
     used |= set(read_yaml(path)) if path else set()
-    known = {item.name for kind in (ScriptArguments, ModelConfig) for item in fields(kind)} | {"env", "stage"}
+    used -= {item.name for kind in (ScriptArguments, ModelConfig) for item in fields(kind)} | {"env", "stage"}
     methods = (EfficientGRPOConfig, TSPMOConfig, AStarPOConfig)
-    return next(
-        (each for each in methods if used <= known | {item.name for item in fields(each)}), EfficientGRPOConfig
-    )
+    return next((each for each in methods if used <= {item.name for item in fields(each)}), EfficientGRPOConfig)
 
 
 def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Finding]]:
@@ -240,10 +228,10 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     return (*parse_recipe(types, [*words, "--use_cpu", "true", "--bf16", "false"]), [found])
 
 
-def _refused(check: str, ask: Callable[[], Any]) -> Iterator[Finding]:
+def _refused(check: str, ask: Callable, *words: Any) -> Iterator[Finding]:
     """What `ask` refuses, as a finding."""
     try:
-        ask()
+        ask(*words)
     except UserError as error:
         yield Finding("error", check, str(error))
 
@@ -257,8 +245,8 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
 
     quantization, adapter = get_quantization_config(model), lora_config(model)
     zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
-    yield from _refused("launch", lambda: check_launch(quantization, adapter, zero_stage))
-    yield from _refused("launch", lambda: check_reference(config.beta != 0.0 and adapter is None))
+    yield from _refused("launch", check_launch, quantization, adapter, zero_stage)
+    yield from _refused("launch", check_reference, config.beta != 0.0 and adapter is None)
     if launch["WORLD_SIZE"] != "1" and config.device.type == "cpu" and not config.use_cpu:
         reason = f"{launch['WORLD_SIZE']} processes on this machine's CPU would each take themselves for the only one"
         yield Finding("error", "launch", f"{reason}: set use_cpu: true")
@@ -288,10 +276,10 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
     from ..recipe import checks
     from ..rollout.sync_choice import low_adapter_rate
 
-    yield from _refused("training", lambda: checks.check_training(config, model))
-    yield from _refused("rewards", lambda: checks.check_script(script))
+    yield from _refused("training", checks.check_training, config, model)
+    yield from _refused("rewards", checks.check_script, script)
     if config.output_dir and Path(config.output_dir).exists():  # the check makes a folder where there is none
-        yield from _refused("output_dir", lambda: check_output_dir(config.output_dir, config.resume_from_checkpoint))
+        yield from _refused("output_dir", check_output_dir, config.output_dir, config.resume_from_checkpoint)
     low = low_adapter_rate(config.learning_rate) if config.learning_rate > 0 else None
     if model.use_peft and not config.use_vllm and low is not None:  # with vLLM it is among its warnings
         yield Finding("warning", "learning rate", low)
@@ -330,25 +318,23 @@ def _of_data(script: Any, config: Any) -> Iterator[Finding]:
 
 
 def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding]:
-    """Rewards that give every text the same on the first prompts, the right answer in each known place among them.
-
-    Args:
-        rewards: of the recipe.
-        rows: prompts with the columns that rewards get.
-    """
+    """Rewards that give every text the same on `rows` of the data, the right answer in each known place among them."""
     from ..run.input_checks import guard_reward
 
-    chat = not isinstance(rows[0]["prompt"], str)
+    frames = (
+        "so #### {}",
+        "<reasoning>so</reasoning><answer>{}</answer>",
+        "\\boxed{{{}}}",
+        "{}",
+        "",
+        "I do not know.",
+        "#### 123456789",
+    )
     for reward in rewards:
         guarded, seen = guard_reward(reward), set()  # as the trainer calls it
         for row in rows:
-            answer = str(row.get("answer", ""))
-            right = [
-                f"so #### {answer}",
-                f"<reasoning>so</reasoning><answer>{answer}</answer>",
-                f"\\boxed{{{answer}}}",
-            ]
-            texts = [*right, answer, "", "I do not know.", "#### 123456789"]
+            texts = [frame.format(row.get("answer", "")) for frame in frames]
+            chat = not isinstance(row["prompt"], str)
             completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
             columns = {key: [value] * len(texts) for key, value in row.items() if key != "prompt"}
             values = guarded(prompts=[row["prompt"]] * len(texts), completions=completions, **columns)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from ..errors import UserError
-from ..run.one_line import OneLineParser, refuse_misspelled
+from ..run.one_line import OneLineParser, refuse, refuse_misspelled
 from ..run.signals import stop_at_once, stop_by_exception
 from .scripts import with_recipe
-from .words import refuse
 
 
 def parser() -> OneLineParser:
@@ -41,34 +40,30 @@ def plan(words: Sequence[str]) -> int:
         overrides = _fields(rest)
         if own.config is None and not overrides:
             raise UserError("plan needs a recipe: --config FILE.yaml")
-        more = {} if own.prompt_tokens is None else {"prompt_tokens": own.prompt_tokens, "prompt_source": "given"}
         # On fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there. Nothing is written that could be half.
         stop_at_once()
-        return _print(own, overrides, more)
+        from ..a_star_po.config import AStarPOConfig
+        from ..planning import plan as planning
+        from ..t_spmo.config import TSPMOConfig
+
+        more = {} if own.prompt_tokens is None else {"prompt_tokens": own.prompt_tokens, "prompt_source": "given"}
+        more |= {"overrides": overrides, "processes": own.num_processes, "types": (TSPMOConfig, AStarPOConfig)}
+        made = planning.plan_recipe(own.config, own.accelerate_config, own.hardware, **more)
+        print(planning.format_plan(made))
+        if not made.fits and made.enough_cards:
+            lines = [f"makes it fit: {line}" for line in planning.ways(made)]
+            print("\n".join(lines) or "no single line makes it fit")
+        if own.solve:
+            rows = planning.largest(made, "per_device_train_batch_size", made.settings.num_generations)
+            print(f"largest that fits: per_device_train_batch_size: {rows}")
+            print(f"longest that fits: max_completion_length: {planning.largest(made, 'max_completion_length', 16)}")
+            if made.hardware.gpu:
+                print(f"fewest cards that it fits: {planning.fewest_cards(made) or 'none'}")
+        return 0 if made.fits else 1
     except UserError as error:
         return refuse(str(error))
     finally:
         stop_by_exception()
-
-
-def _print(own, overrides: dict[str, str], more: dict) -> int:
-    from ..a_star_po.config import AStarPOConfig
-    from ..planning import plan as planning
-    from ..t_spmo.config import TSPMOConfig
-
-    more = {"overrides": overrides, "processes": own.num_processes, "types": (TSPMOConfig, AStarPOConfig), **more}
-    made = planning.plan_recipe(own.config, own.accelerate_config, own.hardware, **more)
-    print(planning.format_plan(made))
-    if not made.fits and made.enough_cards:
-        lines = [f"makes it fit: {line}" for line in planning.ways(made)]
-        print("\n".join(lines) or "no single line makes it fit")
-    if own.solve:
-        rows = planning.largest(made, "per_device_train_batch_size", made.settings.num_generations)
-        print(f"largest that fits: per_device_train_batch_size: {rows}")
-        print(f"longest that fits: max_completion_length: {planning.largest(made, 'max_completion_length', 16)}")
-        if made.hardware.gpu:
-            print(f"fewest cards that it fits: {planning.fewest_cards(made) or 'none'}")
-    return 0 if made.fits else 1
 
 
 def _fields(words: Sequence[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit.
+"""`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit. `config`: accelerate's.
 
 Recipes are YAML files under `<model>/<method>/config_<name>.yaml`, whose head says what to expect of them.
 """
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import UserError, did_you_mean
-from ..run.one_line import OneLineParser
-from ..run.shipped import shipped
-from .words import refuse
+from ..run.one_line import OneLineParser, refuse
+from ..run.shipped import accelerate_config, names, shipped
 
 _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
 _NEVER = re.compile(r"\bnever run\b|\bnot measured here\b", re.IGNORECASE)
@@ -105,4 +104,18 @@ def recipes(words: list[str]) -> int:
     except OSError as error:
         return refuse(f"{to}: {error.strerror}")
     print(f"{target} is {recipe.name}; run it: trl-fsdp-qlora {recipe.command} --config {target}")
+    return 0
+
+
+def config(words: list[str]) -> int:
+    """Print the path of the accelerate config that `words` names, or the names of all."""
+    parser = OneLineParser(
+        "trl-fsdp-qlora config", description="The path of an accelerate config, or the names of all."
+    )
+    parser.add_argument("name", nargs="?", help=f"one of: {', '.join(names())}")
+    name = parser.parse_args(words).name
+    try:
+        print(accelerate_config(name) if name else "\n".join(names()))
+    except UserError as error:
+        return refuse(str(error))
     return 0

@@ -7,27 +7,16 @@ from pathlib import Path
 
 from ..errors import UserError, mistyped_path
 from ..run.launch import launch
+from ..run.one_line import refuse, take
 from ..run.shipped import accelerate_config, shipped
 from .recipes import find
-from .words import refuse, take
 
 # Of `accelerate launch`, those that no script has; everything else is the script's.
 LAUNCHER = (
-    "--accelerate_config",
-    "--config_file",
-    "--gpu_ids",
-    "--machine_rank",
-    "--main_process_ip",
-    "--main_process_port",
-    "--max_restarts",
-    "--num_cpu_threads_per_process",
-    "--num_machines",
-    "--num_processes",
-    "--parallelism_config_dp_replicate_size",
-    "--parallelism_config_dp_shard_size",
-    "--rdzv_backend",
-    "--rdzv_conf",
-)
+    "--accelerate_config", "--config_file", "--gpu_ids", "--machine_rank", "--main_process_ip", "--main_process_port",
+    "--max_restarts", "--num_cpu_threads_per_process", "--num_machines", "--num_processes",
+    "--parallelism_config_dp_replicate_size", "--parallelism_config_dp_shard_size", "--rdzv_backend", "--rdzv_conf",
+)  # fmt: skip
 
 
 def _called(name: str, words: list[str]) -> int:
@@ -80,10 +69,8 @@ def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:
         return []
     name, processes = default_config(launcher.get("--num_processes"))
     launcher.setdefault("--num_processes", str(processes))
-    plural = "es" if processes > 1 else ""
-    print(
-        f"accelerate config: {name}, {processes} process{plural} (`trl-fsdp-qlora config` lists others, for --accelerate_config)"
-    )
+    said = f"accelerate config: {name}, {processes} process{'es' * (processes > 1)}"
+    print(f"{said} (`trl-fsdp-qlora config` lists others, for --accelerate_config)")
     return ["--config_file", str(accelerate_config(name))]
 
 

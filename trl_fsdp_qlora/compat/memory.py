@@ -20,13 +20,12 @@ class PeakTracker(TorchDispatchMode):
     """Bytes of all storages that operators made and that are still there, and the most at once.
 
     Attributes:
-        now, peak: bytes; set `peak = now` to look for another peak.
-        gradients: set by whoever runs the pass; `gradients_at_peak` is what it was at the peak.
+        now, peak: bytes.
     """
 
     def __init__(self, *there: torch.Tensor):
         super().__init__()
-        self.now = self.peak = self.gradients = self.gradients_at_peak = 0
+        self.now = 0
         self._known = WeakIdKeyDictionary(ref_type=weakref.ref)
         for tensor in there:
             self._add(tensor)
@@ -45,6 +44,5 @@ class PeakTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self._add, out)
-        if self.now > self.peak:
-            self.peak, self.gradients_at_peak = self.now, self.gradients
+        self.peak = max(self.peak, self.now)
         return out

@@ -14,16 +14,10 @@ from .passes import whole
 from .settings import Settings
 
 
-def shares_prompts(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> bool:
-    """Whether decoding keeps a prompt's keys and values once for all its completions (`rollout.shared_prompts`)."""
-    kinds = set(layer_types(config.get_text_config()))
-    plain = kinds == {"full_attention"} and compute_dtype(settings, config).itemsize == 4
-    return plain and not hardware.gpu and settings.compact_generation and not settings.use_vllm
-
-
-def prefill_rows(settings: Settings, compact: bool = True) -> int:
+def prefill_rows(settings: Settings) -> int:
     """Prompts that a rank computes at once before it generates: different ones, where it decodes compactly."""
-    return max(1, settings.rollout_rows // settings.num_generations) if compact else settings.rollout_rows
+    rows = settings.rollout_rows
+    return max(1, rows // settings.num_generations) if settings.compact_generation else rows
 
 
 def _heads(text: PretrainedConfig, layers: int) -> list[tuple[int, int, int]]:
@@ -36,35 +30,32 @@ def _heads(text: PretrainedConfig, layers: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def cache_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> tuple[int, int, int]:
+def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
     """`(whole, what grows of one layer, one row's prompt)` of the keys, values and recurrent states that a rank generates with,
-    all its rows at full length. With `shared` a prompt's are there once, see [`shares_prompts`]."""
+    all its rows at full length. (On a CPU decoding may keep a prompt's once for its group, `rollout.shared_prompts`.)"""
     text, kinds = config.get_text_config(), layer_types(config.get_text_config())
     number = compute_dtype(settings, config).itemsize
     tokens = [2 * number * heads * width for _, heads, width in _heads(text, len(kinds))]  # of one token in each layer
-    length = settings.max_completion_length + (0 if shared else settings.prompt_tokens)
+    length = settings.max_completion_length + settings.prompt_tokens
     window = getattr(text, "sliding_window", None) or length
     lengths = [min(length, window) if kind == "sliding_attention" else length for kind in kinds]
     keep = [i for i, kind in enumerate(kinds) if keeps_keys(kind)]
     layers = [tokens[i] * settings.rollout_rows * lengths[i] for i in keep]
-    prompt = sum(tokens[i] for i in keep) * settings.prompt_tokens
     recurrent = recurrent_layers(whole(settings, config))
     states = settings.rollout_rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
-    return sum(layers) + shared * prefill_rows(settings) * prompt + states, max(layers, default=0), prompt
+    return sum(layers) + states, max(layers, default=0), sum(tokens[i] for i in keep) * settings.prompt_tokens
 
 
-def decoding_bytes(settings: Settings, config: PretrainedConfig, shared: bool = False) -> int:
+def decoding_bytes(settings: Settings, config: PretrainedConfig) -> int:
     """What a token step needs beside the cache: copies of the logits or one layer's keys and values, one after the other.
 
     Logits are as the model gives them, in float32 twice (as probabilities, and what a `temperature` makes of them), and in float64
-    while a token is drawn. A cache that grows is copied a layer at a time; where prompts are not `shared` a batch has a mask, so
-    keys and values are repeated for grouped queries.
+    while a token is drawn. A cache that grows is copied a layer at a time, and repeated for grouped queries.
     """
     text = config.get_text_config()
     repeated = max(heads // of_keys for heads, of_keys, _ in _heads(text, 1))
     logits = (compute_dtype(settings, config).itemsize + 4 * 4) * settings.rollout_rows * text.vocab_size
-    _, layer, _ = cache_bytes(settings, config, shared)
-    return max(logits, layer * (1 if shared else repeated))
+    return max(logits, cache_bytes(settings, config)[1] * repeated)
 
 
 class Gathered(NamedTuple):
@@ -84,7 +75,7 @@ class Gathered(NamedTuple):
 
 def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gathered:
     """Nothing where the launch shards no weights. FSDP2 receives a unit in one buffer, gloo in two."""
-    if not settings.launch.sharded or settings.launch.processes == 1:
+    if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
         return Gathered()
 
     def weights(module: nn.Module) -> int:

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -45,12 +44,9 @@ def read_config(name: str | None, revision: str | None = None) -> PretrainedConf
         return AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
-        at = (
-            "in this folder"
-            if Path(name).is_dir()
-            else "a folder with its config.json is enough: --model_name_or_path FOLDER"
-        )
-        raise ConfigError(f"model_name_or_path={name!r}: its config.json cannot be read ({reason}); {at}") from error
+        raise ConfigError(
+            f"model_name_or_path={name!r}: its config.json, which is enough, cannot be read ({reason})"
+        ) from error
 
 
 def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:

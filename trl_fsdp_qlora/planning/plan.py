@@ -21,7 +21,6 @@ GATHERED = "gathered weights"
 ENGINE = "vLLM"
 PROCESS = "process"
 ROOM = "allocator slack"
-_COMING = (ACTIVATIONS, CACHE, TOKEN_STEP, GATHERED)  # what comes and goes
 _MOST = 2**17  # tokens or completions beyond which nobody asks
 _CARDS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)  # of a node, then whole nodes of eight
 
@@ -68,7 +67,7 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """What is wrong with `max_completion_length`; `None` where prompt and completion have positions in the model."""
+        """That prompt and completion are longer than the model has positions; `None` where they are not."""
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         prompt, completion = self.settings.prompt_tokens, self.settings.max_completion_length
         if positions is None or prompt + completion <= positions:
@@ -117,10 +116,10 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            skeleton = passes.whole(settings, config)
             phases = _phases(settings, config, hardware)
     finally:
         logger.setLevel(level)
+    skeleton = passes.whole(settings, config)
     trained = sum(parameter.numel() for parameter in skeleton.parameters() if parameter.requires_grad)
     capacity = hardware.per_rank(settings.launch.processes)
     return Plan(settings, config, hardware, phases, capacity, (model.numel(skeleton), trained))
@@ -128,25 +127,19 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
 
 def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> dict[str, dict[str, int]]:
     launch, skeleton, gpu = settings.launch, passes.whole(settings, config), hardware.gpu
-    packed = settings.prefix_sharing != "off"
+    shape = passes.loss_shape(settings, settings.prefix_sharing != "off", gpu)
     held = model.static_bytes(skeleton, settings)
     there = dict.fromkeys(held, 0) | {model.BUCKETS: held[model.BUCKETS]} if launch.offload else held
-    base = (model.BASE_4BIT, model.STATE, model.BASE, model.REFERENCE, model.TRAINED, model.OPTIMIZER)
-    lies = {name: there[name] for name in base}
     gradients = {name: there[name] for name in (model.GRADIENTS, model.BUCKETS)}
+    lies = {name: size for name, size in there.items() if name not in gradients}
     drawing, resting = components.engine_bytes(settings, hardware)
+
     phases = {"generate": lies | _generation(settings, config, hardware) | {ENGINE: drawing}}
-
     if settings.scores_again:
-        scoring = passes.loss(settings, config, packed, gpu, grad=False)
-        phases["score"] = lies | {ACTIVATIONS: scoring.peak, ENGINE: resting}
-
-    loss = passes.loss(settings, config, packed, gpu)
-    training = lies | gradients | {ACTIVATIONS: loss.peak - loss.gradients, ENGINE: resting}
-    if passes.makes_gradients(settings):
-        training[model.GRADIENTS] = loss.gradients
-    phases["forward_backward"] = training
-
+        scoring = passes.measure(settings, config, shape, gpu)
+        phases["score"] = lies | {ACTIVATIONS: scoring, ENGINE: resting}
+    loss = passes.measure(settings, config, shape, gpu, grad=True)
+    phases["forward_backward"] = lies | gradients | {ACTIVATIONS: loss, ENGINE: resting}
     phases["optimizer"] = lies | gradients | {ENGINE: resting}
     if "fused" not in str(getattr(settings.optim, "value", settings.optim)):  # TRL's default updates in place
         phases["optimizer"]["optimizer's update"] = held[model.GRADIENTS]
@@ -156,15 +149,15 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
     gathered = components.gathered_bytes(skeleton, settings, gpu)
     free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
     for name, parts in phases.items():
+        coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TOKEN_STEP))
         if name in ("generate", "score") and components.gathers_once(settings, gathered.whole, free):
             parts[GATHERED] = gathered.whole
         elif name != "optimizer":
             # The root's weights are received before a pass has anything else.
-            coming = sum(parts.get(part, 0) for part in _COMING)
             parts[GATHERED] = max(gathered.layers, gathered.root - coming)
         parts[PROCESS] = process
         if gpu:
-            parts[ROOM] = math.ceil(SLACK * sum(parts.get(part, 0) for part in _COMING))
+            parts[ROOM] = math.ceil(SLACK * (coming + parts.get(GATHERED, 0)))
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
 
 
@@ -172,13 +165,12 @@ def _generation(settings: Settings, config: PretrainedConfig, hardware: Hardware
     """Of all completions at full length."""
     if settings.use_vllm:
         return {}
-    shared = components.shares_prompts(settings, config, hardware)
-    cache, _, prompt = components.cache_bytes(settings, config, shared)
-    step = components.decoding_bytes(settings, config, shared)
+    cache, _, prompt = components.cache_bytes(settings, config)
+    step = components.decoding_bytes(settings, config)
     # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
-    rows = components.prefill_rows(settings, settings.compact_generation)
+    rows = components.prefill_rows(settings)
     shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
-    prefill = passes.measure(settings, config, shape, hardware.gpu).peak + rows * prompt
+    prefill = passes.measure(settings, config, shape, hardware.gpu) + rows * prompt
     return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
 
 
@@ -248,35 +240,28 @@ def format_plan(plan: Plan) -> str:
     """The table of phases and components, whether it fits, and what was assumed."""
     settings, launch = plan.settings, plan.settings.launch
     unit, name = (GIB, "GiB") if plan.peak >= GIB else (2**20, "MiB")
-    parts = list(dict.fromkeys(part for phase in plan.phases.values() for part in phase))
-    rows = [(f"{name} per rank", [f"{phase}{' *' if phase == plan.limiting else ''}" for phase in plan.phases])]
-    for part in parts:
-        sizes = [phase.get(part) for phase in plan.phases.values()]
-        rows.append((part, ["" if size is None else f"{size / unit:.2f}" for size in sizes]))
+    heads = [f"{phase}{' *' if phase == plan.limiting else ''}" for phase in plan.phases]
+    rows = [(f"{name} per rank", heads)]
+    for part in dict.fromkeys(part for phase in plan.phases.values() for part in phase):
+        rows.append((part, [f"{phase[part] / unit:.2f}" if part in phase else "" for phase in plan.phases.values()]))
     rows.append(("together", [f"{plan.total(phase) / unit:.2f}" for phase in plan.phases]))
-    width, widths = max(map(len, parts)), [max(10, len(head)) for head in rows[0][1]]
-    table = [
-        f"{label:<{width}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
-        for label, cells in rows
-    ]
-    where = f"{launch.processes} × {plan.hardware.name}" if launch.processes > 1 else plan.hardware.name
+    width, widths = max(len(label) for label, _ in rows), [max(10, len(head)) for head in heads]
     cards = "" if plan.enough_cards else f": there are {plan.hardware.cards} cards for {launch.processes} ranks"
+    where = f"{launch.processes} × {plan.hardware.name}" if launch.processes > 1 else plan.hardware.name
     lines = [
         f"{settings.model.model_name_or_path}: {plan.parameters[0] / 1e9:.2f}e9 weights, {plan.parameters[1] / 1e6:.1f}e6 "
         f"trained; {launch.kind} on {where}, {format_bytes(plan.capacity)} per rank",
         "",
-        *table,
+        *(f"{label:<{width}}  " + "  ".join(map(str.rjust, cells, widths)) for label, cells in rows),
         "",
         f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, "
         f"it {'fits' if plan.fits else 'does not fit'}{cards}",
         *([f"warning: {plan.warning}"] if plan.warning else []),
         f"assumed: prompts of {settings.prompt_tokens} tokens ({settings.prompt_source}), every completion "
         f"{settings.max_completion_length} tokens long, none without an advantage",
+        "assumed, not measured: the CUDA context and the allocator's slack"
+        if plan.hardware.gpu
+        else "not counted: what the C library's heap keeps beside tensors",
+        *(["not counted: DeepSpeed's own buffers"] if launch.kind.startswith("zero") else []),
     ]
-    if plan.hardware.gpu:
-        lines.append("assumed, not measured: the CUDA context and the allocator's slack")
-    else:
-        lines.append("not counted: what the C library's heap keeps beside tensors")
-    if launch.kind.startswith("zero"):
-        lines.append("not counted: DeepSpeed's own buffers")
     return "\n".join(lines)

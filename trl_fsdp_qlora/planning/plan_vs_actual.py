@@ -20,13 +20,6 @@ from .settings import from_config
 
 _PROMPTS, _PICTURES = 64, 8  # training prompts whose lengths are looked at, and of those with images
 _MIB = 2**20
-# Phases of a plan -> phases on the trainer's clock.
-MEASURED = {
-    "generate": ("generate",),
-    "score": ("old_policy_pass", "reference_pass"),
-    "forward_backward": ("forward_backward",),
-    "optimizer": ("optimizer",),
-}
 
 
 def plan_first(
@@ -56,17 +49,18 @@ def plan_first(
             stop_by_exception()
     refusal = [None]
     if plan is not None and not plan.fits:
+        needed, there = format_bytes(plan.peak), format_bytes(plan.capacity)
         refusal[0] = (
-            f"by its plan this run needs {format_bytes(plan.peak)} per rank in {plan.limiting}, and there are "
-            f"{format_bytes(plan.capacity)}: trl-fsdp-qlora plan with the same arguments has the table"
+            f"by its plan this run needs {needed} per rank in {plan.limiting}, and there are {there}: trl-fsdp-qlora plan with the "
+            "same arguments has the table"
         )
     if plan is not None and plan.warning:
         say(f"warning: {plan.warning}")
     if script.require_fit and PartialState().num_processes > 1:
         broadcast_object_list(refusal)
-    if refusal[0] is not None:
-        if script.require_fit:
-            raise ConfigError(f"require_fit: true, and {refusal[0]}")
+    if script.require_fit and refusal[0]:
+        raise ConfigError(f"require_fit: true, and {refusal[0]}")
+    if refusal[0]:
         say(f"warning: {refusal[0]}")
     return plan
 
@@ -112,14 +106,13 @@ class PlanVsActual(TrainerCallback):
             self._learns = zero[-1] < 1
         if self._printed or not self._learns:
             return
-        self._printed = True
-        lines = [f"memory of step {state.global_step} on rank 0, planned and measured:"]
-        for phase, names in MEASURED.items():
-            found = [values[-1] for name in names if (values := metrics.get(f"memory/{name}_peak_mib"))]
-            if found and phase in self.planned_mib:
-                lines.append(f"  {phase:<16} {self.planned_mib[phase]:>9,.0f} MiB {max(found):>9,.0f} MiB")
-        if len(lines) > 1:
-            say("\n".join(lines))
+        self._printed, lines = True, []
+        for phase, planned in self.planned_mib.items():
+            names = ("old_policy_pass", "reference_pass") if phase == "score" else (phase,)
+            if found := [values[-1] for name in names if (values := metrics.get(f"memory/{name}_peak_mib"))]:
+                lines.append(f"\n  {phase:<16} {planned:>9,.0f} MiB {max(found):>9,.0f} MiB")
+        if lines:
+            say(f"memory of step {state.global_step} on rank 0, planned and measured:{''.join(lines)}")
 
 
 def watch(trainer: Any, plan: Plan | None) -> None:

@@ -41,10 +41,6 @@ class Launch:
     use_cpu: bool = False
     mixed_precision: str | None = None
 
-    @property
-    def sharded(self) -> bool:
-        return self.kind in ("fsdp2", "zero3")
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -57,10 +53,9 @@ class Settings:
     prompt_source: str = "--prompt_tokens sets it"
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name in self.__dict__.get("values", ()):
+            return self.values[name]
+        raise AttributeError(name)
 
     @property
     def rollout_rows(self) -> int:
@@ -98,9 +93,11 @@ class Settings:
 
 
 def _defaults() -> dict[str, Any]:
-    values = {item.name: item.default for item in fields(GRPOConfig) if item.default is not MISSING}
-    made = {item.name: item.default_factory() for item in fields(GRPOConfig) if item.default_factory is not MISSING}
-    return values | made | _OWN
+    found = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(GRPOConfig)
+    }
+    return found | _OWN
 
 
 def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
@@ -164,19 +161,17 @@ def from_yaml(
     content = {} if path is None else read_yaml(path)
     content.pop("env", None)
     content |= {key: yaml.safe_load(value) if isinstance(value, str) else value for key, value in overrides.items()}
-    if types:
-        known = {item.name for kind in (GRPOConfig, ModelConfig, ScriptArguments, *types) for item in fields(kind)}
-        for key in content:
-            check_key(key, known, "command line" if key in overrides else path)
     of_model = {item.name for item in fields(ModelConfig)}
+    known = {item.name for kind in (GRPOConfig, ScriptArguments, *types) for item in fields(kind)} | of_model
+    for key in content if types else ():
+        check_key(key, known, "command line" if key in overrides else path)
     model = ModelConfig(**{key: value for key, value in content.items() if key in of_model})
-    values = _defaults() | {key: value for key, value in content.items() if key not in of_model}
+    # No config is built that would read what YAML makes of `off`.
+    values = _defaults() | {key: spelled(value) if key in SWITCHES else value for key, value in content.items()}
     for name in _COUNTS:
         if not str(values[name]).isdigit() or not int(values[name]):
             raise ConfigError(f"{name}={values[name]!r} is not a whole number of at least 1")
         values[name] = int(values[name])
-    # No config is built that would read what YAML makes of `off`.
-    values |= {name: spelled(values[name]) for name in SWITCHES if name in values}
     if launch.kind == "single" and launch.mixed_precision is None and values.get("use_cpu"):
         launch = Launch(launch.kind, launch.processes, use_cpu=True)
     return Settings(model, values, launch, **more)

@@ -4,7 +4,6 @@ import filecmp
 import json
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from ..errors import UserError
-from ..run.one_line import OneLineParser
+from ..run.one_line import OneLineParser, refuse
 from .logits import LOGITS, prove
 
 CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "README.md"
@@ -182,7 +181,6 @@ def run_publish(arguments: list[str]) -> int:
             return 0
         commit, proof = publish_adapter(given.adapter, given.repo, given.base, given.base_folder, given.private)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 2
+        return refuse(str(error))
     print(f"published: {commit.repo_url} at {commit.oid[:8]}; downloaded and compared; {proof}")
     return 0

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from ..compat.trl import rows_of_images
 from ..errors import UserError
 from ..prefix_sharing.images import fingerprints
-from ..telemetry.progress import progress
+from ..telemetry.terminal import progress
 from .decoding import Decoding, DecodingWork, distinct_rows
 from .engine_model import EngineModel
 from .support import why_stock

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from datasets import DatasetDict, IterableDatasetDict
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -47,19 +46,13 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         needs_prompt: `False` where an environment supplies the prompts.
 
     Raises:
-        UserError: a dictionary of splits; no `prompt` column; fewer rows than one generation batch needs.
+        UserError: no `prompt` column (nor has a dictionary of splits one); fewer rows than one generation batch needs.
     """
-    if isinstance(dataset, (DatasetDict, IterableDatasetDict)):
-        part = "train" if "train" in dataset else next(iter(dataset), "train")
-        splits = ", ".join(dataset)
-        raise UserError(
-            f"train_dataset is a {type(dataset).__name__} with the splits {splits}; take dataset[{part!r}]"
-        )
     columns = getattr(dataset, "column_names", None)
     if needs_prompt and columns is not None and "prompt" not in columns:
         raise UserError(
-            f"the training dataset has no `prompt` column; its columns are {', '.join(columns) or 'none'}. "
-            "Rename the one that holds the prompts: dataset.rename_column('question', 'prompt')"
+            f"the training dataset has no `prompt` column; its columns are {', '.join(columns) or 'none'}. Rename the one that holds "
+            "the prompts: dataset.rename_column('question', 'prompt'); of several splits take one: dataset['train']"
         )
     if hasattr(dataset, "__len__") and len(dataset) < max(generation_prompts, 1):
         raise UserError(

@@ -1,5 +1,7 @@
 """`accelerate launch` without its own traceback behind a script's, with the script's exit status; and how a run was launched."""
 
+import argparse
+import contextlib
 import logging
 import os
 import shlex
@@ -31,8 +33,7 @@ def launch(words: Sequence[str]) -> int:
         words: as for `accelerate launch`; `--config_file` also takes the name of one of this package's configs.
 
     Returns:
-        The exit status: the script's; with several ranks, of the one that failed first. 128 + the signal where a signal
-        ended it.
+        The exit status: the script's; with several ranks, of the one that failed first. 128 + the signal where one ended it.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -70,13 +71,13 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _with_paths(words: Sequence[str]) -> list[str]:
-    """`words` with the path of a config of this package where `--config_file` names one."""
+    """`words` with the path of a config of this package where `--config_file` names one, before the script and its words."""
     words = list(words)
     for place, word in enumerate(words):
+        if word.endswith(".py"):
+            break
         if place and words[place - 1] == "--config_file" and not Path(word).exists():
             words[place] = str(accelerate_config(word))
-        if word.endswith(".py"):  # what follows is the script's
-            break
     return words
 
 
@@ -95,33 +96,28 @@ def launch_words() -> list[str]:
 
     A launcher tells its processes nothing of how it was called, so the processes above this one are asked.
     """
-    try:
+    with contextlib.suppress(psutil.Error):  # another user's process, or one that has just ended
         for process in psutil.Process().parents():
             words = process.cmdline()
             for place, word in enumerate(words[:3]):  # the interpreter and `-m` may stand before it
                 plain = _MODULES.get(word) if place and words[place - 1] == "-m" else _LAUNCHERS.get(Path(word).name)
                 if plain is not None:
                     return [*plain, *words[place + 1 :]]
-    except psutil.Error:  # another user's process, or one that has just ended: what this one knows itself has to do
-        pass
     return ["python", *sys.argv]
 
 
 def resume_line(words: list[str]) -> str:
     """`words` as a line for a shell that goes on with the run from its last whole checkpoint."""
     flag, kept = "--resume_from_checkpoint", []
-    for place, word in enumerate(words):
-        its_value = place > 0 and words[place - 1] == flag and not word.startswith("--")
-        if word != flag and not word.startswith(f"{flag}=") and not its_value:
+    for before, word in zip(["", *words], words, strict=False):
+        its_value = before == flag and not word.startswith("--")
+        if word.partition("=")[0] != flag and not its_value:
             kept.append(word)
     return shlex.join([*kept, flag, "auto"])
 
 
 def config_file(words: list[str]) -> str | None:
     """The recipe's YAML among `words`: `--config FILE` or `--config=FILE`."""
-    for place, word in enumerate(words):
-        if word == "--config" and place + 1 < len(words):
-            return words[place + 1]
-        if word.startswith("--config="):
-            return word.partition("=")[2]
-    return None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    return parser.parse_known_args(words)[0].config

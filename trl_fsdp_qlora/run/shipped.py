@@ -1,14 +1,11 @@
 """Folders: those at the top of the repository, which an installed package holds inside, and the cache; accelerate configs by name."""
 
 import os
-from importlib.resources import files
 from pathlib import Path
 
 from ..errors import UserError, did_you_mean
 
-_PACKAGE = Path(
-    str(files(__package__.partition(".")[0]))
-).resolve()  # recipes are launched, so they are files on a disk
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped(folder: str) -> Path:

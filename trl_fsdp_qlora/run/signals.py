@@ -37,7 +37,7 @@ def stop_at_once() -> None:
 
 
 def stop_by_exception() -> None:
-    """Take [`stop_at_once`] back: Ctrl-C is a `KeyboardInterrupt` again."""
+    """Let Ctrl-C be a `KeyboardInterrupt` again."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -63,9 +63,5 @@ def reader_gone() -> int:
     """Send what is still to be written nowhere, so that the interpreter's end does not try again; returns the exit status."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+        os.dup2(nowhere, stream.fileno())
     return READER_GONE

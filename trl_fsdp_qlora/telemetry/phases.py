@@ -31,15 +31,14 @@ class PeakMemory:
     """Peak bytes since the last reset: CUDA's allocator, else the resident set on Linux, else nothing."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.cuda = device.type == "cuda"
-        self.available = self.cuda or _STATUS.exists()
-        if self.available and not self.cuda:
-            try:
+        self.device, self.cuda = device, device.type == "cuda"
+        self.available = True
+        try:
+            if not self.cuda:
                 self.reset()
-                self.read()
-            except (OSError, StopIteration):  # a container may forbid the write, or not count
-                self.available = False
+            self.read()
+        except (OSError, StopIteration):  # another system, or a container that forbids the write or does not count
+            self.available = False
 
     def reset(self) -> None:
         if self.cuda:
@@ -147,7 +146,7 @@ class PhaseTimer:
         }
 
     def drain_spans(self) -> list[Span]:
-        """What the phases took since the last drain, to be read by [`summed`]; forgets it."""
+        """What the phases took since the last drain; forgets it."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -166,14 +165,6 @@ def seconds(start: Moment, end: Moment) -> float:
     if not end.query():
         end.synchronize()
     return start.elapsed_time(end) / 1000
-
-
-def summed(spans: list[Span]) -> dict[str, float]:
-    """Seconds of each phase."""
-    total: dict[str, float] = defaultdict(float)
-    for name, start, end in spans:
-        total[name] += seconds(start, end)
-    return total
 
 
 def token_counts(batch: dict, group_size: int) -> torch.Tensor:
@@ -214,12 +205,11 @@ class AsyncMetrics:
 
     def flush(self) -> None:
         """Read everything that was added, in one transfer and in the order in which it was."""
-        if not self._held:
-            return
         held, self._held = self._held, []
-        numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
-        for sums_N, finish in held:
-            finish(list(islice(numbers, len(sums_N))))
+        if held:
+            numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
+            for sums_N, finish in held:
+                finish(list(islice(numbers, len(sums_N))))
 
 
 class TelemetryCallback(TrainerCallback):
@@ -233,8 +223,7 @@ class TelemetryCallback(TrainerCallback):
     """
 
     def __init__(self, clock: PhaseTimer, metrics: Callable[[], dict[str, list]]):
-        self.clock = clock
-        self.metrics = metrics
+        self.clock, self.metrics = clock, metrics
         self.deferred = AsyncMetrics()
         self._step_started: Moment | None = None
         self._steps: list[tuple[list[Span], Moment, Moment, float]] = []  # spans, begin, end, tokens
@@ -252,9 +241,10 @@ class TelemetryCallback(TrainerCallback):
             self.deferred.flush()
         while self._steps and (wait or isinstance(self._steps[0][2], float) or self._steps[0][2].query()):
             spans, begin, end, tokens = self._steps.pop(0)
-            # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases
-            # add up.
-            figures = dict.fromkeys(self._seen, 0.0) | summed(spans)
+            # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases add up.
+            figures = dict.fromkeys(self._seen, 0.0)
+            for name, start, stop in spans:
+                figures[name] = figures.get(name, 0.0) + seconds(start, stop)
             self._seen |= figures.keys()
             for name, value in figures.items():
                 self.metrics()[f"time/{name}_s"].append(value)

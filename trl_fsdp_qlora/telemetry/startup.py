@@ -48,19 +48,16 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
     """
     group, uses, ranks = args.num_generations, args.num_iterations, args.world_size
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
-    new = completions / uses
+    new, batch = completions / uses, args.generation_batch_size
     every = args.steps_per_generation * uses / args.gradient_accumulation_steps
+    again = f", each used {uses} times" if uses > 1 else ""
+    when = "every optimizer step" if every == 1 else f"every {every:g} optimizer steps"
     rows = [
         (
             "optimizer step",
-            f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions"
-            + (f", each used {uses} times" if uses > 1 else ""),
+            f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions{again}",
         ),
-        (
-            "generation batch",
-            f"{args.generation_batch_size} completions = {args.generation_batch_size // group} prompts × {group}, "
-            + ("every optimizer step" if every == 1 else f"every {every:g} optimizer steps"),
-        ),
+        ("generation batch", f"{batch} completions = {batch // group} prompts × {group}, {when}"),
         ("whole run", f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"),
     ]
     for kind, (count, size) in parameter_bytes(model).items():
@@ -72,25 +69,18 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         hardware += ", no FSDP, which accelerate leaves out on a CPU"
     if ranks > 1 or kind in ("FSDP", "DEEPSPEED"):
         hardware += f", {_LAYOUTS.get(kind, kind)}"
-    rows += [
-        ("hardware", hardware),
-        ("precision", _precision(args, model)),
-        ("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"),
-    ]
+    precision = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+    if args.bf16 or args.fp16:
+        precision = f"{'bfloat16' if args.bf16 else 'float16'} mixed precision, parameters in {precision}"
+    if "bfloat16" in precision and lacks_bf16(args.device):
+        precision += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
+    rollouts = f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"
+    rows += [("hardware", hardware), ("precision", precision), ("rollouts", rollouts)]
     for heading in ("on", "off", "as stock TRL"):
         lines = [line for of, line in features if of == heading]
         rows += [(heading if i == 0 else "", line) for i, line in enumerate(lines)]
     width = max(len(name) for name, _ in rows) + 1
     return "\n".join(["trl-fsdp-qlora", *(f"  {name + ':' if name else '':<{width}} {text}" for name, text in rows)])
-
-
-def _precision(args: Any, model: torch.nn.Module) -> str:
-    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
-    mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-    text = dtypes if mixed is None else f"{mixed} mixed precision, parameters in {dtypes}"
-    if "bfloat16" in text and lacks_bf16(args.device):
-        text += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
-    return text
 
 
 def first_prompt(
@@ -100,8 +90,7 @@ def first_prompt(
 
     Args:
         data: the training data.
-        tokenize: token ids of each of a list of prompts come first in what it returns; `None` for prompts with images or
-            environments.
+        tokenize: token ids of each of a list of prompts come first in what it returns; `None` with environments.
         decode: the text of token ids.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The terminal of a recipe: one line per logging step, and now and then a few completions with their rewards.
+"""The terminal of a recipe: one line per logging step, now and then a few completions with their rewards; progress of what takes long.
 
 A script of a user's keeps TRL's own log lines. The dictionary of all metrics goes where TRL sends it: to the trackers
 (`report_to`) and into `trainer_state.json`.
@@ -14,12 +14,14 @@ from typing import Any
 
 import datasets
 import huggingface_hub.utils
+from tqdm import tqdm as std_tqdm
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
 from ..run.nonfatal import nonfatal
 
+LINE_SECONDS = 30.0  # between two lines on what takes long, where there is no terminal for a bar
 SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 60, 100
 
@@ -38,13 +40,43 @@ def number(value: float | None) -> str:
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
 
 
-def _one_line(text: Any, width: int) -> str:
+class _Lines(std_tqdm):
+    """What stands for a bar in a log file, where a bar would leave one line per refresh."""
+
+    def display(self, msg=None, pos=None):
+        if self.initial < self.n < self.total:
+            line = "{desc}: {n:,}/{total:,} {unit}, {remaining} left"
+            print(self.format_meter(**self.format_dict | {"bar_format": line}), file=sys.stderr, flush=True)
+
+    def close(self):
+        """Nothing is left to tidy up; a bar's is."""
+
+
+def progress(
+    what: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False
+) -> std_tqdm:
+    """A context with a bar that counts `unit`s of `what`; in a log file a line every [`LINE_SECONDS`], and none if it ends sooner.
+
+    Args:
+        hidden: neither; on every rank but the main one.
+        leave: the bar stays when it is done.
+    """
+    said = {"total": total, "initial": initial, "desc": what, "disable": hidden}
+    if hidden or sys.stderr.isatty():
+        return tqdm(**said, unit=f" {unit}", leave=leave)
+    return _Lines(**said, unit=unit, mininterval=LINE_SECONDS, maxinterval=LINE_SECONDS, delay=LINE_SECONDS)
+
+
+def _one_line(text: Any, width: int, end: bool = False) -> str:
+    """Quoted and cut, from its beginning on, or its `end`."""
     if isinstance(text, Sequence) and not isinstance(text, str):  # a conversation: its last message
         text = text[-1].get("content", "") if text and isinstance(text[-1], Mapping) else text
     if isinstance(text, list):  # a message in parts: an image by its name
         text = "".join(part.get("text") or f"<{part.get('type')}>" for part in text)
     quoted = json.dumps(text, ensure_ascii=False, default=str)
-    return quoted if len(quoted) <= width else f"{quoted[: width - 2]}…{quoted[-1]}"
+    if len(quoted) <= width:
+        return quoted
+    return f"{quoted[0]}…{quoted[2 - width :]}" if end else f"{quoted[: width - 2]}…{quoted[-1]}"
 
 
 def completion_lines(
@@ -65,8 +97,8 @@ def completion_lines(
     for i in [order[round(i * (rows - 1) / max(count - 1, 1))] for i in range(count)]:
         earned = ", ".join(f"{name} {number(values[i])}" for name, values in rewards.items())
         earned = f"reward {number(totals[i])}" if len(rewards) == 1 else earned
-        texts = f"{_one_line(prompts[i], _PROMPT_WIDTH)} → {_one_line(completions[i], _COMPLETION_WIDTH)}"
-        lines.append(f"    {earned}  {texts}")
+        asked = _one_line(prompts[i], _PROMPT_WIDTH, end=True)  # solved problems may stand before the question
+        lines.append(f"    {earned}  {asked} → {_one_line(completions[i], _COMPLETION_WIDTH)}")
     return lines
 
 
@@ -88,17 +120,15 @@ class TerminalCallback(ProgressCallback):
         self._steps = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._began = None
-        self._steps, self._seconds, self._next_show = 0, 0.0, 0.0
+        self._began, self._steps, self._seconds, self._next_show = None, 0, 0.0, 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_began = time.perf_counter()
         if self._began is None:
             self._began, self._first_step = self._step_began, state.global_step
             if state.is_world_process_zero and self._draws:
-                self.training_bar = tqdm(
-                    total=state.max_steps, initial=state.global_step, dynamic_ncols=True, unit="step"
-                )
+                done = {"total": state.max_steps, "initial": state.global_step}
+                self.training_bar = tqdm(**done, dynamic_ncols=True, unit="step")
 
     def on_step_end(self, args, state, control, **kwargs):
         self._seconds += time.perf_counter() - self._step_began
