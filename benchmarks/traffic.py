@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-
-from trl_fsdp_qlora.fsdp2_qlora.mesh import replicate_group
+from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -74,7 +73,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def count_traffic(model: nn.Module) -> Traffic:
     """Count every all-gather and reduction of an FSDP2 model from now on. The collectives stay torch's own."""
-    traffic, replicas = Traffic(), replicate_group(model)
+    traffic, mesh = Traffic(), next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    replicas = None if mesh.ndim == 1 else mesh.get_group(0)  # the ranks that hold the same shard as this one
 
     class CountingAllGather(DefaultAllGather):
         def __call__(self, output_tensor, input_tensor, group, *args, **kwargs):

@@ -1,5 +1,7 @@
-"""Scenarios of worker.py beside plain training: a rank without work, publishing, gathering, memory."""
+"""Scenarios of worker.py beside plain training: a rank without work, publishing, gathering, memory, traffic, replicas."""
 
+import os
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -13,26 +15,50 @@ from trl import SFTConfig
 
 from tests.benchmark_modules import benchmark
 from tests.fsdp2_qlora import tiny
-from tests.fsdp2_qlora.parts import FixedCompletions, ShardedSFTTrainer, as_reference, common, reward
-from tests.grpo.empty_rank_worker import measure
-from tests.grpo.test_token_budget import made
+from tests.fsdp2_qlora.parts import CountTraffic, FixedCompletions, ShardedSFTTrainer, as_reference, common, reward
+from tests.grpo.test_token_budget import batch_of, made
 from tests.publishing.hub_server import TOKEN, hub
 from tests.rollout import whole_engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.fsdp import reshard_settings
 from trl_fsdp_qlora.fsdp2_qlora import generation
+from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.rollout import start
 
 
+def gradients(ours, batch):
+    ours.model_wrapped.zero_grad()
+    ours.accelerator.backward(ours._compute_loss(ours.model_wrapped, dict(batch)))
+    found = [p.grad for p in ours.model.parameters() if p.grad is not None]
+    return torch.cat([(grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten() for grad in found])
+
+
 def empty_rank(_model_path, out, _world_size, base, quantized=1, sharing="auto"):
-    """A step in which this rank or both have only completions with zero advantage, while the others' are learned from."""
-    model = tiny.load(base) if int(quantized) else tiny.load_whole(base)
-    trainer = made(out, model=model, max_steps=1, prefix_sharing=sharing)
-    as_reference(trainer.model)
-    measured = measure(trainer)
-    return {**measured, "dtensors": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())}
+    """How far gradients with skipping are from those without, in a step in which rank 1 or both have only zero advantages."""
+    ours = made(out, tiny.load(base) if int(quantized) else tiny.load_whole(base), max_steps=1, prefix_sharing=sharing)
+    as_reference(ours.model)
+    ours.train()
+    ours.model.train()
+    ours.current_gradient_accumulation_steps = 1
+    batch = batch_of(ours)
+    if ours.accelerator.process_index == 1:
+        batch["advantages"].zero_()
+    got = gradients(ours, batch)
+    ours.telemetry.flush()
+    share = ours._metrics["train"]["tokens/scored_fraction"][-1]
+    ours.budget.kept_by = "the reference computes everything"
+    want = gradients(ours, batch)
+    ours.budget.kept_by = None
+    batch["advantages"].zero_()
+    return {
+        "scored_share": share,
+        "largest": want.abs().max().item(),
+        "difference": (got - want).abs().max().item(),
+        "both_empty": gradients(ours, batch).abs().max().item(),
+        "dtensors": all(isinstance(parameter, DTensor) for parameter in ours.model.parameters()),
+    }
 
 
 def publish(model_path, out, world_size, quantized=1):
@@ -99,15 +125,42 @@ def flags_of(model):
     return [(automatic, [info is not None for info in infos]) for automatic, infos in reshard_settings(model)]
 
 
-def gather_context(model_path, out, world_size):
-    """Flags and weights around `gathered`, also when the block raises."""
-    trainer = ShardedSFTTrainer(
+def sft_trainer(model_path, out, world_size, **settings):
+    return ShardedSFTTrainer(
         model=tiny.load(model_path),
-        args=SFTConfig(**common(out, world_size, max_steps=1, max_length=32)),
-        train_dataset=tiny.text_data(8),
+        args=SFTConfig(**common(out, world_size, max_length=32, **settings)),
+        train_dataset=tiny.text_data(32),
         peft_config=tiny.lora(),
         processing_class=tiny.make_tokenizer(),
     )
+
+
+def moved(model_path, out, world_size):
+    """What the counters say of a step of two micro-batches, and what is cut."""
+    run, counted = sft_trainer(model_path, out, world_size, max_steps=2, gradient_accumulation_steps=2), CountTraffic()
+    run.add_callback(counted)
+    run.train()
+    trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    shards = trained[0].device_mesh.shape[-1]
+    padded = sum(-(-p.shape[0] // shards) * shards * p.shape[1] * 4 for p in trained)  # FSDP2 pads rows, float32
+    placements = [type(placement).__name__ for placement in trained[0].placements]
+    mesh = tuple(trained[0].device_mesh.shape)
+    return {**asdict(counted.steps[1]), "padded": padded, "mesh": mesh, "placements": placements}
+
+
+def differ(model_path, out, world_size, other):
+    """Ranks 2 and 3, so the second replica, read other weights under the same arguments."""
+    read = model_path if int(os.environ["RANK"]) < 2 else other
+    try:
+        sft_trainer(read, out, world_size, max_steps=1).train()
+    except ReplicasDiffer as error:
+        return str(error)
+    return "trained on replicas that differ"
+
+
+def gather_context(model_path, out, world_size):
+    """Flags and weights around `gathered`, also when the block raises."""
+    trainer = sft_trainer(model_path, out, world_size, max_steps=1)
     trainer.train()
     model, ids = trainer.model, torch.arange(3, 19).view(1, 16)
     model.eval()

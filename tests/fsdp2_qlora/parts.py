@@ -24,7 +24,12 @@ class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
 
 
 class FixedCompletions(EfficientGRPOTrainer):
-    """GRPO on completions that depend on the prompt and its place in the group alone, not on weights or ranks."""
+    """GRPO on completions that depend on the prompt and its place in the group alone, not on weights or ranks.
+
+    `unrounded` has for each pass the share of log-probabilities that bfloat16 could not hold.
+    """
+
+    unrounded = ()
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         seen, completions = {}, []
@@ -35,6 +40,12 @@ class FixedCompletions(EfficientGRPOTrainer):
             length = int(torch.randint(3, 13, (1,), generator=generator))
             completions.append(torch.randint(3, 40, (length,), generator=generator).tolist())
         return completions, None
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        values = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        logps = values[0].detach()[values[0] != 0]
+        self.unrounded = (*self.unrounded, (logps != logps.bfloat16()).float().mean().item())
+        return values
 
 
 def reward(completions, **kwargs):
@@ -118,6 +129,7 @@ def result(trainer, record):
         "eval": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "grad_norm": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
         "gradients": record.gradients,
+        "unrounded": getattr(trainer, "unrounded", None),
         "shared": any("prefix_sharing/policy/tokens_fraction" in entry for entry in history),
         "adapter": {name: value.float() for name, value in adapter.items()},
         "base": base.to_dict() if base else None,

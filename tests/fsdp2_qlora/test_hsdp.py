@@ -6,12 +6,11 @@ import torch
 pytest.importorskip("bitsandbytes")
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
-from tests.distributed.launch import launch
 from tests.fsdp2_qlora import tiny
+from tests.fsdp2_qlora.runs import scenarios_of
 from tests.fsdp2_qlora.test_sharded_training import difference
-from trl_fsdp_qlora.fsdp2_qlora.mesh import reads_checkpoint
+from trl_fsdp_qlora.fsdp2_qlora.loading import reads_checkpoint
 
-HSDP_WORKER = "tests/fsdp2_qlora/hsdp_worker.py"
 RANKS = range(4)
 
 
@@ -35,34 +34,24 @@ def runs(tmp_path_factory):
     with torch.no_grad():
         changed.model.layers[1].mlp.up_proj.weight[0, 0] += 1.0
     changed.save_pretrained(root / "other")
-    one, four, again = (root / name for name in ("one", "four", "again"))
-    for folder in (one, four, again):
-        folder.mkdir()
-    launch(HSDP_WORKER, model, str(one), "grpo=grpo", "sft=sft:steps=6,save=3", "by_name=by_name", processes=1)
-    resume = f"resume={four}/sft/checkpoint-3"
+    resume = f"resume={root}/four/sft/checkpoint-3"
     one_row = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE=1,PARALLELISM_CONFIG_DP_SHARD_SIZE=4"
-    launch(
-        HSDP_WORKER,
-        model,
-        str(four),
-        "grpo=grpo",
-        "by_name=by_name",
-        "per_layer=by_name:gather=per_layer",
-        "sft=sft:steps=6,save=3",
-        "moved=moved",
-        f"from_one=sft:steps=6,resume={one}/sft/checkpoint-3",
-        f"differ=differ:other={root}/other",
+    common = {"grpo": "grpo:num_generations=2", "sft": "sft:steps=6,save=3", "by_name": "by_name"}
+    (one,) = scenarios_of(model, root / "one", common, processes=1)
+    scenarios = {
+        **common,
+        "per_layer": "by_name:gather=per_layer",
+        "moved": "moved",
+        "from_one": f"sft:steps=6,resume={root}/one/sft/checkpoint-3",
+        "differ": f"differ:other={root}/other",
         # Environment variables stay for what follows.
-        f"one_row=sft:steps=6,{resume},{one_row}",
-        f"moved_one_row=moved:{one_row}",
-        f"ddp=sft:steps=6,{resume},ACCELERATE_USE_FSDP=false,ACCELERATE_USE_PARALLELISM_CONFIG=false",
-        processes=4,
-        timeout=300,
-        environment=mesh_environment(),
-    )
-    launch(HSDP_WORKER, model, str(again), f"resumed=sft:steps=6,{resume}", processes=1)
-    read = {folder.name: torch.load(folder / "rank0.pt", weights_only=False) for folder in (one, again)}
-    return {**read, "four": [torch.load(four / f"rank{rank}.pt", weights_only=False) for rank in RANKS]}
+        "one_row": f"sft:steps=6,{resume},{one_row}",
+        "moved_one_row": f"moved:{one_row}",
+        "ddp": f"sft:steps=6,{resume},ACCELERATE_USE_FSDP=false,ACCELERATE_USE_PARALLELISM_CONFIG=false",
+    }
+    four = scenarios_of(model, root / "four", scenarios, processes=4, environment=mesh_environment())
+    (again,) = scenarios_of(model, root / "again", {"resumed": f"sft:steps=6,{resume}"}, processes=1)
+    return {"one": one, "four": four, "again": again}
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 
 bnb = pytest.importorskip("bitsandbytes")
 
-from trl_fsdp_qlora.fsdp2_qlora.accounting import BaseNotSharded, check_sharded, measure_base  # noqa: E402
+from trl_fsdp_qlora.fsdp2_qlora.distribute import BaseNotSharded, measure_base  # noqa: E402
 from trl_fsdp_qlora.fsdp2_qlora.packed_linear import PackedLinear4bit, from_bytes, pack_model, to_bytes  # noqa: E402
 
 
@@ -101,11 +101,8 @@ def test_a_layer_that_was_never_quantized_is_named():
 
 def test_a_replicated_base_is_an_error():
     model = torch.nn.ModuleDict({"q_proj": make_layer(), "k_proj": make_layer()})
-    stock = measure_base(model, world_size=2)
     pack_model(model)
-    packed = measure_base(model, world_size=2)
-    assert stock.ratio == packed.ratio == 1.0
-    assert packed.state_full == packed.quantized_full - 2 * 96 * 128 // 2
-    with pytest.raises(BaseNotSharded, match=r"q_proj.*fsdp_version: 2"):
-        check_sharded(model, world_size=2)
-    assert check_sharded(model, world_size=1) == measure_base(model, 1)
+    found = measure_base(model, world_size=1)
+    assert found.ratio == 1.0 and found.state_full == found.quantized_full - 2 * 96 * 128 // 2
+    with pytest.raises(BaseNotSharded, match=r"an even split over 2 ranks.*fsdp_version: 2"):
+        measure_base(model, world_size=2)

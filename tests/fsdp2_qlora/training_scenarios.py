@@ -33,7 +33,7 @@ GRPO_OPTIONS = {
     "gradient_checkpointing": lambda value: bool(int(value)),
     "gradient_accumulation_steps": int,
     "num_iterations": int,
-    "loss_type": str,
+    "num_generations": int,
 }
 
 
@@ -88,9 +88,8 @@ def grpo(
         options.update(eval_strategy="steps", eval_steps=2)
     if sharing:
         options["prefix_sharing"] = sharing
-    arguments = common(
-        out, world_size, num_generations=4, max_completion_length=16, temperature=1.0, shuffle_dataset=False, **options
-    )
+    options = {"num_generations": 4, "max_completion_length": 16, "shuffle_dataset": False, **options}
+    arguments = common(out, world_size, **options)
     record = Record()
     trainer = FixedCompletions(
         model=tiny.load(model_path, dtype=getattr(torch, dtype), compute=dtype)
@@ -159,12 +158,14 @@ def by_name(model_path, out, world_size, double=1, stored="", experts=0, **optio
 def in_memory(_model_path, out, world_size, full=0):
     """A model object that no folder has the weights of, saved after every step; its third step in a resumed run."""
     for steps in (2, 3):
-        arguments = common(out, world_size, num_generations=4, max_completion_length=16, max_steps=steps)
+        saving = {"save_strategy": "steps", "save_steps": 1}
+        arguments = common(out, world_size, num_generations=4, max_completion_length=16, max_steps=steps, **saving)
         record = Record()
         trainer = FixedCompletions(
             model=tiny.make_model(),
             reward_funcs=reward,
-            args=EfficientGRPOConfig(**arguments | {"save_strategy": "steps", "save_steps": 1}),
+            # What TRL restores beside the optimizer is restored, too: the entropy bonus's coefficient.
+            args=EfficientGRPOConfig(**arguments, use_adaptive_entropy=True, entropy_target=10.0),
             train_dataset=tiny.prompt_data(32),
             peft_config=None if int(full) else tiny.lora(init_lora_weights=False),
             processing_class=tiny.make_tokenizer(),
@@ -173,7 +174,8 @@ def in_memory(_model_path, out, world_size, full=0):
         trainer.train(resume_from_checkpoint="auto")
     found = [why_incomplete(path) for path in checkpoints_in(out)]
     sharded = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
-    return {"incomplete": found, "gradients": record.gradients, "dtensors": sharded}
+    found = {"incomplete": found, "gradients": record.gradients, "dtensors": sharded}
+    return {**found, "entropy_coef": trainer.entropy_coef}
 
 
 def recipe(_model_path, out, world_size, base, data, gather="auto", quantized=1):

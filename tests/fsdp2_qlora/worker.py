@@ -36,6 +36,8 @@ SCENARIOS = {
         other.gather_context,
         other.memory,
         other.synced,
+        other.moved,
+        other.differ,
     )
 }
 

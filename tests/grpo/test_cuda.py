@@ -1,18 +1,59 @@
-"""The drop-in trainer on a CUDA device against stock TRL on the same batch. Written without one at hand."""
+"""Each feature on a CUDA device against stock TRL, or against itself run padded, on the same batch.
+
+Written without a device at hand; what "on the emulated device" means for these tests stands in docs/gpu.md.
+"""
 
 import copy
 
 import pytest
 import torch
+from transformers.utils import is_flash_attn_2_available
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import lora, trainer
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
+from tests.a_star_po.tiny import tiny_model as a_star_po_model
+from tests.tiny import config, lora, tiny_model, trainer
+from trl_fsdp_qlora import (
+    AStarPOConfig,
+    AStarPOTrainer,
+    EfficientGRPOConfig,
+    EfficientGRPOTrainer,
+    TSPMOConfig,
+    TSPMOTrainer,
+)
 from trl_fsdp_qlora.compat.older_gpus import lacks_bf16
 
-from .on_gpu import MARKS
-
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("one_of_several_gpus"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 pytestmark = MARKS
+ROWS = (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def made(cls, config_cls, folder, **changes):
+    """A trainer on the device, float32 and with LoRA unless told otherwise."""
+    result = trainer(cls, config_cls, folder, **{"peft_config": lora(), "use_cpu": False, "bf16": False} | changes)
+    result.model.train()
+    result.current_gradient_accumulation_steps = 1
+    return result
+
+
+def a_star_po(folder, prompts: int, **changes) -> AStarPOTrainer:
+    """A*-PO in bfloat16; one completion per prompt, so it has a model and a reward of its own."""
+    settings = {"num_generations": 1, "bf16": True, "use_cpu": False, "max_steps": 2} | changes
+    args, data = config(AStarPOConfig, folder, **settings), problems(prompts)
+    more = {"processing_class": tiny_tokenizer(), "peft_config": lora()}
+    return AStarPOTrainer(a_star_po_model(), has_digit, args, data, **more)
+
+
+def drawn(ours):
+    """A batch of two groups with advantages from a fixed seed."""
+    batch = ours._prepare_inputs([ours.train_dataset[i] for i in ROWS])
+    advantages = torch.randn(batch["advantages"].shape, generator=torch.Generator().manual_seed(0))
+    batch["advantages"] = advantages.to(batch["advantages"].device)
+    return batch
 
 
 def loss_and_gradient(ours, batch):
@@ -25,41 +66,90 @@ def loss_and_gradient(ours, batch):
     return loss.item(), torch.cat(gradients)
 
 
-def made(cls, config_cls, folder, **changes):
-    result = trainer(cls, config_cls, folder, peft_config=lora(), use_cpu=False, **changes)
-    result.model.train()
-    result.current_gradient_accumulation_steps = 1
-    return result
+def assert_equal(got, want):
+    """Losses, and gradients within 1e-4 of the largest: float32 and another order of its sums."""
+    assert got[0] == pytest.approx(want[0], rel=1e-5, abs=1e-6)
+    assert want[1].abs().max() > 0
+    assert (got[1] - want[1]).abs().max() <= 1e-4 * want[1].abs().max()
 
 
-def compared(tmp_path, bf16):
-    stock = made(GRPOTrainer, GRPOConfig, tmp_path / "stock", bf16=bf16)
-    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", bf16=bf16)
+def beside_stock(tmp_path, **changes):
+    """Loss and gradient of stock and of ours, and our trainer."""
+    stock = made(GRPOTrainer, GRPOConfig, tmp_path / "stock", **changes)
+    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", **changes)
     ours.model.load_state_dict(stock.model.state_dict())
-    batch = ours._prepare_inputs([ours.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
-    batch["advantages"] = torch.randn(8, generator=torch.Generator().manual_seed(0)).to(ours.accelerator.device)
-    return loss_and_gradient(stock, batch), loss_and_gradient(ours, batch), ours
+    batch = drawn(ours)
+    found = loss_and_gradient(stock, batch), loss_and_gradient(ours, batch), ours
+    assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
+    return found
 
 
-def test_float32_equals_stock(tmp_path):
-    (want, want_gradient), (got, got_gradient), ours = compared(tmp_path, bf16=False)
-    assert ours.prefix_sharing.active()
-    assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
-    assert (got_gradient - want_gradient).abs().max() <= 1e-4 * want_gradient.abs().max()
+def losses_of_a_run(ours) -> list[dict]:
+    ours.train()
+    rows = [row for row in ours.state.log_history if "loss" in row]
+    assert len(rows) == ours.args.max_steps and torch.tensor([row["loss"] for row in rows]).isfinite().all()
+    return rows
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"torch_compile": True, "torch_compile_backend": "eager"},  # traced, not code-generated
+    ],
+    ids=["plain", "checkpointed", "reentrant", "compiled"],
+)
+def test_float32_equals_stock(tmp_path, changes):
+    want, got, ours = beside_stock(tmp_path, **changes)
+    assert_equal(got, want)
+    losses_of_a_run(ours)
 
 
 def test_bfloat16_is_as_near_to_float32_as_stock_is(tmp_path):
-    (_, exact), _, _ = compared(tmp_path / "fp32", bf16=False)
-    (_, stock), (_, got), ours = compared(tmp_path / "bf16", bf16=True)
+    (_, exact), _, _ = beside_stock(tmp_path / "fp32")
+    (_, stock), (_, got), ours = beside_stock(tmp_path / "bf16", bf16=True)
     backend = "two_part" if lacks_bf16(ours.accelerator.device) else "cascade"
     assert ours._metrics["train"][f"prefix_sharing/policy/layers_{backend}"][-1] == 1
     # Both round every product; twice stock's own distance leaves room for another order of the sums.
     assert (got - exact).norm() <= 2 * (stock - exact).norm() + 1e-6
 
 
-def test_a_run_trains(tmp_path):
-    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, bf16=True, phase_metrics="peaks")
-    ours.train()
-    rows = [row for row in ours.state.log_history if "loss" in row]
-    assert len(rows) == 3 and all(torch.isfinite(torch.tensor(row["loss"])) for row in rows)
-    assert all(row["memory/forward_backward_peak_mib"] > 0 for row in rows)
+@pytest.mark.parametrize("method", ["s_grpo", "t_spmo"])
+def test_packed_equals_padded(tmp_path, method):
+    """The same tokens are drawn for a step, whichever way they are computed; T-SPMO's completions share beginnings."""
+    cls, config_cls, changes = EfficientGRPOTrainer, EfficientGRPOConfig, {"token_selection": "s_grpo"}
+    if method == "t_spmo":
+        cls, config_cls, changes = TSPMOTrainer, TSPMOConfig, {}
+    results = []
+    for sharing in ("auto", "off"):
+        ours = made(cls, config_cls, tmp_path / sharing, prefix_sharing=sharing, **changes)
+        if not results:
+            state, batch = copy.deepcopy(ours.model.state_dict()), drawn(ours)
+            batch["completion_ids"][:, 0] = batch["completion_ids"][0, 0]
+        ours.model.load_state_dict(state)
+        results.append(loss_and_gradient(ours, batch))
+        assert ours.prefix_sharing.active() == (sharing == "auto")
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_trains(tmp_path, precision):
+    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, phase_metrics="peaks", **{precision: True})
+    assert all(row["memory/forward_backward_peak_mib"] > 0 for row in losses_of_a_run(ours))
+    assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
+
+
+def test_a_star_po_trains(tmp_path):
+    losses_of_a_run(a_star_po(tmp_path, prompts=8, per_device_train_batch_size=4))
+
+
+@pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs the package flash-attn")
+def test_flash_attention_2_shares_prompts(tmp_path):
+    if lacks_bf16(torch.device("cuda")):
+        pytest.skip("flash-attn wants compute capability 8.0")
+    model = tiny_model().to("cuda", torch.bfloat16)
+    model.set_attn_implementation("flash_attention_2")
+    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=model, bf16=True)
+    assert [row["prefix_sharing/policy/layers_cascade"] for row in losses_of_a_run(ours)] == [1.0] * 3

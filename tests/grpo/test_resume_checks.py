@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
 import torch
 from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
+from trl import GRPOTrainer
 
 from tests.tiny import lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -70,21 +72,12 @@ def test_another_shape_generates_anew_and_says_so(run, caplog, changes, reason):
     assert rows == [changes.get("per_device_train_batch_size", 4)] * 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"learning_rate": 5e-4}, "learning_rate: 0.001 -> 0.0005"),
-        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type: constant -> linear"),
-    ],
-)
-def test_the_optimizer_may_change_with_a_warning_and_the_completions_stay(run, caplog, changes, difference):
-    resumed = make(run, max_steps=4, **changes)
+def test_the_optimizer_may_change_with_a_warning_and_the_completions_stay(run, caplog):
+    resumed = make(run, max_steps=4, learning_rate=5e-4, lr_scheduler_type="linear")
     resumed.train(resume_from_checkpoint="auto")
-    assert resumed.state.global_step == 4
-    assert "with other settings: " in caplog.text and difference in caplog.text
-    assert "generated anew" not in caplog.text
-    if "learning_rate" in changes:
-        assert resumed.state.log_history[3]["learning_rate"] == 1e-3  # Transformers restores the schedule
+    assert resumed.state.global_step == 4 and "with other settings: " in caplog.text
+    assert "learning_rate: 0.001 -> 0.0005" in caplog.text
+    assert "lr_scheduler_type: constant -> linear" in caplog.text and "generated anew" not in caplog.text
 
 
 def test_what_says_nothing_of_the_maths_is_not_mentioned(run, caplog):
@@ -93,7 +86,9 @@ def test_what_says_nothing_of_the_maths_is_not_mentioned(run, caplog):
     assert "other settings" not in caplog.text and "anew" not in caplog.text
 
 
-def test_a_finished_run_does_no_further_step(run, caplog):
+def test_a_finished_run_does_no_further_step(run, finished, caplog):
+    text = (run / "checkpoint-3" / "manifest.json").read_text()
+    assert str(finished) not in text and '"processes": 1' in text  # nothing of this machine
     before = safetensors.torch.load_file(run / "checkpoint-3" / "adapter_model.safetensors")
     again = make(run)
     result = again.train(resume_from_checkpoint="auto")
@@ -109,7 +104,7 @@ def test_the_checkpoint_records_the_limit_and_is_pushed_when_whole(tmp_path, mon
     made = make(tmp_path, max_steps=2, save_total_limit=1)
     made.args.push_to_hub = True
     monkeypatch.setattr(
-        EfficientGRPOTrainer.__mro__[1],
+        GRPOTrainer,
         "_push_from_checkpoint",
         lambda self, folder: pushed.append((os.path.basename(folder), checkpoints.why_incomplete(folder))),
     )
@@ -119,35 +114,26 @@ def test_the_checkpoint_records_the_limit_and_is_pushed_when_whole(tmp_path, mon
     assert [path.name for path in checkpoints.checkpoints_in(tmp_path)] == ["checkpoint-2"]
 
 
-def full(*_arguments, **_named):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def torch_full(content, path, *_arguments, **_named):
-    raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
-
-
-def safetensors_full(*_arguments, **_named):
-    raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-
+_UNSAFE = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+_TORCH = RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FULL = {
-    "adapter": ("peft.peft_model.safe_save_file", safetensors_full),
-    "optimizer": ("torch.save", torch_full),
-    "trainer_state": (f"{TrainerState.__module__}.TrainerState.save_to_json", full),
-    "manifest": (f"{checkpoints.__name__}.write_json", full),
+    "adapter": ("peft.peft_model.safe_save_file", _UNSAFE),
+    "optimizer": ("torch.save", _TORCH),
+    "trainer_state": (f"{TrainerState.__module__}.TrainerState.save_to_json", _FULL),
+    "manifest": (f"{checkpoints.__name__}.write_json", _FULL),
 }
 
 
 @pytest.mark.parametrize("kind", FULL)
 def test_a_full_disk_is_said_with_the_folder(tmp_path, monkeypatch, kind):
-    target, fails = FULL[kind]
+    target, error = FULL[kind]
     made = make(tmp_path, max_steps=3)
 
     class ThenFull(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                monkeypatch.setattr(target, fails)
+                monkeypatch.setattr(target, Mock(side_effect=error))
 
     made.add_callback(ThenFull())
     with pytest.raises(CheckpointError, match=rf"the disk did not take .*{tmp_path}/checkpoint-2: "):
@@ -173,8 +159,3 @@ def test_the_best_checkpoint_is_named_as_it_is_called_at_last(tmp_path):
 class BestIsTheFirst(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         state.best_global_step = 1
-
-
-def test_nothing_of_this_machine_is_in_a_manifest(finished):
-    text = (finished / "checkpoint-3" / "manifest.json").read_text()
-    assert str(finished) not in text and '"processes": 1' in text

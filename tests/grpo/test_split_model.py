@@ -10,9 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tests.tiny import save_tiny_model, tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 
-from .on_gpu import MARKS
-from .test_cuda import loss_and_gradient
-from .test_cuda_features import ROWS, assert_equal, drawn, made
+from .test_cuda import MARKS, ROWS, assert_equal, drawn, loss_and_gradient, losses_of_a_run, made
 
 pytestmark = [*MARKS, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -46,9 +44,7 @@ def compared(folder, checkpoint, cls, config_cls, **changes):
 def test_as_trl_loads_it(tmp_path, checkpoint, prefix_sharing):
     ours = compared(tmp_path, checkpoint, EfficientGRPOTrainer, EfficientGRPOConfig, prefix_sharing=prefix_sharing)
     assert ours.prefix_sharing.active() == (prefix_sharing != "off"), ours.prefix_sharing.describe()
-    ours.train()
-    losses = [row["loss"] for row in ours.state.log_history if "loss" in row]
-    assert len(losses) == 3 and torch.tensor(losses).isfinite().all()
+    losses_of_a_run(ours)
 
 
 def test_equals_stock_on_the_same_devices(tmp_path, checkpoint):

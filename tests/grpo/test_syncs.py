@@ -15,7 +15,7 @@ from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
 
-from .on_gpu import MARKS, a_star_po
+from .test_cuda import MARKS, a_star_po
 from .waits import Waits
 
 pytestmark = MARKS

@@ -1,15 +1,12 @@
 """Skipped completions and selected tokens inside the trainer, against stock TRL and against the definition."""
 
 import copy
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from trl import GRPOTrainer
 
-from tests.distributed.launch import launch
 from tests.tiny import LOSS_TYPES, lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.passes import padded_cut, padded_pass
@@ -17,10 +14,9 @@ from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 from trl_fsdp_qlora.scoring.token_selection import TokenSelection
 
 
-def made(tmp_path, **changes):
-    result = trainer(
-        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **{"num_iterations": 2, **changes}
-    )
+def made(tmp_path, model=None, **changes):
+    changes = {"num_iterations": 2, **changes}
+    result = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model, lora(), **changes)
     result.model.train()
     result.current_gradient_accumulation_steps = 1
     return result
@@ -68,6 +64,8 @@ def test_skipping_equals_stock(tmp_path, loss_type, sharing):
     scored = ours._metrics["train"]["tokens/scored_fraction"][-1]
     want_share = (batch["completion_mask"].sum(1)[[4, 6]].sum() / batch["completion_mask"].sum()).item()
     assert scored == pytest.approx(want_share)
+    if sharing == "auto":  # of the padded batch: two completions of one group, and its prompt once
+        assert ours._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.25
     want = loss_and_gradients(ours, batch, stock=True)
     assert max(grad.abs().max() for grad in want[1].values()) > 0
     assert_close(got, want)
@@ -82,16 +80,6 @@ def test_skipping_equals_stock(tmp_path, loss_type, sharing):
         loss_and_gradients(ours, kept, stock=True)
         mine, _, theirs = metrics["vespo/phi_seq_mean"]
         assert mine == pytest.approx(theirs, rel=1e-4)
-
-
-def test_skipped_completions_leave_the_packed_row(tmp_path):
-    ours = made(tmp_path)
-    batch = batch_of(ours)
-    loss_and_gradients(ours, batch)
-    whole = ours._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1]
-    batch["advantages"][:4] = 0.0
-    loss_and_gradients(ours, batch)
-    assert ours._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 0.7 * whole
 
 
 @pytest.mark.parametrize("objective", [{}, {"token_selection": "prefix_cut"}])
@@ -205,15 +193,6 @@ def test_scored_tokens_do_not_depend_on_how_many_ranks_share_a_batch(tmp_path):
     assert not second.scored_BC.any() and 0 < one.scored_BC.sum() < batch["completion_mask"].sum()
 
 
-@pytest.mark.parametrize("sharing", ["auto", "off"])
-def test_everything_masked_gives_the_numbers_that_stock_gives(tmp_path, sharing):
-    ours = made(tmp_path, prefix_sharing=sharing, token_selection="uniform")
-    batch = batch_of(ours)
-    batch["completion_mask"].zero_()
-    loss_and_gradients(ours, batch)
-    assert ours._metrics["train"]["clip_ratio/low_mean"] == [0.0]
-
-
 def expected_by_hand(ours, batch, keep, weight):
     """Stock logps of all tokens, TRL's own loss on them, and the gradient of each token scaled before the chain rule."""
 
@@ -302,13 +281,3 @@ def test_a_run_selects_reports_and_is_reproducible(tmp_path):
 def test_config_refuses_what_cannot_be_right(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         EfficientGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{"max_completion_length": 6, **changes})
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_two_ranks_one_of_them_empty(tmp_path):
-    """DDP: rank 1 has only zero advantages; the reduced gradient equals stock's on the same batches."""
-    from tests.grpo import empty_rank_worker
-
-    launch(Path(__file__).with_name("empty_rank_worker.py"), tmp_path)
-    empty_rank_worker.check(json.loads((tmp_path / "results.json").read_text()))

@@ -24,8 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tests.planning.models import settings
-from trl_fsdp_qlora.fsdp2_qlora.coverage import experts_in_16_bit
-from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
+from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_16_bit, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.packed_linear import pack_model
 from trl_fsdp_qlora.planning.plan import make_plan
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing

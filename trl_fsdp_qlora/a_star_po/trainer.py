@@ -16,7 +16,6 @@ from transformers import GenerationConfig
 from trl.data_utils import apply_chat_template, is_conversational
 
 from ..compat.trl import (
-    ASYNC_LOOP,
     GROUP_SPREAD,
     OLD_LOGPS,
     REFERENCE_LOGPS,
@@ -257,7 +256,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
                 continue
             values = function(**kwargs)
             if is_async_callable(function):
-                values = asyncio.run_coroutine_threadsafe(values, getattr(self, ASYNC_LOOP)).result()
+                values = asyncio.run_coroutine_threadsafe(values, self.async_loop).result()
             rewards_RK[:, k] = torch.tensor([math.nan if value is None else value for value in values])
         return rewards_RK
 

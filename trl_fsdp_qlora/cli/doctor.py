@@ -245,7 +245,7 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
 
     quantization, adapter = get_quantization_config(model), lora_config(model)
     zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
-    yield from _refused("launch", check_launch, quantization, adapter, zero_stage)
+    yield from _refused("launch", check_launch, quantization, zero_stage)
     yield from _refused("launch", check_reference, config.beta != 0.0 and adapter is None)
     if launch["WORLD_SIZE"] != "1" and config.device.type == "cpu" and not config.use_cpu:
         reason = f"{launch['WORLD_SIZE']} processes on this machine's CPU would each take themselves for the only one"

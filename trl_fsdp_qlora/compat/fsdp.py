@@ -26,23 +26,19 @@ SHARDS_INTEGERS = Version(torch.__version__).release >= (2, 12)
 def misfit() -> str | None:
     """What of the installed torch's FSDP2 is not where this package looks for it; `None` where all is."""
     try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
-        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-    except ImportError as error:
+        from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
+
+        state, group = _fsdp_state.FSDPState, _fsdp_param_group.FSDPParamGroup
+        _ = (
+            _fsdp_common.TrainingState.IDLE,
+            _fsdp_common._from_local_no_grad,
+            FSDPModule._get_fsdp_state,
+            group.reshard,
+        )
+        _ = state._lazy_init, state._fsdp_param_group, _fsdp_param.FSDPParam.init_dtype_attrs
+    except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__}: {error}"
-    wanted = [
-        (FSDPModule, "_get_fsdp_state"),
-        (FSDPState, "_lazy_init"),
-        (FSDPState, "_fsdp_param_group"),
-        (FSDPParam, "init_dtype_attrs"),
-        (FSDPParamGroup, "reshard"),
-        (TrainingState, "IDLE"),
-    ]
-    missing = [f"{owner.__name__}.{name}" for owner, name in wanted if not hasattr(owner, name)]
-    missing += [] if callable(_from_local_no_grad) else ["_from_local_no_grad"]
-    return f"torch {torch.__version__} has no {', '.join(missing)}" if missing else None
+    return None
 
 
 def units(model: nn.Module) -> list[tuple[FSDPModule, object]]:

@@ -1,6 +1,8 @@
 """Every name borrowed from transformers that is not part of its documented interface."""
 
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import transformers
 from torch import nn
@@ -12,6 +14,7 @@ from transformers import (
     PretrainedConfig,
     Trainer,
 )
+from transformers.utils.generic import is_flash_attention_requested
 
 from .replaced import replaced
 from .signatures import warn_of_misfits
@@ -29,16 +32,10 @@ EXPECTED = {
     "_load_best_model": "self",
     "_get_output_dir": "self trial",
 }
-# Of a trainer, handed on as they come; of a config; and of a model class.
-TRAINER_METHODS = ("_init_training_state", "_push_from_checkpoint", "_remove_unused_columns")
-CONFIG_ATTRIBUTES = ("_attn_implementation", "_name_or_path")
-MODEL_ATTRIBUTES = ("_supports_attention_backend", "_is_stateful", "_no_split_modules")
 _LANGUAGE_MODELS = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 }
-# Of a module whose forward transformers dispatches as that of experts.
-EXPERTS_ATTRIBUTES = ("_is_expert_parallel", "_apply_gate")
 
 
 def model_name(model: nn.Module | str) -> str:
@@ -72,6 +69,32 @@ def auto_class_of(model: nn.Module) -> str:
 def no_optimizer_read() -> AbstractContextManager:
     """Inside, transformers reads no optimizer; what trainers built on it read with it, they read."""
     return replaced(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
+
+
+# Transformers looks for the kernel of an attention implementation with "flash" in its name by that name, in the config, each time
+# the function underneath runs. So what is registered on top of one must have a name without the word, and the one underneath must
+# find its own name while it runs.
+
+
+def is_flash(name: str) -> bool:
+    """Whether transformers takes `name` for a flash-attention kernel, which gets lengths instead of a mask."""
+    return is_flash_attention_requested(requested_attention_implementation=name)
+
+
+def unlike_flash(name: str) -> str:
+    """A name that transformers takes neither for a flash kernel nor for a repository of the Hub."""
+    return re.sub(r"[^\w]", "_", name.replace("flash", "fa"))
+
+
+@contextmanager
+def under_own_name(config: PretrainedConfig, name: str) -> Iterator[None]:
+    """`config` names implementation `name` inside."""
+    registered = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = registered
 
 
 warn_of_misfits("transformers", transformers.__version__, Trainer, EXPECTED)

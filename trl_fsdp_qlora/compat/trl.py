@@ -1,8 +1,7 @@
 """Every name borrowed from TRL.
 
 Functions and methods that this package calls or overrides are listed with the parameters they are written for, and compared
-once at import: a warning names those that an upstream release has renamed or reshaped. Attributes, metrics and error texts are
-checked by `tests/compat`.
+once at import: a warning names those that an upstream release has renamed or reshaped.
 """
 
 import logging
@@ -15,10 +14,10 @@ import trl
 from packaging.version import Version
 from transformers import PretrainedConfig
 from trl.chat_template_utils import parse_response
-from trl.kernels import chunked_logprob  # noqa: F401
+from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import unwrap_model_for_generation
-from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: F401 (looked at below)
+from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
     RepeatSampler,
@@ -35,18 +34,9 @@ from trl.trainer.utils import (
 
 from .signatures import warn_of_misfits
 
-__all__ = [
-    "ChunkedLogProbFunction", "FusedCausalLMOutput", "RepeatSampler", "ensure_master_addr_port", "get_callable_name",
-    "is_async_callable", "maybe_gather_lm_head_ctx", "parse_response", "rows_of_images", "shuffle_sequence_dict",
-    "split_pixel_values_by_grid", "split_tensor_dict", "unsplit_pixel_values_by_grid", "unwrap_model_for_generation",
-    "use_adapter",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 TESTED_TRL = "1.16"
-
-
 # What is overridden or called -> its parameters, in order, as of TRL 1.16.
 EXPECTED = {
     "GRPOTrainer._prepare_inputs": "self generation_batch",
@@ -78,21 +68,6 @@ EXPECTED = {
     "gradient_checkpointing_kwargs",
     "use_adapter": "model adapter_name",
 }
-# Attributes of a trainer, and of objects on it, that this package reads or sets.
-ATTRIBUTES = (
-    "_buffered_inputs", "_dist", "_entropy_bonus_enabled", "_logs", "_metrics", "_pending_extra_logs", "_step", "_tokenizer",
-    "aux_loss_enabled", "beta", "chat_template_kwargs", "current_gradient_accumulation_steps", "entropy_coef",
-    "environment_factories", "eos_token_ids", "num_generations", "num_generations_eval", "num_iterations", "ref_model",
-    "reward_func_names", "reward_funcs", "reward_processing_classes", "reward_weights", "rollout_func",
-    "router_aux_loss_coef", "temperature", "tools", "use_vllm",
-)  # fmt: skip
-DISTRIBUTED_ATTRIBUTES = ("is_fsdp", "is_zero3", "summon_full_params")  # of `_dist`
-# Of `vllm_generation`, where there is one: what it is called for, and what it sets.
-VLLM_ATTRIBUTES = ("sync_weights",)
-VLLM_SETS = ("_dist", "_llm_weights_sleeping", "llm", "tp_group", "vllm_client")
-WITH_VLLM = ("_last_loaded_step", "vllm_generation")  # of a trainer with `use_vllm`
-ASYNC_LOOP = "async_loop"  # there, where a reward function is a coroutine
-
 # What a micro-batch may hold for the log-probabilities to be compared with.
 OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS = "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"
 COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)

@@ -11,14 +11,16 @@ import torch
 from peft import PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..compat.fsdp import plain_name
 from .generation import reshard
 
 
-def _is_writer() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+def has_sharded_adapter(model: nn.Module) -> bool:
+    """Whether `model` is a PEFT model under FSDP2: what it saves is an adapter, whatever its base is."""
+    return isinstance(model, FSDPModule) and isinstance(model, PeftModel)
 
 
 def _adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
@@ -32,9 +34,14 @@ def _adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
     }
 
 
-def _full(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu() if keep else None
+def _gathered(tensors: dict) -> dict:
+    """Whole tensors on the host, on rank 0; elsewhere nothing. Collective where they are shards."""
+    is_writer, found = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0, {}
+    for name, value in tensors.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if is_writer:
+            found[name] = whole.detach().cpu() if torch.is_tensor(whole) else whole
+    return found
 
 
 def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -54,9 +61,7 @@ def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
         On rank 0 the whole adapter weights on the CPU under the model's parameter names, ready for
         `model.save_pretrained(..., state_dict=...)`; elsewhere an empty dictionary.
     """
-    is_writer, parameters = _is_writer(), _adapter_parameters(model)
-    gathered = {name: _full(parameter, is_writer) for name, parameter in parameters.items()}
-    return gathered if is_writer else {}
+    return _gathered(_adapter_parameters(model))
 
 
 @torch.no_grad()
@@ -75,26 +80,19 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
         targets = get_peft_model_state_dict(
             model, state_dict=dict(parameters), adapter_name=adapter_name, save_embedding_layers=False
         )
-        missing, unexpected = targets.keys() - saved.keys(), saved.keys() - targets.keys()
-        if missing or unexpected:
+        if odd := sorted(targets.keys() ^ saved.keys()):
             raise ValueError(
-                f"{source} does not hold this model's adapter {adapter_name!r}: {len(missing)} weights are missing "
-                f"{sorted(missing)[:2]} and {len(unexpected)} unknown {sorted(unexpected)[:2]}; use the peft config of "
-                "the run that wrote it"
+                f"{source} does not hold this model's adapter {adapter_name!r}: {len(odd)} weights are missing or unknown "
+                f"{odd[:2]}; use the peft config of the run that wrote it"
             )
         for name, parameter in targets.items():
             parameter.copy_(_like(saved[name], parameter))
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer) -> dict:
-    """The optimizer's `state_dict` with every shard gathered. Collective; the tensors are there on rank 0 only."""
-    is_writer = _is_writer()
+    """The optimizer's `state_dict` with every shard gathered. Collective; the values are there on rank 0 only."""
     state = optimizer.state_dict()
-    gathered = {
-        index: {key: _full(value, is_writer) if torch.is_tensor(value) else value for key, value in entry.items()}
-        for index, entry in state["state"].items()
-    }
-    return {"state": gathered, "param_groups": state["param_groups"]}
+    return {**state, "state": {index: _gathered(entry) for index, entry in state["state"].items()}}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:

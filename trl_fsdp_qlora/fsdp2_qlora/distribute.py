@@ -1,9 +1,15 @@
-"""Getting weights from the rank that read the checkpoint to the shards of every rank of its replica.
+"""A 4-bit base on its way into shards: from the rank that read it to every rank of its replica, and what arrived, measured.
 
 `detach_source` takes the frozen weights of the reading ranks (rank 0; under HSDP the first of each replica) out of the model
 and leaves meta tensors of the same shape and dtype on every rank, so `fully_shard` allocates nothing. `fill_shards` then
 sends each rank its own rows. No other rank ever holds more than its shard and the piece in flight.
+
+HSDP lays the ranks out as rows of neighbours (accelerate's `dp_replicate_size` and `dp_shard_size`). A row, here called a
+replica, holds the base once; with one replica per node, weights are gathered inside a node and only the adapter's gradients
+cross the network. Plain FSDP2 is one replica of all ranks.
 """
+
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,8 +17,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..compat.fsdp import filled_shard, plain_name
-from .mesh import shard_dimension
+from .experts import packed_experts
 from .packed_linear import PackedLinear4bit, convert_layer, pack_model, quantized_layers
+
+
+class ReplicasDiffer(RuntimeError):
+    """Replicas of one base hold different weights."""
+
+
+class BaseNotSharded(RuntimeError):
+    """The 4-bit base should be spread over the ranks and is not."""
 
 
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -25,11 +39,6 @@ def _replace(model: nn.Module, new_by_old: dict[int, nn.Parameter]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in new_by_old:
                 module._parameters[name] = new_by_old[id(parameter)]
-
-
-def is_meta(model: nn.Module) -> bool:
-    """Whether any weight of the model has no data on this rank."""
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def broadcast_trainable(
@@ -91,8 +100,7 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
             flat = torch.empty(layouts[name].total_bytes, dtype=torch.uint8, device="meta")
             convert_layer(layer, flat, layouts[name])
     frozen = _frozen(model)
-    if frozen.keys() != spec.keys():
-        odd = sorted(frozen.keys() ^ spec.keys())
+    if odd := sorted(frozen.keys() ^ spec.keys()):
         raise RuntimeError(
             f"rank {dist.get_rank()} built a model with other weights than rank 0 loaded ({len(odd)} differ, first "
             f"{odd[0]}); load it on every rank with load_quantized_base and the same arguments"
@@ -118,11 +126,8 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             continue
-        if not isinstance(parameter.data, DTensor) or parameter.device_mesh.ndim > 2:
-            raise RuntimeError(
-                f"{name} is not sharded over one mesh dimension; only FSDP2 and HSDP are supported here"
-            )
-        replica = dist.get_process_group_ranks(shard_dimension(parameter.device_mesh).get_group())
+        mesh = parameter.device_mesh  # FSDP2's, or HSDP's, whose last dimension is a replica
+        replica = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
         rows = -(-parameter.shape[0] // len(replica))
         if dist.get_rank() == replica[0]:
             whole = source.pop(plain_name(name))
@@ -139,3 +144,95 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
         sharded = filled_shard(parameter.data, local.cpu() if offload else local)
         new_by_old[id(parameter)] = nn.Parameter(sharded, requires_grad=False)
     _replace(model, new_by_old)
+
+
+def check_replicas(model: nn.Module, per_replica: int) -> None:
+    """Compare the frozen weights of the replicas, each of which was read by a rank of its own. Collective.
+
+    Two nodes may name different files by the same path. Training would go on with gradients of different models.
+
+    Raises:
+        ReplicasDiffer: on all ranks, with the first weight that differs.
+    """
+    if per_replica == dist.get_world_size():
+        return
+    sums = {}
+    for name, parameter in _frozen(model).items():
+        if not isinstance(parameter, DTensor):
+            continue
+        # The sum of its bytes, the even ones twice: swapped neighbours differ, too.
+        data = parameter.to_local().detach().contiguous().view(-1).view(torch.uint8)
+        sums[name] = (data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64)).item()
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, sums)
+    differing = [
+        name for name in sums if any(of[name] != every[rank % per_replica][name] for rank, of in enumerate(every))
+    ]
+    if differing:
+        raise ReplicasDiffer(
+            f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {differing[0]}): the nodes "
+            "loaded different files under the same name. Copy one node's folder to the others, or set the recipe's "
+            "`model_name_or_path` to a folder that all of them share (and `model_revision` to one commit)"
+        )
+
+
+@dataclass(frozen=True)
+class BaseBytes:
+    """Bytes of the frozen base on one rank and of the whole model: 4-bit weights with their quantization state, of which
+    `state_full` is the latter, and the other frozen weights; spread over `world_size` ranks."""
+
+    quantized_local: int
+    quantized_full: int
+    state_full: int
+    other_local: int
+    other_full: int
+    world_size: int
+
+    @property
+    def ratio(self) -> float:
+        """Local over full bytes of the 4-bit base, quantization state on both sides."""
+        return self.quantized_local / self.quantized_full
+
+    def __str__(self) -> str:
+        mib = 2**20
+        return (
+            f"4-bit base: {self.quantized_local / mib:.2f} of {self.quantized_full / mib:.2f} MiB on this rank (ratio "
+            f"{self.ratio:.3f} on {self.world_size} ranks; quantization state is {self.state_full / self.quantized_full:.1%} "
+            f"of it); other frozen weights: {self.other_local / mib:.2f} of {self.other_full / mib:.2f} MiB"
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
+    """Measure a packed model, on the tensors themselves, and insist that it is spread over `world_size` ranks.
+
+    Call it while the parameters are in their sharded state.
+
+    Raises:
+        BaseNotSharded: where a rank holds more bytes than FSDP2's even split, which rounds rows up.
+    """
+    packed = [(layer.weight, 1, layer.layout) for layer in quantized_layers(model).values()]
+    for experts in packed_experts(model).values():
+        packed += [(getattr(experts, name), experts.num_experts, layout) for name, layout in experts.layouts.items()]
+    known = {id(parameter) for parameter, *_ in packed}
+    others = [p for p in model.parameters() if not p.requires_grad and id(p) not in known]
+    here = {id(p): p.to_local() if isinstance(p, DTensor) else p for p in [*others, *(p for p, *_ in packed)]}
+    measured = BaseBytes(
+        # Of the storage, not of the view: a shard that is a view into the whole weight would not be a shard.
+        sum(here[id(parameter)].untyped_storage().nbytes() for parameter, *_ in packed),
+        sum(parameter.numel() for parameter, *_ in packed),
+        sum(rows * layout.state_bytes for _, rows, layout in packed),
+        sum(here[id(parameter)].nbytes for parameter in others),
+        sum(parameter.numel() * parameter.element_size() for parameter in others),
+        world_size,
+    )
+    allowed = sum(-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]) for p, *_ in packed)
+    if measured.quantized_local > allowed:
+        raise BaseNotSharded(
+            f"this rank holds {measured.quantized_local} of the {measured.quantized_full} bytes of the 4-bit base, and an even "
+            f"split over {world_size} ranks is {allowed}. Check that the accelerate config says `distributed_type: FSDP` with "
+            "`fsdp_version: 2`, and that `fsdp_ignored_modules` is not set"
+        )
+    return measured

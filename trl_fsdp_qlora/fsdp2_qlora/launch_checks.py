@@ -22,12 +22,11 @@ def is_fsdp2_launch() -> bool:
     return is_fsdp_launch() and os.environ.get("FSDP_VERSION") == "2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def check_launch(quantization_config=None, peft_config=None, zero_stage: int | None = None) -> None:
+def check_launch(quantization_config=None, zero_stage: int | None = None) -> None:
     """Refuse what is known not to work. Reads the environment that `accelerate launch` made of its config.
 
     Args:
         quantization_config: `BitsAndBytesConfig` of the run, or `None`.
-        peft_config: `LoraConfig` of the run, or `None`.
         zero_stage: DeepSpeed's ZeRO stage, or `None` where DeepSpeed is not used.
 
     Raises:
@@ -42,46 +41,30 @@ def check_launch(quantization_config=None, peft_config=None, zero_stage: int | N
             "base, and reloading its adapter was never verified. Launch with --accelerate_config fsdp2_qlora (shards the base), "
             "or set `zero_stage: 2` in the accelerate config (every rank keeps the base)"
         )
-    if not is_fsdp_launch():
-        return
     fsdp_version = os.environ.get("FSDP_VERSION", "1")
-    if fsdp_version != "2":
+    if is_fsdp_launch() and fsdp_version != "2":
         raise LaunchError(
             f"fsdp_version is {fsdp_version} (which is the default): FSDP1 flattens weights into one dtype and cannot "
             "shard a quantized base beside an adapter. In the accelerate config, under fsdp_config, set `fsdp_version: 2`"
         )
-    if eight_bit:
+    if is_fsdp_launch() and eight_bit:
         raise LaunchError(
             "load_in_8bit with FSDP2: int8 layers keep statistics that FSDP2 cannot shard. In the recipe set "
             "`load_in_4bit: true` instead of `load_in_8bit: true`, or launch with --accelerate_config ddp"
         )
-    targets = getattr(peft_config, "target_modules", None) or ()
-    if {name.split(".")[-1] for name in ([targets] if isinstance(targets, str) else targets)} & {
-        "lm_head",
-        "embed_out",
-    }:
-        raise LaunchError(
-            "lm_head in lora_target_modules: log-probabilities are computed from the head's own weight, past its adapter. In the "
-            "recipe leave it out of `lora_target_modules`; `[all-linear]` does"
-        )
 
 
 def check_reference(needs_reference: bool, transformers_version: str | None = None) -> None:
-    """Refuse a separate reference model where the other ranks' copy of it would be zeros.
+    """Refuse a separate reference model (full fine-tuning with a KL term) where the other ranks' copy of it would be zeros.
 
     With rank-0 loading, transformers before 5.23 leaves zeros on the other ranks and counts on a broadcast, which TRL
     does for the policy and not for the reference model.
-
-    Args:
-        needs_reference: the trainer will load a reference model of its own (full fine-tuning with a KL term).
-        transformers_version: read from the environment by default.
     """
     found = transformers_version or version("transformers")
     loads_on_rank_0 = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
     if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(found) < Version("5.23"):
         raise LaunchError(
-            f"transformers {found} with FSDP2, rank-0 loading and a reference model: on all ranks but the first the "
-            "reference model would consist of zeros. In the accelerate config, under fsdp_config, set "
-            "`fsdp_cpu_ram_efficient_loading: false`, or pip install 'transformers>=5.23', or train an adapter (its "
-            "reference is the base itself)"
+            f"transformers {found} with FSDP2, rank-0 loading and a reference model: on all ranks but the first it would consist "
+            "of zeros. In the accelerate config, under fsdp_config, set `fsdp_cpu_ram_efficient_loading: false`, or pip install "
+            "'transformers>=5.23', or train an adapter (its reference is the base itself)"
         )

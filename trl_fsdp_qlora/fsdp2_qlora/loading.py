@@ -1,16 +1,17 @@
 """Loading a 4-bit base once for a node: one rank reads and quantizes, the others get an empty model.
 
-The reader is rank 0, or under HSDP the first rank of each replica ([`trl_fsdp_qlora.fsdp2_qlora.mesh`]), from its own node's
-disk. The weights go from its host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so
+The reader is rank 0, or under HSDP the first rank of each replica, from its own node's disk. The weights go from its host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so
 the peak of a reader's host memory is the 4-bit model and the piece of checkpoint being read, that of every other rank is
 its shard, and no accelerator ever holds more than its shard.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from accelerate import PartialState
+from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -18,9 +19,18 @@ from transformers.utils import logging
 
 from ..compat.transformers import model_class
 from .launch_checks import is_fsdp2_launch
-from .mesh import reads_checkpoint
 
 logger = logging.get_logger(__name__)
+
+
+def reads_checkpoint(rank: int) -> bool:
+    """Whether this rank reads the base for its replica: the first of each, so one per node where a replica is a node.
+
+    Read from the environment, in which `accelerate launch` puts what its YAML has under `parallelism_config`.
+    """
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return rank == 0
+    return rank % int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")) == 0
 
 
 @contextmanager
@@ -41,6 +51,26 @@ def experts_in_4bit() -> Iterator[None]:
         AUTO_QUANTIZER_MAPPING[name] = stock
 
 
+def experts_in_16_bit(model: nn.Module) -> str | None:
+    """A line on experts that are not quantized in a model that is, and what would pack them; `None` where there are none."""
+    if not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
+        return None
+    from .experts import dense_experts
+
+    known, left, unknown = set(dense_experts(model).values()), 0, set()
+    for module in model.modules():
+        if module in known or "Expert" in type(module).__name__:
+            size = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
+            unknown |= {type(module).__name__} if size and module not in known else set()
+            left += size
+    if not left:
+        return None
+    change = "a model given by its name in 4 bits, or loaded inside experts_in_4bit(), has them in 4 bit"
+    if unknown:
+        change = f"what {' and '.join(sorted(unknown))} holds has no 4-bit form here"
+    return f"{2 * left / 2**30:.2f} GiB of experts stay in 16 bit; {change} (docs/fsdp2_qlora.md)"
+
+
 @experts_in_4bit()
 def load_quantized_base(model_id: str, quantization_config=None, **from_pretrained) -> PreTrainedModel:
     """Load a causal language model in 4 bits for FSDP2. Call it on every rank with the same arguments.
@@ -56,7 +86,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
         trainer with [`ShardedQLoRAMixin`], or to an accelerator after [`shard_quantized_base`].
 
     Raises:
-        ValueError: the checkpoint is not quantized and no 4-bit configuration was given, or it is quantized by something else.
+        ValueError: no 4-bit configuration was given and the checkpoint has none, or it is quantized by something else.
     """
     dtype = from_pretrained.pop("dtype", torch.bfloat16)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
@@ -66,16 +96,11 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
         model_id, **{k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
     )
     stored = getattr(config, "quantization_config", None)
-    method = "bitsandbytes" if stored is None else stored.get("quant_method", "bitsandbytes")
-    if method != "bitsandbytes":
+    in_4bit = stored is not None or getattr(quantization_config, "load_in_4bit", False)
+    if not in_4bit or (stored or {}).get("quant_method", "bitsandbytes") != "bitsandbytes":
         raise ValueError(
-            f"{model_id} is quantized by {method}, which bitsandbytes cannot pack again: take the checkpoint in 16 bit that it "
-            "was made from, or one that bitsandbytes has quantized to 4 bits"
-        )
-    if stored is None and not getattr(quantization_config, "load_in_4bit", False):
-        raise ValueError(
-            f"{model_id} is not quantized and quantization_config is {quantization_config!r}; pass "
-            "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True)"
+            f"{model_id} (quantization: {stored or quantization_config}) is not to be in bitsandbytes' 4 bits: pass "
+            "BitsAndBytesConfig(load_in_4bit=True) with a checkpoint in 16 bit, or take one that bitsandbytes has quantized"
         )
     if reads_checkpoint(PartialState().process_index):
         if attention is not None:

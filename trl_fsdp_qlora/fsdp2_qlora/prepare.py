@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers.utils import is_bitsandbytes_available
@@ -96,9 +95,14 @@ def _own_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractCo
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
-    from .accounting import check_sharded
-    from .distribute import broadcast_buffers, broadcast_trainable, detach_source, fill_shards, is_meta
-    from .mesh import check_replicas, shard_size
+    from .distribute import (
+        broadcast_buffers,
+        broadcast_trainable,
+        check_replicas,
+        detach_source,
+        fill_shards,
+        measure_base,
+    )
     from .packed_linear import pack_model
 
     if misfit() is not None:
@@ -106,33 +110,29 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
             f"{misfit()}, which sharding a 4-bit base needs: install a torch that this package was tested with, or launch "
             "with accelerate_configs/ddp.yaml"
         )
-    plugin, device = accelerator.state.fsdp_plugin, accelerator.device
-    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    plugin, device, mesh = accelerator.state.fsdp_plugin, accelerator.device, accelerator.parallelism_config
     optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
     broadcast_trainable(model, optimizers, adapter_dtype, device)
-    per_replica = shard_size(accelerator)
-    is_source = accelerator.process_index % per_replica == 0
-    on_meta = torch.tensor([float(is_meta(model)), float(is_meta(model) and is_source)], device=device)
-    dist.all_reduce(on_meta, op=dist.ReduceOp.MAX)
-    if on_meta[1].item():
+    per_replica = accelerator.num_processes if mesh is None else mesh.dp_shard_size
+    on_meta = [None] * accelerator.num_processes
+    dist.all_gather_object(on_meta, any(parameter.is_meta for parameter in model.parameters()))
+    if any(on_meta[::per_replica]):
         raise ValueError(
             f"the first rank of a replica of {per_replica} ranks has no weights to send: the base was loaded before the mesh "
             "was known. Write the mesh into the accelerate config (`parallelism_config`), not into the trainer's arguments"
         )
-    source = None
-    if on_meta[0].item():
+    if any(on_meta):
         broadcast_buffers(model, device)
-        source = detach_source(model, is_source)
+        source = detach_source(model, accelerator.process_index % per_replica == 0)
     else:
         pack_model(model)
     with _own_settings(plugin, adapter_dtype), integer_shards(model):
         result = stock_prepare(*args, **kwargs)
-    if source is not None:
-        fill_shards(model, source, device, offload)
-    check_replicas(model, device)
-    measured = check_sharded(model, per_replica)
-    logger.info(str(measured), main_process_only=False)
-    model.base_bytes = measured
+    if any(on_meta):
+        fill_shards(model, source, device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+    check_replicas(model, per_replica)
+    model.base_bytes = measure_base(model, per_replica)
+    logger.info(str(model.base_bytes), main_process_only=False)
     return result
 
 
@@ -141,16 +141,10 @@ def dense_shapes(model: nn.Module) -> dict[int, tuple[int, ...]]:
     if not is_bitsandbytes_available():
         return {}
     from .experts import packed_experts
-    from .packed_linear import PackedLinear4bit, quantized_layers
+    from .packed_linear import PackedLinear4bit
 
-    layers = quantized_layers(model).values()
-    shapes = {id(layer.weight): layer.layout.shape for layer in layers if isinstance(layer, PackedLinear4bit)}
+    shapes = {id(m.weight): m.layout.shape for m in model.modules() if isinstance(m, PackedLinear4bit)}
     for experts in packed_experts(model).values():
         for name, layout in experts.layouts.items():
             shapes[id(getattr(experts, name))] = (experts.num_experts, *layout.shape)
     return shapes
-
-
-def has_sharded_adapter(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model under FSDP2: what it saves is an adapter, whatever its base is."""
-    return isinstance(model, FSDPModule) and isinstance(model, PeftModel)

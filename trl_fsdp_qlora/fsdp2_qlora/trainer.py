@@ -1,70 +1,144 @@
-"""`ShardedQLoRAMixin`: FSDP2 + QLoRA for any other TRL trainer.
+"""`ShardedQLoRAMixin`: FSDP2 + QLoRA for any TRL trainer; `EfficientGRPOTrainer` stands on it.
 
     class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
         pass
 
 Under an accelerate config with FSDP2 it shards a 4-bit base, saves plain PEFT adapters and resumes from them (of whole bases
 too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the trainer it was
-mixed into. The trainers of this package ask [`Sharding`] themselves.
+mixed into.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from .sharding import Sharding
+import torch
+from peft import PeftModel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import logging
+
+from ..compat.replaced import replaced
+from ..compat.transformers import no_optimizer_read
+from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
+from .generation import choose, gathered, is_gathered, keep_gathered
+from .prepare import shard_quantized_base
 
 if TYPE_CHECKING:
-    from .accounting import BaseBytes
+    from .distribute import BaseBytes
+
+logger = logging.get_logger(__name__)
 
 
 class ShardedQLoRAMixin:
-    """Mix into a TRL (or transformers) trainer, before it in the bases; each method asks `self.sharding`."""
+    """Mix into a TRL (or transformers) trainer, before it in the bases. `args.fsdp_gather` and `fsdp_keep_gathered` count."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        self.sharding = Sharding(self.args, self.accelerator)
+        shard_quantized_base(self.accelerator)
 
     @property
     def base_bytes(self) -> "BaseBytes | None":
         """Bytes of the base on this rank, measured when the model was prepared; `None` where it is not sharded."""
-        return self.sharding.base_bytes(self.model)
+        return getattr(self.model, "base_bytes", None)
 
     def training_step(self, model, *args, **kwargs):
-        self.sharding.before_micro_batch(self.model)
+        if getattr(self.args, "fsdp_keep_gathered", False) and self.base_bytes is not None:
+            keep_gathered(self.model, last_micro_batch=self.accelerator.sync_gradients)
         return super().training_step(model, *args, **kwargs)
 
     def compute_loss(self, *args, **kwargs):
-        with self.sharding.head_on_device(self.model):
+        with self._head_on_device():
             return super().compute_loss(*args, **kwargs)
 
+    @contextmanager
+    def _head_on_device(self) -> Iterator[None]:
+        """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
+
+        It computes where the weight lies: on the host, whose results no collective of the device takes.
+        """
+        plugin = self.accelerator.state.fsdp_plugin if isinstance(self.model, FSDPModule) else None
+        if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            yield
+            return
+        language_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        head, device = language_model.get_output_embeddings(), self.accelerator.device
+
+        def there():
+            bias = getattr(head, "bias", None)
+            return SimpleNamespace(weight=head.weight.to(device), bias=None if bias is None else bias.to(device))
+
+        with replaced(language_model, get_output_embeddings=there):
+            yield
+
     def _generate_and_score_completions(self, inputs):  # of trainers that generate
-        with self.sharding.gathered(self.model):
+        with self.weights_gathered():
             return super()._generate_and_score_completions(inputs)
 
+    @contextmanager
+    def weights_gathered(self) -> Iterator[None]:
+        """Hold the whole model while weights do not change, if `args.fsdp_gather` and the free memory say so.
+
+        For generation, and the old and reference policies' passes: many forwards, no gradient, the same weights.
+        """
+        mode = "per_layer"
+        # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
+        if isinstance(self.model, FSDPModule) and not (
+            getattr(self.args, "use_vllm", False) or is_gathered(self.model)
+        ):
+            mode = choose(self.model, self.accelerator.device, getattr(self.args, "fsdp_gather", "auto"))
+        with gathered(self.model) if mode == "once" else nullcontext():
+            yield
+
     def evaluation_loop(self, *args, **kwargs):
-        if self.sharding.is_unprepared(self.model):
-            self.create_optimizer()
-            self.model, self.optimizer = self.sharding.prepare(self.model, self.optimizer)
+        if self.accelerator.is_fsdp2 and not isinstance(self.model, FSDPModule):  # an evaluation before training
+            self.create_optimizer()  # accelerate wants it with the model, and evaluation alone gives it none
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            register_fsdp_forward_method(self.model, "generate")
             self.model_wrapped = self.model
         return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self.sharding.save_adapter(self.model, output_dir or self.args.output_dir, self._save):
+        if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
+        adapter = gather_adapter(self.model)
+        if self.args.should_save:  # transformers 5.17 leaves it to the caller that one rank alone writes
+            self._save(output_dir or self.args.output_dir, state_dict=adapter)
+        self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.sharding.save_optimizer(self.model, self.optimizer, self.lr_scheduler, output_dir):
-            super()._save_optimizer_and_scheduler(output_dir)
+        if not has_sharded_adapter(self.model):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        state = gather_optimizer(self.optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        if not self.sharding.load_adapter(self.model if model is None else model, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        model = self.model if model is None else model
+        if not has_sharded_adapter(model):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_adapter(model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self.sharding.loading_optimizer(self.model, self.optimizer, self.lr_scheduler, checkpoint):
+        if checkpoint is None or not has_sharded_adapter(self.model):
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        files = [Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if all(file.is_file() for file in files):
+            load_optimizer(self.optimizer, torch.load(files[0], map_location="cpu", weights_only=True))
+            self.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
+        else:
+            logger.warning(f"{checkpoint} holds no {OPTIMIZER_NAME} and {SCHEDULER_NAME}: the optimizer starts anew")
+        with (
+            no_optimizer_read()
+        ):  # what a trainer restores beside it (TRL its entropy controller) it restores as always
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
-        if not self.sharding.load_adapter(self.model, self.state.best_model_checkpoint):
-            super()._load_best_model()
+        if not has_sharded_adapter(self.model):
+            return super()._load_best_model()
+        load_adapter(self.model, self.state.best_model_checkpoint)

@@ -89,7 +89,7 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     sync = choose_sync(args, *adapter_and_base(call), ask=_server_info)
     loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
     quantized = quantization_config or (args.model_init_kwargs or {}).get("quantization_config") or loaded_in
-    check_launch(quantized, peft_config, getattr(args.deepspeed_plugin, "zero_stage", None))
+    check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
     check_reference(needs_reference=args.beta != 0.0 and adapter_and_base(call)[0] is None)
     model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
     loaded = {"model": model, "reward_funcs": rewards, "args": args, "quantization_config": quantization_config}

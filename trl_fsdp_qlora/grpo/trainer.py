@@ -22,9 +22,8 @@ from ..compat.trl import (
     counts_experts,
     joined_images,
 )
-from ..fsdp2_qlora.coverage import experts_in_16_bit
-from ..fsdp2_qlora.loading import experts_in_4bit
-from ..fsdp2_qlora.sharding import Sharding
+from ..fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit
+from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, card_of, keeping_card, write_card
 from ..publishing.logits import record
@@ -56,7 +55,7 @@ from .token_budget import TokenBudget, drop_missing
 logger = get_logger(__name__)
 
 
-class EfficientGRPOTrainer(GRPOTrainer):
+class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     What differs is how, and who is asked for it:
@@ -64,7 +63,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
     - `prefix_sharing`: a prompt is computed once for all its completions, and padding not at all;
     - `budget`: which tokens of a micro-batch are computed;
     - `rollout`: where completions come from;
-    - `sharding`: FSDP2 with a 4-bit base;
+    - [`ShardedQLoRAMixin`]: FSDP2 with a 4-bit base;
     - `checkpointing`: a checkpoint is whole or not taken for one, and holds the completions still to be used;
     - `clock`: seconds, bytes and efficiency of each phase, as ordinary metrics.
 
@@ -103,10 +102,6 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self._start_scoring()
         tokenize = self._tokenize_prompts if self.environment_factories is None else None
         self.add_callback(StartupCallback(self.features, tokenize))
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        self.sharding = Sharding(self.args, self.accelerator)
 
     def _start_scoring(self) -> None:
         policy = self.accelerator.unwrap_model(self.model)
@@ -149,7 +144,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
         # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can wait.
         self.prefix_sharing.forget_images()
         weighs = self.vllm_importance_sampling_correction and not self._weighs_in_loss
-        with self.clock.phase("prepare"), self.sharding.gathered(self.model):
+        with self.clock.phase("prepare"), self.weights_gathered():
             others = {"vllm_importance_sampling_correction": weighs}
             if self.model.training and self.args.dynamic_sampling:
                 rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows)
@@ -218,19 +213,11 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch):
         with self.clock.phase("forward_backward"), fast_linears(self.model), casting_wide_sums():
-            self.sharding.before_micro_batch(self.model)
             return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluate(self, *args, **kwargs):
         with self.clock.phase("evaluate"), fast_linears(self.model):
             return super().evaluate(*args, **kwargs)
-
-    def evaluation_loop(self, *args, **kwargs):
-        if self.sharding.is_unprepared(self.model):
-            self.create_optimizer()
-            self.model, self.optimizer = self.sharding.prepare(self.model, self.optimizer)
-            self.model_wrapped = self.model
-        return super().evaluation_loop(*args, **kwargs)
 
     # --- the loss, and the passes behind TRL's own signature ---------------------------------------------------------
 
@@ -352,8 +339,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        if not self.sharding.save_adapter(self.model, output_dir or self.args.output_dir, self._save):
-            super().save_model(output_dir, _internal_call=True)
+        super().save_model(output_dir, _internal_call=True)
         if self.checkpointing.staging is None:
             record(output_dir or self.args.output_dir, self)
         if self.args.push_to_hub and not _internal_call:
@@ -363,17 +349,8 @@ class EfficientGRPOTrainer(GRPOTrainer):
         with keeping_card(output_dir or self.args.output_dir, partial(card_of, self)):
             super()._save(output_dir, state_dict)
 
-    def _save_optimizer_and_scheduler(self, output_dir):
-        if not self.sharding.save_optimizer(self.model, self.optimizer, self.lr_scheduler, output_dir):
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if not self.sharding.load_adapter(self.model if model is None else model, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     def _load_optimizer_and_scheduler(self, checkpoint):
-        with self.sharding.loading_optimizer(self.model, self.optimizer, self.lr_scheduler, checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
         rollouts = self.checkpointing.load_rollouts(checkpoint)
         if rollouts is not None:
             self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
@@ -383,8 +360,7 @@ class EfficientGRPOTrainer(GRPOTrainer):
 
     def _load_best_model(self):
         self._last_loaded_step = -1  # the engine holds the last weights, not the best
-        if not self.sharding.load_adapter(self.model, self.state.best_model_checkpoint):
-            super()._load_best_model()
+        super()._load_best_model()
 
     def _describe_run(self):
         model = self.accelerator.unwrap_model(self.model)
@@ -397,11 +373,6 @@ class EfficientGRPOTrainer(GRPOTrainer):
         self.telemetry.flush()
         drop_missing(self._metrics["train"])
         return super().log(logs, *args, **kwargs)
-
-    @property
-    def base_bytes(self):
-        """Bytes of the base on this rank, measured when the model was prepared; `None` where it is not sharded."""
-        return self.sharding.base_bytes(self.model)
 
     def features(self) -> list[tuple[str, str]]:
         """Lines of the start-up block under `"on"`, `"off"` (by a setting) or `"as stock TRL"` (with the reason)."""

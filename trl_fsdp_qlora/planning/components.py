@@ -94,7 +94,7 @@ def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gather
 
 
 def gathers_once(settings: Settings, whole: int, free: int) -> bool:
-    """Whether generation and scoring gather the whole model (`fsdp_gather`); not beside vLLM (`fsdp2_qlora.sharding`)."""
+    """Whether generation and scoring gather the whole model (`fsdp_gather`); not beside vLLM (`fsdp2_qlora.trainer`)."""
     if settings.launch.kind != "fsdp2" or settings.fsdp_gather == "per_layer" or settings.use_vllm:
         return False
     missing = whole - whole // settings.launch.processes

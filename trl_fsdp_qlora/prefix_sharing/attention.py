@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..compat.flash import is_flash, under_own_name, unlike_flash
+from ..compat.transformers import is_flash, under_own_name, unlike_flash
 from . import cascade, tree, two_part
 from .agreement import is_out_of_memory, reason_of
 from .layout import PackedLayout

@@ -11,7 +11,7 @@ both apply `cascade` was never slower on CPU and keeps fewer bytes (docs/prefix_
 
 import torch
 
-from ..compat.flash import is_flash
+from ..compat.transformers import is_flash
 from ..scoring.transfer import to_device
 from .layout import PackedLayout
 from .stretches import equal_runs, fold, gather

@@ -14,7 +14,7 @@ from peft import PeftModel
 from ..checkpoints.disk import read_json, write_json
 from ..compat.transformers import auto_class_of
 from ..errors import UserError
-from ..fsdp2_qlora.prepare import has_sharded_adapter
+from ..fsdp2_qlora.adapters import has_sharded_adapter
 from ..run.nonfatal import nonfatal
 
 LOGITS = "logits.json"
@@ -91,7 +91,7 @@ def record(folder: str | Path, trainer: Any) -> None:
         record_logits(model, folder)
     elif is_peft_model(model) and has_sharded_adapter(trainer.model):
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-        with trainer.sharding.gathered(trainer.model):
+        with trainer.weights_gathered():
             record_logits(trainer.model, folder, writes, accelerator.device, half)
 
 
