@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
-from tests.rollout.test_decoding import PROMPTS, SIZES, build, greedy
+from tests.rollout.test_decoding import SIZES, build, greedy
 from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.rollout.completions import complete
 from trl_fsdp_qlora.scoring import cpu_linear
@@ -132,16 +132,11 @@ def test_the_frozen_heads_tiles(monkeypatch, counted):
 # What it leaves alone
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(20, 30).bfloat16(), lambda: nn.Linear(20, 30).double()])
-def test_other_dtypes_compute_as_before(make, counted):
-    layer = make()
-    x = torch.randn(4, 20, dtype=layer.weight.dtype)
-    with fast_linears(layer):
-        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-    assert not counted
-
-
-def test_autocast_and_other_inputs_go_the_usual_way(counted):
+def test_other_dtypes_autocast_and_other_inputs_go_the_usual_way(counted):
+    for layer in (nn.Linear(20, 30).bfloat16(), nn.Linear(20, 30).double()):
+        x = torch.randn(4, 20, dtype=layer.weight.dtype)
+        with fast_linears(layer):
+            assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
     layer = nn.Linear(20, 30)
     with fast_linears(layer):
         with torch.autocast("cpu", torch.bfloat16):
@@ -205,42 +200,27 @@ def four_bit():
     return get_peft_model(model.to("cpu"), LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize(
-    ("make", "adapters"),
-    [
-        (build, 0),
-        (adapted, LAYERS),
-        (lambda: adapted(target_modules=["q_proj", "down_proj"], use_rslora=True), 8),
-        (lambda: adapted(target_modules=["lm_head"]), 1),
-        (lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]), 4),
-        (lambda: adapted(lora_dropout=0.5), LAYERS),
-        (lambda: adapted(lora_dropout=0.5).train(), 0),
-        (with_adapter_off, 0),
-        (merged, 0),
-        (two_adapters, 0),
-        (hooked, 0),
-        (four_bit, 0),
-        (lambda: adapted(use_dora=True), 0),
-        (lambda: adapted(lora_bias=True), 0),
-    ],
-    ids=[
-        "full",
-        "lora",
-        "rslora",
-        "head",
-        "modules_to_save",
-        "dropout",
-        "active-dropout",
-        "off",
-        "merged",
-        "two",
-        "hooks",
-        "4-bit",
-        "dora",
-        "bias",
-    ],
-)
-def test_outputs_are_the_layers_own(make, adapters, fused):
+MODELS = {
+    "full": (build, 0),
+    "lora": (adapted, LAYERS),
+    "rslora": (lambda: adapted(target_modules=["q_proj", "down_proj"], use_rslora=True), 8),
+    "head": (lambda: adapted(target_modules=["lm_head"]), 1),
+    "modules_to_save": (lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]), 4),
+    "dropout": (lambda: adapted(lora_dropout=0.5), LAYERS),
+    "active-dropout": (lambda: adapted(lora_dropout=0.5).train(), 0),
+    "off": (with_adapter_off, 0),
+    "merged": (merged, 0),
+    "two": (two_adapters, 0),
+    "hooks": (hooked, 0),
+    "4-bit": (four_bit, 0),
+    "dora": (lambda: adapted(use_dora=True), 0),
+    "bias": (lambda: adapted(lora_bias=True), 0),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_outputs_are_the_layers_own(kind, fused):
+    make, adapters = MODELS[kind]
     model, ids = make(), torch.tensor([[20, 21, 22, 23], [30, 31, 32, 33]])
     with torch.no_grad():
         torch.manual_seed(3)
@@ -254,18 +234,6 @@ def test_outputs_are_the_layers_own(make, adapters, fused):
     if make is adapted:
         with model.disable_adapter(), torch.no_grad():
             assert (model(ids).logits - found).abs().max() > 1e-2  # the adapter does count
-
-
-def test_changed_weights_count():
-    model = adapted()
-    first, _ = complete(model, PROMPTS, greedy())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.mul_(-2)
-    second, _ = complete(model, PROMPTS, greedy())
-    assert second == complete(model, PROMPTS, greedy(), compact=False)[0]
-    assert second != first
 
 
 def peak_bytes(run, folder) -> int:

@@ -56,40 +56,37 @@ def test_pass_without_gradient_gives_the_same_bits():
     assert torch.equal(old[0], new[0]) and torch.equal(old[1], new[1])
 
 
-def test_bfloat16_gradient_is_no_further_from_float64_than_trls():
-    hidden, weight, _, targets, upstream = problem(False, torch.bfloat16)
+def assert_no_further_from_float64_than_trls(hidden, weight, targets, upstream, softcap=None, **kernel):
+    """The frozen kernel's gradient in bfloat16, and its log-probabilities."""
     exact_hidden = hidden.detach().double().requires_grad_()
-    exact = gradient(reference(exact_hidden, weight, None, targets)[0], exact_hidden, upstream)
-    ours = gradient(score_positions(hidden, weight, None, targets)[0], hidden, upstream)
-    stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 64, None, 1.0, ("log_probs",))[0]
+    want = reference(exact_hidden, weight, None, targets, softcap=softcap)[0]
+    exact = gradient(want, exact_hidden, upstream)
+    log_probs = score_positions(hidden, weight, None, targets, softcap=softcap, **kernel)[0]
+    ours = gradient(log_probs, hidden, upstream)
+    stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, softcap, 1.0, ("log_probs",))[0]
     with casting_wide_sums():  # as the trainer does
         stocks = gradient(stock, hidden, upstream)
-    error = lambda grad: (grad.double() - exact).pow(2).mean().sqrt()  # noqa: E731
-    assert error(ours) <= error(stocks)
+    error, stock_error = ((grad.double() - exact).pow(2).mean().sqrt() for grad in (ours, stocks))
+    assert error <= stock_error
+    # Products of bfloat16 operands are exact in float32; what is left is the order of the sums.
+    torch.testing.assert_close(log_probs.double(), want.detach(), atol=1e-3, rtol=1e-4)
+
+
+def test_bfloat16_gradient():
+    hidden, weight, _, targets, upstream = problem(False, torch.bfloat16)
+    assert_no_further_from_float64_than_trls(hidden, weight, targets, upstream)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: half-precision products summed in float32")
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_cuda_bfloat16_gradient_is_no_further_from_float64_than_trls(softcap, monkeypatch):
+def test_cuda_bfloat16_gradient(softcap, monkeypatch):
     monkeypatch.undo()  # tiles of their real size
     torch.manual_seed(0)
     hidden = torch.randn(128, 896, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(49152, 896, device="cuda") * 0.05).bfloat16()
     targets, upstream = torch.randint(0, 49152, (128,), device="cuda"), torch.randn(128, device="cuda")
-    exact_hidden = hidden.detach().double().requires_grad_()
-    exact_log_probs = reference(exact_hidden, weight, None, targets, softcap=softcap)[0]
-    exact = gradient(exact_log_probs, exact_hidden, upstream)
-    log_probs = score_positions(hidden, weight, None, targets, softcap=softcap, kernel="frozen")[0]
-    ours = gradient(log_probs, hidden, upstream)
-    outputs = ("log_probs",)
-    stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 8192, softcap, 1.0, outputs)[0]
-    with casting_wide_sums():  # as the trainer does
-        stocks = gradient(stock, hidden, upstream)
-    error = lambda grad: (grad.double() - exact).pow(2).mean().sqrt()  # noqa: E731
-    assert error(ours) <= error(stocks)
-    # Products of bfloat16 operands are exact in float32; what is left is the order of the sums.
-    torch.testing.assert_close(log_probs.double(), exact_log_probs.detach(), atol=1e-3, rtol=1e-4)
+    assert_no_further_from_float64_than_trls(hidden, weight, targets, upstream, softcap, kernel="frozen")
 
 
 def test_autocast_projects_bfloat16_operands_and_sums_in_float32():

@@ -66,17 +66,13 @@ def test_what_decoding_ran():
 
 @pytest.mark.parametrize("strategy", ["s_grpo", "uniform", "prefix_cut"])
 def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
-    """Here the host itself plays the device: what it is asked to select must be what it selects without being one."""
-    mask = torch.ones(3, 40, dtype=torch.long)
+    """`meta` plays the device, and what the host would have computed is what it gets."""
+    mask, moved = torch.ones(3, 40, dtype=torch.long), []
     options = {"rate": 0.6, "max_tokens": None if strategy == "prefix_cut" else 16}
     wanted = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
-    asked = []
-
-    def widest(device):
-        asked.append(device)
-        return torch.float32 if len(asked) == 1 else torch.float64
-
-    monkeypatch.setattr(token_selection, "widest_float", widest)
+    to = torch.Tensor.to
+    monkeypatch.setattr(token_selection, "widest_float", lambda device: torch.float32)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args: moved.append(args[0]) or to(self, *args))
     found = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
-    assert torch.equal(found.keep, wanted.keep) and torch.equal(found.weight, wanted.weight) and len(asked) == 2
+    assert torch.equal(found.keep, wanted.keep) and torch.equal(found.weight, wanted.weight) and moved[0] == "cpu"
     assert transfer.widest_float(torch.device("mps")) is torch.float32

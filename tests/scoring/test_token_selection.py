@@ -102,9 +102,8 @@ def gradients_over_draws(options, corrupt=1.0):
     keep, weight = draws(mask, **options)
     weight = weight * corrupt
     # The estimate of one draw is linear in the tokens' gradients: take each token's once, then combine.
-    per_token = torch.stack(
-        [torch.autograd.grad(logps[index], policy.table, retain_graph=True)[0].flatten() for index in mask.nonzero().unbind() for index in [tuple(index)]]
-    )  # fmt: skip
+    values = logps[mask.bool()]
+    per_token = torch.stack([torch.autograd.grad(x, policy.table, retain_graph=True)[0].flatten() for x in values])
     estimates = []
     for keep_BC, weight_BC in zip(keep, weight, strict=True):
         leaf = logps.detach().requires_grad_()

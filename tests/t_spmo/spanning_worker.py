@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.t_spmo.test_trainer import made, objective_by_hand
@@ -16,27 +17,16 @@ GROUP = 8
 
 def whole_group(ours, batch):
     """The rows of both ranks as one padded batch, and the rewards of their texts."""
-    rows = gather_object(
-        [
-            (ids[mask.bool()].tolist(), done[kept.bool()].tolist())
-            for ids, mask, done, kept in zip(
-                *(batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")),
-                strict=True,
-            )
-        ]
-    )
-    assert len(rows) == GROUP and all(prompt == rows[0][0] for prompt, _ in rows)
-    width = max(len(completion) for _, completion in rows)
-    padded = [completion + [0] * (width - len(completion)) for _, completion in rows]
-    masks = [[1] * len(completion) + [0] * (width - len(completion)) for _, completion in rows]
-    prompts = torch.tensor([prompt for prompt, _ in rows])
+    pairs = [(f"{part}_ids", f"{part}_mask") for part in ("prompt", "completion")]
+    mine = [[ids[m.bool()] for ids, m in zip(batch[i], batch[mask], strict=True)] for i, mask in pairs]
+    rows = gather_object(list(zip(*mine, strict=True)))
+    assert len(rows) == GROUP and all(torch.equal(prompt, rows[0][0]) for prompt, _ in rows)
+    whole = {}
+    for (ids, mask), values in zip(pairs, zip(*rows, strict=True), strict=True):
+        whole[ids] = pad_sequence(values, batch_first=True)
+        whole[mask] = pad_sequence([torch.ones_like(row) for row in values], batch_first=True)
     texts = ours.processing_class.batch_decode([completion for _, completion in rows], skip_special_tokens=True)
-    return {
-        "prompt_ids": prompts,
-        "prompt_mask": torch.ones_like(prompts),
-        "completion_ids": torch.tensor(padded),
-        "completion_mask": torch.tensor(masks),
-    }, digit_share(texts)
+    return whole, digit_share(texts)
 
 
 def main(folder: Path) -> None:

@@ -1,11 +1,11 @@
-"""T-SPMO's credit against an enumeration of all prefixes, and the trie's speed."""
+"""T-SPMO's credit against an enumeration of all prefixes."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.t_spmo.trie import prefix_transitions
+from trl_fsdp_qlora.t_spmo.credit import prefix_transitions
 
 
 def padded(completions, pad=0):
@@ -44,15 +44,3 @@ def test_advantages_equal_enumeration(group):
             assert got.advantage[i, t].item() == pytest.approx(want, abs=1e-12)
     marked = [tuple(completions[i][: t + 1]) for i, t in got.representative.nonzero().tolist()]
     assert sorted(marked) == sorted(pairs) and got.count == len(pairs)
-
-
-def test_a_group_that_never_parts_has_no_credit():
-    ids, mask = padded([[3, 1, 4]] * 4)
-    got = prefix_transitions(ids, mask, torch.tensor([0.1, 0.7, 0.2, 0.9]))
-    assert not got.advantage.any() and got.count == 3
-
-
-def test_only_the_branching_token_carries_credit():
-    ids, mask = padded([[5, 1, 7, 7], [5, 2, 8, 8]])
-    got = prefix_transitions(ids, mask, torch.tensor([1.0, 0.0]))
-    assert got.advantage.tolist() == [[0, 0.5, 0, 0], [0, -0.5, 0, 0]]

@@ -1,5 +1,6 @@
 """A trainer's arguments before TRL sees them: completed, checked, and with the base loaded as the launch needs it."""
 
+from contextlib import suppress
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -16,25 +17,20 @@ from .config import EfficientGRPOConfig
 
 def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
     """The config of the adapter that a trainer's arguments train (or `None`), and whether they name a quantized base."""
-    model, peft_config = call["model"], call.get("peft_config")
-    if peft_config is None and not isinstance(model, str) and is_peft_model(model):
-        peft_config = model.peft_config[model.active_adapters[0]]
-    if call.get("quantization_config") is not None:
-        return peft_config, True
-    if not isinstance(model, str):
-        return peft_config, getattr(getattr(model, "config", None), "quantization_config", None) is not None
-    args = call.get("args")
-    options = getattr(args, "model_init_kwargs", None) or {}
-    if options.get("quantization_config") is not None or not getattr(args, "use_vllm", False):
-        return peft_config, options.get(
-            "quantization_config"
-        ) is not None  # without vLLM nothing depends on the checkpoint
-    where = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
-    try:  # a checkpoint's config says whether it is stored quantized, before any weight is read
-        config, _ = PreTrainedConfig.get_config_dict(model, **{key: options[key] for key in where if key in options})
-    except (OSError, ValueError):
-        return peft_config, False  # no such checkpoint, or an unreadable one: loading it says so in full
-    return peft_config, config.get("quantization_config") is not None
+    model, peft_config, args = call["model"], call.get("peft_config"), call.get("args")
+    if isinstance(model, str):
+        options = getattr(args, "model_init_kwargs", None) or {}
+        stored = options.get("quantization_config")
+        if stored is None and getattr(args, "use_vllm", False):  # without vLLM nothing depends on the checkpoint
+            where = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
+            with suppress(OSError, ValueError):  # no such checkpoint, or an unreadable one: loading it says so in full
+                config, _ = PreTrainedConfig.get_config_dict(model, **{k: options[k] for k in where if k in options})
+                stored = config.get("quantization_config")
+    else:
+        if peft_config is None and is_peft_model(model):
+            peft_config = model.peft_config[model.active_adapters[0]]
+        stored = getattr(getattr(model, "config", None), "quantization_config", None)
+    return peft_config, (call.get("quantization_config") or stored) is not None
 
 
 def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
@@ -86,11 +82,12 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
         rewards = [checks.guard_reward(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
     quantization_config = call.get("quantization_config")
     # Refuses what vLLM cannot serve before anything is loaded.
-    sync = choose_sync(args, *adapter_and_base(call), ask=_server_info)
+    adapter, is_quantized = adapter_and_base(call)
+    sync = choose_sync(args, adapter, is_quantized, ask=_server_info)
     loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
     quantized = quantization_config or (args.model_init_kwargs or {}).get("quantization_config") or loaded_in
     check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
-    check_reference(needs_reference=args.beta != 0.0 and adapter_and_base(call)[0] is None)
+    check_reference(args.beta != 0.0 and adapter is None)
     model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
     loaded = {"model": model, "reward_funcs": rewards, "args": args, "quantization_config": quantization_config}
     return {**call, **loaded}, sync

@@ -9,7 +9,7 @@ from trl import GRPOConfig
 from ..fsdp2_qlora.generation import MODES as GATHERS
 from ..rollout.sync_choice import CHOICES as SYNCS
 from ..run import redaction
-from ..run.config_fields import SWITCHES, documented, option, own_fields, spelled
+from ..run.config_fields import SWITCHES, documented, option, spelled
 from ..scoring.logprobs import HEAD_KERNELS
 from ..telemetry.phases import MODES as CLOCKS
 from .token_budget import check_config
@@ -138,11 +138,9 @@ class EfficientGRPOConfig(GRPOConfig):
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
         check_config(self)
-        for item in (
-            item for cls in type(self).__mro__ if issubclass(cls, EfficientGRPOConfig) for item in own_fields(cls)
-        ):
+        for item in fields(self):
             value, known = getattr(self, item.name), item.metadata.get("choices")
-            if known and value not in known:
+            if known and item.name not in GRPOConfig.__dataclass_fields__ and value not in known:
                 raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(

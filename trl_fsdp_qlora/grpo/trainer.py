@@ -99,11 +99,6 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         self.add_callback(self.telemetry)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
-        self._start_scoring()
-        tokenize = self._tokenize_prompts if self.environment_factories is None else None
-        self.add_callback(StartupCallback(self.features, tokenize))
-
-    def _start_scoring(self) -> None:
         policy = self.accelerator.unwrap_model(self.model)
         columns = set(getattr(self.train_dataset, "column_names", None) or ())
         self.prefix_sharing = PrefixSharing(
@@ -121,6 +116,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         self._keeps_columns = position_limit(policy) != float("inf")
         terms = self._entropy_bonus_enabled, self.aux_loss_enabled
         self.budget = TokenBudget(self.args, self.accelerator.process_index, *terms)
+        tokenize = self._tokenize_prompts if self.environment_factories is None else None
+        self.add_callback(StartupCallback(self.features, tokenize))
 
     # --- a step: groups stay whole, each phase is on the clock ------------------------------------------------------
 

@@ -28,9 +28,7 @@ def share_values(
     for row in range(len(tokens)):
         same_prompt = (tokens[: row + 1, :columns] == tokens[row, :columns]).all(1, keepdim=True)
         same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1).bool()
-        first_BC[row] = (
-            (same & computed_BC[: row + 1]).int().argmax(0)
-        )  # a computed token of the row is equal to itself
+        first_BC[row] = (same & computed_BC[: row + 1]).int().argmax(0)  # a computed token is equal to itself
     return torch.where(computed_BC, values_BC.gather(0, first_BC), values_BC)
 
 

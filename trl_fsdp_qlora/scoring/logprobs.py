@@ -114,19 +114,6 @@ def score_positions(
     return FrozenHeadLogProbFunction.apply(*given, keep_jacobian)
 
 
-def _whole_head(head: torch.nn.Module, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """Weight and bias of an LM head, and whether they were gathered for this pass.
-
-    FSDP2 keeps parameters as DTensors; the backbone's output is an ordinary tensor. An offloaded shard travels to it:
-    gathered on the host, the head would be computed there.
-    """
-    weight, bias = head.weight, getattr(head, "bias", None)
-    if not isinstance(weight, DTensor):
-        return weight, bias, False
-    bias = None if bias is None else bias.to(device).full_tensor()
-    return weight.to(device).full_tensor(), bias, True
-
-
 def add_scoring_head(
     model: PreTrainedModel,
     temperature: float = 1.0,
@@ -173,7 +160,11 @@ def add_scoring_head(
         hidden_NH = outputs.last_hidden_state.flatten(0, 1)
         # A model may be split over several devices and end on another one than it begins.
         hidden_NH = hidden_NH[score_index_N.to(hidden_NH.device)]
-        weight, bias, gathered = _whole_head(self.get_output_embeddings(), hidden_NH.device)
+        head = self.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if gathered := isinstance(weight, DTensor):
+            # A shard of FSDP2's. One that is offloaded travels first: gathered on the host, the head would be computed there.
+            weight, bias = (None if x is None else x.to(hidden_NH.device).full_tensor() for x in (weight, bias))
         hidden_NH = hidden_NH.to(weight.device)
         autocast = nullcontext()
         if cast_lm_head_to_fp32:

@@ -51,26 +51,23 @@ def check_selection(
     if weighting == "auto":
         weighting = "self_normalized" if strategy == "s_grpo" else "horvitz_thompson"
     cut, most = strategy == "prefix_cut", float("inf") if max_tokens is None else max_tokens
-    for wrong, name, reason in (
-        (not 0 < rate <= 1, "rate", "it is the share of tokens kept, in (0, 1]; use 0.5 for half"),
-        (always_first < 0, "always_first", "it counts tokens; use 0 for none"),
-        (most < max(always_first, 1), "max_tokens", "it is below the tokens that are always kept; raise it"),
-        (strategy == "uniform" and always_first, "always_first", "'uniform' treats all tokens alike: use 's_grpo'"),
+    unbiased = weighting == "horvitz_thompson"
+    for wrong, name, value, reason in (
+        (not 0 < rate <= 1, "rate", rate, "it is the share of tokens kept, in (0, 1]; use 0.5 for half"),
+        (always_first < 0, "always_first", always_first, "it counts tokens; use 0 for none"),
+        (most < max(always_first, 1), "max_tokens", most, "it is below the tokens that are always kept; raise it"),
+        (strategy == "uniform" and always_first, "always_first", always_first, "'uniform' has none: use 's_grpo'"),
         # A cut drawn uniformly from 1..L keeps half of the tokens on average, and every token must stay possible.
-        (cut and rate < 0.5, "rate", "'prefix_cut' cannot keep fewer than half of the tokens; use 0.5 or more"),
+        (cut and rate < 0.5, "rate", rate, "'prefix_cut' cannot keep fewer than half of the tokens; use 0.5 or more"),
         (
-            cut and max_tokens is not None,
+            cut and most < float("inf"),
             "max_tokens",
-            "'prefix_cut' would never see what is behind it; lower the rate instead",
+            most,
+            "'prefix_cut' would never see what is behind it; lower the rate",
         ),
-        (
-            weighting == "horvitz_thompson" and most <= always_first,
-            "max_tokens",
-            "the other tokens would have probability 0",
-        ),
+        (unbiased and most <= always_first, "max_tokens", most, "the other tokens would have probability 0"),
     ):
         if wrong:
-            value = {"rate": rate, "always_first": always_first, "max_tokens": max_tokens}[name]
             raise ValueError(f"token_selection_{name}={value} cannot be right: {reason}")
     return weighting
 
@@ -117,13 +114,11 @@ def select_tokens(
         ValueError: as [`check_selection`].
     """
     weighting = check_selection(strategy, rate, always_first, max_tokens, weighting)
-    valid_BC = completion_mask.bool()
-    if widest_float(valid_BC.device) is not torch.float64:  # probabilities of long completions need it
-        options = {"rate": rate, "always_first": always_first, "max_tokens": max_tokens, "weighting": weighting}
-        on_host = select_tokens(valid_BC.cpu(), strategy, generator=generator, **options)
-        return TokenSelection(*(values.to(valid_BC.device) for values in on_host))
+    device = completion_mask.device
+    # Probabilities of long completions need float64, which Apple's GPUs do not have.
+    valid_BC = completion_mask.bool().to(device if widest_float(device) is torch.float64 else "cpu")
     if strategy == "all":
-        return TokenSelection(valid_BC, valid_BC.float())
+        return TokenSelection(valid_BC.to(device), valid_BC.float().to(device))
     length_B1 = valid_BC.sum(-1, keepdim=True)
     number_BC = valid_BC.cumsum(-1) - 1
     if strategy == "prefix_cut":
@@ -135,7 +130,7 @@ def select_tokens(
         weight_BC = probability_BC.clamp(min=torch.finfo(torch.float64).tiny).reciprocal()
     else:
         weight_BC = (length_B1 / keep_BC.sum(-1, keepdim=True).clamp(min=1)).expand(keep_BC.shape)
-    return TokenSelection(keep_BC, torch.where(keep_BC, weight_BC, 0.0).float())
+    return TokenSelection(keep_BC.to(device), torch.where(keep_BC, weight_BC, 0.0).float().to(device))
 
 
 def _draw(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> torch.Tensor:

@@ -1,10 +1,82 @@
-"""From completions and rewards of a generation batch to the credit of each token."""
+"""From completions and rewards of a generation batch to the credit of each token, by a prefix trie that is not built.
+
+Sorted lexicographically, completions that share a prefix are neighbours, and two neighbours part where their longest
+common prefix (LCP) ends. A node of depth d is then a run of neighbours with LCP ≥ d, an edge (p, v) is a node one
+deeper, and the mean reward below a node is a difference of cumulative sums.
+"""
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from .trie import prefix_transitions
+from ..prefix_sharing.nested import rows_behind_subtree, sort_by_prefix
+
+
+class Transitions(NamedTuple):
+    """Credit of the token transitions of one group of G completions, padded to C tokens.
+
+    Attributes:
+        advantage: float64 `(G, C)`. At (i, t), with p the first t tokens of completion i and v its next one,
+            A(v|p) = mean{R_j : o_j starts with p∘v} − mean{R_j : o_j starts with p}. Zero at padding.
+        representative: bool `(G, C)`. Marks each distinct pair (p, v) once.
+        count: |U|, the number of distinct pairs.
+    """
+
+    advantage: torch.Tensor
+    representative: torch.Tensor
+    count: int
+
+
+def prefix_transitions(
+    completion_ids: torch.Tensor, completion_mask: torch.Tensor, rewards: torch.Tensor
+) -> Transitions:
+    """Advantage of every (prefix, next token) pair among the completions of one group (T-SPMO, arXiv 2504.20834).
+
+    A(v|p) is zero unless the completions that reach p go on in different ways (or one of them ends there), so only
+    branching prefixes carry credit.
+
+    Args:
+        completion_ids: `(G, C)` token ids of one prompt's completions, right-padded.
+        completion_mask: `(G, C)`, nonzero on a completion's own tokens; ones, then zeros.
+        rewards: `(G,)`. A completion whose reward is NaN was not judged: it gets and gives no credit.
+
+    Returns:
+        [`Transitions`], on the CPU.
+    """
+    valid_GC = completion_mask.cpu().numpy().astype(bool)
+    rewards_G = rewards.detach().cpu().numpy().astype(np.float64)
+    judged_G = ~np.isnan(rewards_G)
+    valid_GC &= judged_G[:, None]
+    # Padding equals no token, so a completion that ends parts from those that go on.
+    ids_GC = np.where(valid_GC, completion_ids.cpu().numpy(), -1)
+    rows, width = ids_GC.shape
+    if width == 0:
+        return Transitions(torch.zeros(rows, 0, dtype=torch.float64), torch.zeros(rows, 0, dtype=torch.bool), 0)
+    length_G = valid_GC.sum(1)
+    order, common = sort_by_prefix(ids_GC, length_G)
+    valid_GC, judged_G = valid_GC[order], judged_G[order]
+    length_G, rewards_G = length_G[order], np.nan_to_num(rewards_G[order])
+    # starts[i, d]: row i is the first of its node of depth d. Every completion starts with the empty prefix.
+    depth = np.arange(width + 1)
+    starts = np.ones((rows, width + 1), bool)
+    starts[1:] = common[:, None] < depth
+    starts[:, 0] = False
+    starts[0, 0] = True
+    first = np.maximum.accumulate(np.where(starts, np.arange(rows)[:, None], 0), axis=0)
+    after = rows_behind_subtree(common, width + 1)
+    reward_sum = np.concatenate([[0.0], np.cumsum(rewards_G * judged_G)])
+    judged_sum = np.concatenate([[0], np.cumsum(judged_G)])
+    size = judged_sum[after] - judged_sum[first]
+    mean = (reward_sum[after] - reward_sum[first]) / np.maximum(size, 1)
+    # Where nobody parts the two means are of the same rows; their difference is exactly zero then, not a rounding.
+    advantage = np.where(valid_GC & (size[:, 1:] != size[:, :-1]), mean[:, 1:] - mean[:, :-1], 0.0)
+    representative = valid_GC & starts[:, 1:]
+
+    inverse = np.argsort(order)
+    return Transitions(
+        torch.from_numpy(advantage[inverse]), torch.from_numpy(representative[inverse]), int(representative.sum())
+    )
 
 
 class Credit(NamedTuple):
