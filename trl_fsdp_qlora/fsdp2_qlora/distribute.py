@@ -78,12 +78,8 @@ def broadcast_buffers(model: nn.Module, device: torch.device) -> None:
 def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
     """Pack the base on the reading ranks and put every frozen weight of every rank on the meta device. Collective.
 
-    Args:
-        model: before `fully_shard`; on rank 0 and every other source with its weights.
-        is_source: whether this rank sends its replica the weights.
-
     Returns:
-        On a source the frozen weights by name, elsewhere an empty dictionary.
+        On a source, which will send its replica the weights, those by name; elsewhere an empty dictionary.
 
     Raises:
         RuntimeError: the other ranks' model has other weights than rank 0's.
@@ -117,9 +113,8 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
     """Replace every meta shard by data: a replica's source sends each of its ranks its rows of each weight. Collective.
 
     Args:
-        model: the model after `fully_shard`.
         source: what [`detach_source`] returned; emptied on the way, so the whole copy goes away weight by weight.
-        device: device of the process group's tensors.
+        device: of the process group's tensors.
         offload: leave the shards in host memory (CPU offloading).
     """
     new_by_old = {}

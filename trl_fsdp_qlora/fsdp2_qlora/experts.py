@@ -2,8 +2,7 @@
 
 Transformers holds the experts of a layer as one 3-D parameter per projection, and bitsandbytes replaces `nn.Linear` only, so
 `load_in_4bit` leaves them in 16 bits: 29.0 of the 30.5 billion weights of Qwen3-30B-A3B. Inside
-[`trl_fsdp_qlora.fsdp2_qlora.loading.experts_in_4bit`],
-`from_pretrained` quantizes them while it reads the checkpoint, a layer at a time, into a frozen uint8 parameter `(experts, bytes)`.
+[`trl_fsdp_qlora.fsdp2_qlora.loading.experts_in_4bit`], `from_pretrained` quantizes them while it reads the checkpoint, a layer at a time, into a frozen uint8 parameter `(experts, bytes)`.
 A row is one expert's weight with its quantization state, see [`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2
 shards the rows, gathers them with their layer and never casts them.
 
@@ -72,7 +71,7 @@ class PackedExperts(nn.Module):
         inputs = hidden_states if self.compute_dtype is None else hidden_states.to(self.compute_dtype)
         inputs = inputs[order_S // k]
         outputs, start = [], 0
-        for expert, count in enumerate(counts[: self.num_experts]):
+        for expert, count in enumerate(counts):
             if count == 0:
                 continue
             hidden = self._project(first, expert, inputs[start : start + count])
@@ -81,8 +80,6 @@ class PackedExperts(nn.Module):
             outputs.append(self.post_expert_norm(hidden) if self.has_post_expert_norm else hidden)
             start += count
         out_S = torch.cat(outputs) if outputs else inputs[:0]
-        if start < len(order_S):  # expert parallelism marks other ranks' tokens by an index behind the last expert
-            out_S = torch.cat([out_S, out_S.new_zeros(len(order_S) - start, out_S.shape[1])])
         out_S = out_S * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
         # Each token's k results side by side, summed in a fixed order.
         out = torch.empty_like(out_S).index_copy(0, order_S, out_S)
@@ -130,34 +127,25 @@ def _layout(shape: tuple[int, int], dtype: torch.dtype, quant_type: str, nested:
 
 
 def _quantize(weight_EOI: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
-    """`(experts, bytes)` of `(experts, out, in)`, expert by expert."""
+    """`(experts, bytes)` of `(experts, out, in)`, expert by expert; their shape alone on the meta device."""
     rows = torch.empty(len(weight_EOI), layout.total_bytes, dtype=torch.uint8, device=weight_EOI.device)
-    for row, weight in zip(rows, weight_EOI, strict=True):
+    for row, weight in () if rows.is_meta else zip(rows, weight_EOI, strict=True):
         packed = quantize_4bit(weight.contiguous(), compress_statistics=layout.nested, quant_type=layout.quant_type)
         row.copy_(state_to_bytes(*packed)[0])
     return rows
 
 
 def _convert(module: nn.Module, config) -> None:
-    """Make `module` a [`PackedExperts`]: weights with data are quantized, others (on the meta device) only get their shape.
-
-    Args:
-        config: `BitsAndBytesConfig` of the base.
-    """
+    """Make `module` a [`PackedExperts`]: weights with data are quantized, others (on the meta device) only get their shape."""
     layouts = {}
     for name in PROJECTIONS:
         weight = getattr(module, name, None)
         if weight is None or weight.ndim != 3:
             continue
         weight = weight.data.transpose(1, 2) if module.is_transposed else weight.data
-        shape = tuple(weight.shape[1:])
-        layout = _layout(shape, weight.dtype, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
-        if weight.is_meta:
-            rows = torch.empty(len(weight), layout.total_bytes, dtype=torch.uint8, device="meta")
-        else:
-            rows = _quantize(weight, layout)
-        layouts[name] = layout
-        setattr(module, name, nn.Parameter(rows, requires_grad=False))
+        kind = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant
+        layouts[name] = layout = _layout(tuple(weight.shape[1:]), weight.dtype, *kind)
+        setattr(module, name, nn.Parameter(_quantize(weight, layout), requires_grad=False))
     module.__class__ = _packed_class(type(module))
     module.layouts, module.compute_dtype, module.lora = layouts, config.bnb_4bit_compute_dtype, {}
 

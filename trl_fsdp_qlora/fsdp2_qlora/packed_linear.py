@@ -12,6 +12,7 @@ its quantization state out of the gathered bytes, so nothing of the base stays b
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import torch
 from bitsandbytes.autograd._functions import matmul_4bit
@@ -40,14 +41,9 @@ class ByteLayout:
     Attributes:
         shape: `(out_features, in_features)` of the dense weight.
         dtype: dtype that dequantization returns.
-        quant_type: `"nf4"` or `"fp4"`.
-        blocksize: weights per block maximum.
-        code: the 16 values of the 4-bit code.
-        weight_bytes: bytes of the packed weight.
-        absmax_count: number of block maxima; uint8 with double quantization, float32 without.
-        nested_code: the 256 values of the 8-bit code of the block maxima; `None` without double quantization.
-        nested_blocksize: block maxima per nested maximum; 0 without double quantization.
-        nested_count: number of nested maxima (float32); 0 without double quantization.
+        blocksize: weights per block maximum; with double quantization `nested_blocksize` block maxima per nested maximum.
+        code: the 16 values of the 4-bit code; `nested_code` the 256 of the block maxima's 8-bit code, or `None`.
+        sizes: bytes of weight, absmax and, with double quantization, nested absmax and offset.
     """
 
     shape: tuple[int, int]
@@ -55,44 +51,32 @@ class ByteLayout:
     quant_type: str
     blocksize: int
     code: tuple[float, ...]
-    weight_bytes: int
-    absmax_count: int
+    sizes: tuple[int, ...]
     nested_code: tuple[float, ...] | None = None
     nested_blocksize: int = 0
-    nested_count: int = 0
 
     @property
     def nested(self) -> bool:
         return self.nested_code is not None
 
     @property
-    def sections(self) -> list[tuple[int, int]]:
-        """`(first byte, bytes)` of weight, absmax and, with double quantization, nested absmax and offset."""
-        sizes = [self.weight_bytes, self.absmax_count * (1 if self.nested else 4)]
-        if self.nested:
-            sizes += [self.nested_count * 4, 4]
-        starts = [0]
-        for size in sizes[:-1]:
-            starts.append(_aligned(starts[-1] + size))
-        return list(zip(starts, sizes, strict=True))
+    def sections(self) -> list[slice]:
+        """Where each part lies."""
+        starts = accumulate(map(_aligned, self.sizes[:-1]), initial=0)
+        return [slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True)]
 
     @property
     def total_bytes(self) -> int:
-        start, size = self.sections[-1]
-        return _aligned(start + size)
+        return sum(map(_aligned, self.sizes))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the quantization state, padding included."""
-        return self.total_bytes - self.weight_bytes
+        return self.total_bytes - self.sizes[0]
 
 
 def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
-    """Write a quantized layer's weight and quantization state into one uint8 vector.
-
-    Returns:
-        `(bytes, layout)`; `bytes` has shape `(layout.total_bytes,)` and lies on the weight's device.
-    """
+    """A quantized layer's weight and quantization state as one uint8 vector `(layout.total_bytes,)` on its device."""
     weight, state = layer.weight, layer.weight.quant_state
     data = weight.data
     if getattr(state, "packing_format_for_cpu", False):  # repacked for inference on AVX512-BF16
@@ -102,53 +86,44 @@ def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
 
 def state_to_bytes(data: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ByteLayout]:
     """As [`to_bytes`], of what `quantize_4bit` returned."""
-    data = data.contiguous().view(torch.uint8).flatten()
     nested = state.state2 if state.nested else None
+    parts = [data, state.absmax] + ([nested.absmax, state.offset] if nested else [])
+    parts = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
     layout = ByteLayout(
         shape=tuple(state.shape),
         dtype=state.dtype,
         quant_type=state.quant_type,
         blocksize=state.blocksize,
         code=tuple(state.code.tolist()),
-        weight_bytes=data.numel(),
-        absmax_count=state.absmax.numel(),
+        sizes=tuple(part.numel() for part in parts),
         nested_code=tuple(nested.code.tolist()) if nested else None,
         nested_blocksize=nested.blocksize if nested else 0,
-        nested_count=nested.absmax.numel() if nested else 0,
     )
-    parts = [data, state.absmax] + ([nested.absmax, state.offset] if nested else [])
     flat = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=data.device)
-    for (start, size), part in zip(layout.sections, parts, strict=True):
-        flat[start : start + size] = part.contiguous().reshape(-1).view(torch.uint8)
+    for section, part in zip(layout.sections, parts, strict=True):
+        flat[section] = part
     return flat, layout
 
 
 def from_bytes(flat: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, QuantState]:
     """Views of the packed weight `(weight_bytes, 1)` and its `QuantState` into the bytes; nothing is copied."""
-    parts = [flat[start : start + size] for start, size in layout.sections]
-    code, state2, offset = _code(layout.code, flat.device), None, None
-    absmax = parts[1]
+    weight, absmax, *nested = (flat[section] for section in layout.sections)
+    state2, offset = None, None
     if layout.nested:
-        state2 = QuantState(
-            absmax=parts[2].view(torch.float32),
-            blocksize=layout.nested_blocksize,
-            code=_code(layout.nested_code, flat.device),
-            dtype=torch.float32,
-        )
-        offset = parts[3].view(torch.float32)[0]
-    else:
-        absmax = absmax.view(torch.float32)
+        maxima, code = nested[0].view(torch.float32), _code(layout.nested_code, flat.device)
+        state2 = QuantState(absmax=maxima, blocksize=layout.nested_blocksize, code=code, dtype=torch.float32)
+        offset = nested[1].view(torch.float32)[0]
     state = QuantState(
-        absmax=absmax,
+        absmax=absmax if layout.nested else absmax.view(torch.float32),
         shape=torch.Size(layout.shape),
-        code=code,
+        code=_code(layout.code, flat.device),
         blocksize=layout.blocksize,
         quant_type=layout.quant_type,
         dtype=layout.dtype,
         offset=offset,
         state2=state2,
     )
-    return parts[0].view(-1, 1), state
+    return weight.view(-1, 1), state
 
 
 class PackedLinear4bit(Linear4bit):
@@ -195,10 +170,7 @@ def quantized_layers(model: nn.Module) -> dict[str, Linear4bit]:
 
 
 def pack_model(model: nn.Module) -> dict[str, ByteLayout]:
-    """Convert every quantized `Linear4bit` of `model` in place; layers already packed are left as they are.
-
-    Returns:
-        Layout of every 4-bit layer by name.
+    """Convert every quantized `Linear4bit` of `model` in place; the layout of each 4-bit layer by name.
 
     Raises:
         ValueError: a layer has not been quantized yet.

@@ -29,35 +29,25 @@ def check_config(args: Any) -> None:
     Raises:
         ValueError: names the value, the reason and what to write instead.
     """
-    strategy = args.token_selection
-    check_selection(
-        strategy,
-        args.token_selection_rate,
-        args.token_selection_always_first,
-        args.token_selection_max_tokens,
-        args.token_selection_weighting,
-    )
-    if strategy == "all":
-        return
-    if args.max_completion_length is not None and args.token_selection_always_first > args.max_completion_length:
-        raise ValueError(
-            f"token_selection_always_first={args.token_selection_always_first} is beyond the longest completion "
-            f"(max_completion_length={args.max_completion_length}): use token_selection='all' to keep every token"
-        )
-    reason = None
-    if args.importance_sampling_level == "sequence" or args.loss_type == "vespo":
-        reason = (
-            "the ratio of a sequence needs the log-probabilities of all its tokens, and its gradient is no sum over "
-            "tokens that weights could estimate; use importance_sampling_level='token' and another loss_type"
-        )
-    elif args.off_policy_mask_threshold is not None:
-        reason = "off_policy_mask_threshold is compared with a mean over all tokens of a completion; leave one out"
-    elif args.top_entropy_quantile < 1.0:
-        reason = "top_entropy_quantile selects tokens itself and needs every entropy for it; leave one out"
-    elif args.entropy_coef or args.use_adaptive_entropy:
-        reason = "the entropy bonus is a mean over all tokens; leave one out"
-    if reason is not None:
-        raise ValueError(f"token_selection={strategy!r} cannot be right here: {reason}")
+    strategy, at = args.token_selection, "token_selection_"
+    options = (getattr(args, at + name) for name in ("rate", "always_first", "max_tokens", "weighting"))
+    check_selection(strategy, *options)
+    of_sequence = args.importance_sampling_level == "sequence" or args.loss_type == "vespo"
+    for wrong, reason in (
+        (
+            of_sequence,
+            "the ratio of a sequence needs the log-probabilities of all its tokens, and its gradient is no sum over tokens "
+            "that weights could estimate; use importance_sampling_level='token' and another loss_type",
+        ),
+        (
+            args.off_policy_mask_threshold is not None,
+            "off_policy_mask_threshold takes a mean over all tokens; leave it out",
+        ),
+        (args.top_entropy_quantile < 1.0, "top_entropy_quantile selects tokens itself; leave one out"),
+        (args.entropy_coef or args.use_adaptive_entropy, "the entropy bonus is a mean over all tokens; leave one out"),
+    ):
+        if wrong and strategy != "all":
+            raise ValueError(f"token_selection={strategy!r} cannot be right here: {reason}")
 
 
 class Choice(NamedTuple):
@@ -89,20 +79,15 @@ class TokenBudget:
         self.args = args
         self.rank = rank
         self.strategy = args.token_selection
-        if self.strategy != "all":
-            check_config(args)
         # A term that every completion enters, whatever its advantage, keeps all of them in.
-        self.kept_by = None
-        if not args.skip_zero_advantage:
-            self.kept_by = "switched off"
-        elif args.beta != 0.0:
-            self.kept_by = f"beta={args.beta} keeps every completion in the KL term"
-        elif entropy_bonus:
-            self.kept_by = "the entropy bonus needs every completion"
-        elif args.top_entropy_quantile < 1.0:
-            self.kept_by = "top_entropy_quantile needs every entropy"
-        elif router_loss:
-            self.kept_by = "the router loss is taken over every completion"
+        reasons = {
+            "switched off": not args.skip_zero_advantage,
+            f"beta={args.beta} keeps every completion in the KL term": args.beta != 0.0,
+            "the entropy bonus needs every completion": entropy_bonus,
+            "top_entropy_quantile needs every entropy": args.top_entropy_quantile < 1.0,
+            "the router loss is taken over every completion": router_loss,
+        }
+        self.kept_by = next((reason for reason, holds in reasons.items() if holds), None)
         self.empty_batches = 0
 
     def features(self, packed: bool = True) -> list[tuple[str, str]]:
