@@ -8,7 +8,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing.attention import no_mask
-from trl_fsdp_qlora.prefix_sharing.scope import computing
+from trl_fsdp_qlora.prefix_sharing.scope import checkpointed, computing
 from trl_fsdp_qlora.recipe.answers import completion_text
 
 VOCABULARY = 67
@@ -333,7 +333,7 @@ def stock_log_probs(model, ids, mask, completion=COMPLETION):
 def packed_forward(model, layout, backend="auto"):
     """What a model that was prepared for it gives for a packed row."""
     layout.backend = backend
-    with computing(model, layout):
+    with computing(layout, checkpointed(model)):
         return model(
             input_ids=layout.input_ids,
             attention_mask=no_mask(layout.input_ids.device),

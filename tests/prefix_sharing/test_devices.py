@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import cascade, tree, two_part
+from trl_fsdp_qlora.prefix_sharing import attention, cascade, two_part
 
 from .test_attention import make_layout
 
@@ -29,7 +29,7 @@ def call_on(layout, device):
 @pytest.mark.parametrize(
     "derived",
     [
-        lambda layout, device: two_part._family_blocks(layout, device),
+        lambda layout, device: two_part._families(layout, device),
         lambda layout, device: two_part._mask(call_on(layout, device), 2, 4, torch.empty(1, device=device)),
         lambda layout, device: cascade._varlen._lengths(layout, device),
     ],
@@ -47,7 +47,7 @@ def test_the_mask_of_a_nested_row_too():
     layout = make_layout("nothing shared")
     layout.end_T = torch.full((layout.tokens,), layout.tokens).numpy()
     for device in (torch.device("cpu"), META):
-        assert tree._mask(call_on(layout, device), 0, 3).device == device
+        assert attention._tree_mask(call_on(layout, device), 0, 3).device == device
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])

@@ -297,7 +297,7 @@ def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch
     assert (cut[0] - whole[0]).abs().max() <= 1e-5
     assert len(seen) == 4  # prompts with images; of five groups one has none
     sharing.forget_images()
-    assert sharing._states["policy"].tower.bytes == 0
+    assert not sharing._states["policy"].tower.features
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.prefix_sharing.batch import UnpackableBatch, cut_rows, read_batch
-from trl_fsdp_qlora.prefix_sharing.layout import pack
+from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch, cut_rows, pack, read_batch
 
 from .helpers import make_batch
 
@@ -101,7 +100,7 @@ def test_whole_rows_count_every_valid_token_as_often_as_the_padded_batch(batch):
 def test_cutting_covers_every_row_once_and_keeps_the_budget(batch, budget):
     ids, mask, completion, score = batch
     facts = read_batch(ids, mask, completion, score)
-    cuts = cut_rows(facts, budget, completion, None)
+    cuts = cut_rows(facts, budget, None)
     assert [row for first, last in cuts for row in range(first, last)] == list(range(len(ids)))
     for first, last in cuts:
         part = slice(first, last)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_fsdp_qlora.prefix_sharing import tree
+from trl_fsdp_qlora.prefix_sharing import attention
 from trl_fsdp_qlora.prefix_sharing.attention import install
 from trl_fsdp_qlora.prefix_sharing.layout import pack
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
@@ -110,7 +110,7 @@ def test_masks_equal_the_rule_pair_by_pair(window):
     )
     for start, length in zip(layout.starts.tolist(), layout.lengths.tolist(), strict=True):
         part = slice(start, start + length)
-        assert torch.equal(tree.visible(layout, start, length, window, torch.device("cpu")), expected[part, part])
+        assert torch.equal(attention.visible(layout, start, length, window, torch.device("cpu")), expected[part, part])
 
 
 def branching_batch():

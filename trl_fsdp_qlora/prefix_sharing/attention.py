@@ -11,15 +11,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compat.transformers import is_flash, under_own_name, unlike_flash
-from . import cascade, tree, two_part
-from .agreement import is_out_of_memory, reason_of
-from .layout import PackedLayout
-from .scope import current
+from ..scoring.transfer import to_device
+from . import cascade, two_part
+from .layout import BatchFacts, PackedLayout, additive
+from .scope import current, note
+from .support import layer_types
 
 PREFIX = "prefix_sharing_"
 # The implementation underneath each name that `install` registered.
@@ -27,6 +29,8 @@ _BASES: dict[str, str] = {}
 BACKENDS = {"cascade": cascade, "two_part": two_part}
 # "auto" takes the first that serves the layer, and for a nested row `tree`.
 AUTO_ORDER = ("cascade", "two_part")
+# What takes a mask of all pairs of tokens.
+_MASKED = ("sdpa", "eager")
 
 # Keywords that say nothing about who attends to whom or how a score is computed.
 NEUTRAL = {
@@ -107,13 +111,14 @@ def _under_own_name(function: Callable, base: str, module: torch.nn.Module, *arg
         return function(module, *args, **kwargs)
 
 
-def _prefix_shared_attention(module, query, key, value, attention_mask, *, base: str, packed: Callable, **kwargs):
+def _prefix_shared_attention(module, query, key, value, attention_mask, *, base: str, **kwargs):
     if current.layout is None:
         return own_attention_function(base, module)(module, query, key, value, attention_mask, **kwargs)
-    return packed(module, query, key, value, attention_mask, base, kwargs)
+    return _packed_attention(module, query, key, value, attention_mask, base, kwargs)
 
 
-def _packed_attention(module, query, key, value, attention_mask, base: str, kwargs):
+@torch.compiler.disable  # every batch has another layout, and each would be traced anew
+def _packed_attention(module, query, key, value, attention_mask, base: str, kwargs: dict):
     own_function, layout = own_attention_function(base, module), current.layout
     if query.shape[2] != layout.tokens:  # a vision tower's
         return own_function(module, query, key, value, attention_mask, **kwargs)
@@ -123,12 +128,10 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
                 f"{type(module).__name__} makes a mask or a bias of its own for each pair of tokens"
             )
         call = _describe(module, query, key, value, layout, base, own_function, kwargs)
-        name, backend = _choose(call)
-        out = backend.attend(call)
+        name, attend = _choose(call)
+        out = attend(call)
     except (UnsupportedAttention, RuntimeError) as error:
-        if layout.problems is None or layout.is_computed or is_out_of_memory(error):
-            raise
-        layout.problems.append(reason_of(error))
+        note(layout, error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
     layout.layer_calls.append(name)
     return out, None
@@ -164,7 +167,7 @@ def _choose(call: AttentionCall):
         reason = "an image's tokens see those behind them" if call.own_masks and name != "two_part" else None
         reason = reason or BACKENDS[name].refuses(call)
         if reason is None:
-            return name, BACKENDS[name]
+            return name, BACKENDS[name].attend
         reasons.append(f"{name}: {reason}")
     raise UnsupportedAttention("; ".join(reasons))
 
@@ -178,14 +181,14 @@ def install(model: PreTrainedModel) -> None:
     base = _implementation(model)
     if base in _BASES:
         return
+    if "indexed_attention" in layer_types(model.config.get_text_config(decoder=True)):
+        raise UnsupportedAttention(f"{model.config.model_type} picks the keys of each token by itself")
     masks = AttentionMaskInterface()
     if base not in masks or (base != "eager" and base not in ALL_ATTENTION_FUNCTIONS):
         raise UnsupportedAttention(f"attn_implementation={base!r} has no registered mask; use 'sdpa' or 'eager'")
     name = PREFIX + unlike_flash(base)
     _BASES[name] = base
-    # Out of torch.compile's graphs: every batch has another layout, and each would be traced anew.
-    packed = torch.compiler.disable(_packed_attention)
-    AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base, packed=packed))
+    AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base))
     AttentionMaskInterface.register(name, masks[base])
     use_in_decoder(model, name)
     if _implementation(model) != name:
@@ -206,9 +209,7 @@ def _implementation(model: PreTrainedModel) -> str:
 
 def can_nest(model: PreTrainedModel, choice: str) -> bool:
     """Whether a model with [`install`]'s implementation can compute nested rows under a backend choice."""
-    name = _implementation(model)
-    base = _BASES.get(name, name)
-    return choice == "auto" and base in tree.BASES
+    return choice == "auto" and _BASES.get(_implementation(model)) in _MASKED
 
 
 @contextlib.contextmanager
@@ -243,3 +244,78 @@ def no_mask(device: torch.device) -> torch.Tensor:
     Without it the restarting positions of a packed row would be read as separate sequences.
     """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+# --- masks of all pairs -----------------------------------------------------------------------------------------------
+
+
+def tree(call: AttentionCall) -> torch.Tensor:
+    """Attention output `(1, T, H, D_v)` on a nested row: the model's own function, once per group, with the mask of its trie.
+
+    Who sees whom in a trie cannot be cut into a few rectangles. `layout.pack` makes a nested row only where the tokens it saves
+    are worth a mask of T x T numbers for a group of T tokens.
+    """
+    parts = []
+    for start, length in zip(call.layout.starts.tolist(), call.layout.lengths.tolist(), strict=True):
+        q, k, v = (x.narrow(2, start, length) for x in (call.query, call.key, call.value))
+        parts.append(call.run(q, k, v, _tree_mask(call, start, length)))
+    return torch.cat(parts, dim=1)
+
+
+def _tree_mask(call, start: int, length: int) -> torch.Tensor:
+    """`(1, 1, length, length)`, added to the scores; kept for the next layer."""
+    dtype = call.query.dtype
+    key = ("tree", call.window, start, dtype, call.query.device)
+    if key not in call.layout.cache:
+        seen = visible(call.layout, start, length, call.window, call.query.device)
+        # Not boolean: SDPA would turn that into numbers anew, and keep them, in every layer.
+        call.layout.cache[key] = additive(seen, dtype)
+    return call.layout.cache[key]
+
+
+def visible(layout: PackedLayout, start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Whether token q of a stretch of a nested row sees token k, `(length, length)`."""
+    place = torch.arange(start, start + length, device=device)
+    end = to_device(torch.from_numpy(layout.end_T[start : start + length]), device)
+    seen = (place <= place.unsqueeze(1)) & (place.unsqueeze(1) < end)
+    if window is not None:
+        position = layout.position_ids[0, start : start + length].to(device)
+        seen &= position.unsqueeze(1) - position < window
+    return seen
+
+
+def dense_reason(model: PreTrainedModel) -> str | None:
+    """Why the attention of `model` cannot be told by one mask of all pairs of a packed row who sees whom, or `None`.
+
+    The last resort, for attention that is code of a model's own: it knows no segments, so it computes every pair and throws most
+    away. It is used only for rows that have no more pairs than stock's padded ones ([`dense_pays`]), which then cost no more.
+    """
+    if model.config._attn_implementation not in _MASKED:
+        return f"attn_implementation={model.config._attn_implementation!r} takes no such mask"
+    others = set(layer_types(model.config.get_text_config(decoder=True))) - {"full_attention", "indexed_attention"}
+    if others:
+        return f"a mask of all pairs does not tell {', '.join(sorted(others))} layers apart"
+    for module in model.get_decoder().modules():
+        if hasattr(module, "set_attention_type"):  # BigBird
+            return f"{type(module).__name__} attends to blocks in long rows"
+        if any(x.ndim > 1 and 1 < x.shape[-1] == x.shape[-2] for x in module.buffers(recurse=False)):
+            return f"{type(module).__name__} masks by the place in the row"
+    return None
+
+
+def dense_pays(facts: BatchFacts, width: int) -> bool:
+    """Whether a row of this batch of `width` columns has no more pairs than stock computes."""
+    tokens = (facts.prompt_lengths_B[facts.starts_group_B] - 1).sum() + facts.completion_lengths_B.sum()
+    return int(tokens) ** 2 <= len(facts.new_prompt_B) * width**2
+
+
+def dense_mask(layout: PackedLayout, dtype: torch.dtype) -> torch.Tensor:
+    """`(1, 1, T, T)`, added to the scores: its segment so far, and the prompt of a completion."""
+    device = layout.input_ids.device
+    segment_S = np.arange(len(layout.lengths))
+    prompt_of = layout.num_singles + np.repeat(np.arange(layout.num_families), layout.children_per_family)
+    prompt_S = np.concatenate([segment_S[: layout.num_roots], prompt_of])
+    segment_T, prompt_T = (torch.from_numpy(np.repeat(x, layout.lengths)) for x in (segment_S, prompt_S))
+    segment_T, prompt_T = to_device(segment_T, device), to_device(prompt_T, device)
+    seen = ((segment_T[:, None] == segment_T) | (prompt_T[:, None] == segment_T)).tril()
+    return additive(seen, dtype)

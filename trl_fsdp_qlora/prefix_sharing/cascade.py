@@ -21,11 +21,8 @@ kernel's batch only.
 import numpy as np
 import torch
 
-from ..scoring.transfer import to_device
 from . import windowed
-from .layout import PackedLayout
-from .merging import merge
-from .stretches import equal_runs, fold, gather
+from .layout import PackedLayout, cumulative, equal_runs, fold, gather, join, padded
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -45,11 +42,9 @@ def refuses(call) -> str | None:
         size = call.query.shape[-1]
         if _compute_dtype(call.query) not in (torch.bfloat16, torch.float16) or size % 8 or size > 256:
             return f"CUDA flash attention takes half precision and heads of 8 to 256, got {call.query.dtype}, {size}"
-        capability = torch.cuda.get_device_capability(call.query.device)
-        if capability < (8, 0):
-            return (
-                f"CUDA flash attention wants compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-            )
+        major, minor = torch.cuda.get_device_capability(call.query.device)
+        if major < 8:
+            return f"CUDA flash attention wants compute capability 8.0, this device has {major}.{minor}"
     if call.query.device.type not in ("cpu", "cuda"):
         return f"no flash kernel for {call.query.device.type}"
     return None
@@ -63,6 +58,16 @@ def attend(call) -> torch.Tensor:
     if call.window is not None:
         return windowed.attend(q, k, v, call.layout, call.scaling, call.window)
     return _Cascade.apply(q, k, v, call.layout, call.scaling)
+
+
+def merge(own_out, own_lse, prompt_out, prompt_lse) -> torch.Tensor:
+    """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, in at least float32.
+
+    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike.
+    """
+    dtype = torch.promote_types(own_out.dtype, torch.float32)
+    share = torch.sigmoid(prompt_lse.to(dtype) - own_lse.to(dtype)).unsqueeze(-1)
+    return torch.lerp(own_out.to(dtype), prompt_out.to(dtype), share)
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -89,41 +94,40 @@ class _Cascade(torch.autograd.Function):
 # --- CPU -------------------------------------------------------------------------------------------------------------
 
 
-def _runs(layout: PackedLayout) -> tuple[list, list, torch.Tensor | None]:
-    """What to batch: `(own, cross, pad_index)`, derived from the layout once.
+def _parts(layout: PackedLayout) -> tuple[list[tuple], list[tuple]]:
+    """What to batch: `(own, cross)`, derived from the layout once.
 
-    `own`: `(start, count, length)` of neighbouring segments of equal length. `cross`: `(first query, queries per family,
-    first key, keys per family, families)` of neighbouring families of equal size. `pad_index`: `(segments, longest)` row
-    positions of the completions where their lengths differ (they are then not in `own`), filled up with the row's last
-    position; and the flat positions in it that are real.
+    `own`: neighbouring segments of equal length as `(start, count, length)`; completions of unequal length, the last ones,
+    as `(index, real)`, their `(segments, longest)` positions in the row and the flat ones of these that are no padding.
+    `cross`: the completions of a family and their prompt, each as `(start, 1, length)`.
     """
-    if "cpu_runs" in layout.cache:
-        return layout.cache["cpu_runs"]
-    roots, lengths, starts = layout.num_roots, layout.lengths, layout.starts
-    children = lengths[roots:]
-    ragged = len(children) > 0 and (children != children[0]).any()
-    own = equal_runs(starts[: roots if ragged else None], lengths)
-    pad = None
-    if ragged:
-        within = np.broadcast_to(np.arange(children.max()), (len(children), children.max()))
-        index = torch.from_numpy(starts[roots:, None] + within).clamp_(max=layout.tokens - 1)
-        real = torch.from_numpy((within < children[:, None]).ravel().nonzero()[0])
-        pad = (index, real)
-    cross = []
-    offset = layout.children_start
-    child = roots
-    for family, size in enumerate(layout.children_per_family):
-        queries = int(lengths[child : child + size].sum())
-        prompt = layout.num_singles + family
-        key_start, keys = int(starts[prompt]), int(lengths[prompt])
-        if cross and cross[-1][1] == queries and cross[-1][3] == keys:
-            cross[-1][4] += 1
-        else:
-            cross.append([offset, queries, key_start, keys, 1])
-        offset += queries
-        child += size
-    layout.cache["cpu_runs"] = own, cross, pad
-    return layout.cache["cpu_runs"]
+    if "cascade" not in layout.cache:
+        roots, lengths, starts = layout.num_roots, layout.lengths, layout.starts
+        children = lengths[roots:]
+        ragged = len(children) > 0 and (children != children[0]).any()
+        own = equal_runs(starts[: roots if ragged else None], lengths)
+        if ragged:
+            own.append(padded(starts[roots:], children, layout.tokens))
+        families = np.cumsum(layout.children_per_family) + roots
+        ends = [*starts, layout.tokens]
+        first, cross = roots, []
+        for prompt, last in enumerate(families, start=layout.num_singles):
+            queries = int(ends[first]), 1, int(ends[last] - ends[first])
+            cross.append((queries, (int(starts[prompt]), 1, int(lengths[prompt]))))
+            first = last
+        layout.cache["cascade"] = own, cross
+    return layout.cache["cascade"]
+
+
+def _take(x: torch.Tensor, part: tuple) -> torch.Tensor:
+    """Stretches of a `(1, H, T, D)` tensor as a batch `(n, H, length, D)`."""
+    return fold(x, *part) if len(part) == 3 else gather(x, part[0])
+
+
+def _rows(x: torch.Tensor, part: tuple) -> torch.Tensor:
+    """A batch `(n, H, length, D)` as the tokens of the row `(tokens, H, D)`."""
+    rows = x.transpose(1, 2).flatten(0, 1)
+    return rows if len(part) == 3 else rows.index_select(0, part[1])
 
 
 class _batched:
@@ -131,92 +135,41 @@ class _batched:
 
     @staticmethod
     def forward(q, k, v, layout, scale):
-        own, cross, pad = _runs(layout)
-        _, heads, tokens, size = q.shape
-        if len(own) == 1 and not cross:
-            out, lse = _cpu_forward(*(fold(x, *own[0]) for x in (q, k, v)), 0.0, True, scale=scale)
-            return (
-                out.transpose(1, 2).reshape(1, tokens, heads, size),
-                lse.transpose(1, 2).reshape(1, tokens, heads),
-                (),
-            )
-        out_parts, lse_parts = [], []
-        for run in own:
-            out, lse = _cpu_forward(*(fold(x, *run) for x in (q, k, v)), 0.0, True, scale=scale)
-            out_parts.append(out.transpose(1, 2).flatten(0, 1))
-            lse_parts.append(lse.transpose(1, 2).flatten(0, 1))
-        if pad is not None:
-            index, real = pad
-            out, lse = _cpu_forward(*(gather(x, index) for x in (q, k, v)), 0.0, True, scale=scale)
-            out_parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, real))
-            lse_parts.append(lse.transpose(1, 2).flatten(0, 1).index_select(0, real))
-        out = torch.cat(out_parts).unsqueeze(0)
-        lse = torch.cat(lse_parts).unsqueeze(0)
-        for query_start, queries, key_start, keys, count in cross:
-            prompt_k, prompt_v = (fold(x, key_start, count, keys) for x in (k, v))
-            out_p, lse_p = _cpu_forward(
-                fold(q, query_start, count, queries), prompt_k, prompt_v, 0.0, False, scale=scale
-            )
-            own_out = out[0].narrow(0, query_start, count * queries).unflatten(0, (count, queries))
-            own_lse = lse[0].narrow(0, query_start, count * queries).unflatten(0, (count, queries))
-            lse_p = lse_p.transpose(1, 2)
-            own_out.copy_(merge(own_out, own_lse, out_p.transpose(1, 2), lse_p))
+        own, cross = _parts(layout)
+        found = [_cpu_forward(*(_take(x, part) for x in (q, k, v)), 0.0, True, scale=scale) for part in own]
+        out = join([_rows(out, part) for (out, _), part in zip(found, own, strict=True)])
+        lse = join([_rows(lse, part) for (_, lse), part in zip(found, own, strict=True)])
+        for queries, prompt in cross:
+            prompt_kv = (fold(x, *prompt) for x in (k, v))
+            out_p, lse_p = _cpu_forward(fold(q, *queries), *prompt_kv, 0.0, False, scale=scale)
+            own_out, own_lse = (x.narrow(0, queries[0], queries[2]) for x in (out, lse))
+            lse_p = _rows(lse_p, queries)
+            own_out.copy_(merge(own_out, own_lse, _rows(out_p, queries), lse_p))
             torch.logaddexp(own_lse, lse_p, out=own_lse)
-        return out, lse, ()
+        return out.unsqueeze(0), lse.unsqueeze(0), ()
 
     @staticmethod
     def backward(grad_out, q, k, v, out, lse, extra, layout, scale):
-        own, cross, pad = _runs(layout)
+        own, cross = _parts(layout)
         # The kernels take (batch, H, length, D).
         grad_h, out_h, lse_h = grad_out.transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
-        def call(part, causal, q_part=None):
-            q_part = q_part or part
-            return _cpu_backward(
-                q_part(grad_h),
-                q_part(q),
-                part(k),
-                part(v),
-                q_part(out_h),
-                q_part(lse_h).squeeze(-1),
-                0.0,
-                causal,
-                scale=scale,
-            )
+        def call(queries, keys, causal):
+            grad = _take(grad_h, queries)
+            if len(queries) == 2:  # filled-up places must not reach anyone's gradient: their incoming gradient is zero
+                index, real = queries
+                keep = torch.zeros(index.numel(), dtype=grad.dtype).index_fill_(0, real, 1)
+                grad = grad * keep.view(len(index), 1, -1, 1)
+            seen = (_take(q, queries), _take(k, keys), _take(v, keys), _take(out_h, queries))
+            lse = _take(lse_h, queries).squeeze(-1)
+            grads = _cpu_backward(grad, *seen, lse, 0.0, causal, scale=scale)
+            return [_rows(g, part) for g, part in zip(grads, (queries, keys, keys), strict=True)]
 
-        parts = []
-        for run in own:
-            grads = call(lambda x, run=run: fold(x, *run), True)
-            parts.append([g.transpose(1, 2).flatten(0, 1) for g in grads])
-        if pad is not None:
-            index, real = pad
-            # Filled-up places must not reach anyone's gradient: their incoming gradient is zero.
-            fill = torch.zeros(index.numel(), 1, 1, dtype=grad_out.dtype)
-            fill[real] = 1
-            keep = fill.view(*index.shape, 1, 1).transpose(1, 2)
-            grads = _cpu_backward(
-                gather(grad_h, index) * keep,
-                *(gather(x, index) for x in (q, k, v, out_h)),
-                gather(lse_h, index).squeeze(-1),
-                0.0,
-                True,
-                scale=scale,
-            )
-            parts.append([g.transpose(1, 2).flatten(0, 1).index_select(0, real) for g in grads])
-        if len(parts) == 1 and not cross:
-            return tuple(g.unsqueeze(0).transpose(1, 2) for g in parts[0])
-        grads = [torch.cat(g) for g in zip(*parts, strict=True)]
-        for query_start, queries, key_start, keys, count in cross:
-            grad_q, grad_k, grad_v = call(
-                lambda x, run=(key_start, count, keys): fold(x, *run),
-                False,
-                lambda x, run=(query_start, count, queries): fold(x, *run),
-            )
-            for total, start, grad in zip(
-                grads, (query_start, key_start, key_start), (grad_q, grad_k, grad_v), strict=True
-            ):
-                grad = grad.transpose(1, 2).flatten(0, 1)
-                total.narrow(0, start, grad.shape[0]).add_(grad)
+        parts = [call(part, part, True) for part in own]
+        grads = [join(part) for part in zip(*parts, strict=True)]
+        for queries, prompt in cross:
+            for total, grad, part in zip(grads, call(queries, prompt, False), (queries, prompt, prompt), strict=True):
+                total.narrow(0, part[0], part[2]).add_(grad)
         return tuple(g.unsqueeze(0).transpose(1, 2) for g in grads)
 
 
@@ -230,18 +183,11 @@ class _varlen:
     def _lengths(layout: PackedLayout, device):
         key = ("varlen", device)
         if key not in layout.cache:
-            roots, lengths = layout.num_roots, torch.from_numpy(layout.lengths)
-            child_lengths = lengths[roots:]
-            sizes = torch.from_numpy(layout.children_per_family)
-            per_family = torch.tensor([int(x.sum()) for x in child_lengths.split(sizes.tolist())], dtype=torch.int64)
+            roots, lengths = layout.num_roots, layout.lengths
+            ends = np.append(layout.starts, layout.tokens)
+            per_family = np.diff(ends[np.cumsum([roots, *layout.children_per_family])])
             prompts = lengths[layout.num_singles : roots]
-
-            def cumulative(x):
-                total = torch.zeros(len(x) + 1, dtype=torch.int32)
-                total[1:] = x.cumsum(0)
-                return to_device(total, device), int(x.max()) if len(x) else 0
-
-            layout.cache[key] = cumulative(lengths), cumulative(per_family), cumulative(prompts)
+            layout.cache[key] = tuple(cumulative(part, device) for part in (lengths, per_family, prompts))
         return layout.cache[key]
 
     @staticmethod

@@ -18,15 +18,12 @@ _DRAWS = ("drop", "jitter")
 
 
 class Draw(NamedTuple):
-    """One place that draws: `getattr(module, attribute)` is its probability (or, of router jitter, its width)."""
+    """One place that draws: `module.attribute` is a probability, or the width of a router's jitter."""
 
     name: str
     module: torch.nn.Module
     attribute: str
-
-    @property
-    def value(self) -> float:
-        return getattr(self.module, self.attribute)
+    value: float
 
 
 def draws(model: torch.nn.Module) -> list[Draw]:
@@ -37,10 +34,8 @@ def draws(model: torch.nn.Module) -> list[Draw]:
             attributes = ["p"]
         else:
             attributes = [key for key in vars(module) if any(word in key.lower() for word in _DRAWS)]
-        for attribute in attributes:
-            value = getattr(module, attribute)
-            if isinstance(value, float) and value > 0.0:
-                found.append(Draw(name, module, attribute))
+        values = ((attribute, getattr(module, attribute)) for attribute in attributes)
+        found += [Draw(name, module, key, value) for key, value in values if isinstance(value, float) and value > 0.0]
     return found
 
 
@@ -51,8 +46,9 @@ def attention_reason(model: torch.nn.Module) -> str | None:
         if "layerdrop" in draw.attribute.lower():
             return f"{draw.attribute}={draw.value:g} leaves layers out at random, others on a packed row"
         owner, _, own_name = draw.name.rpartition(".") if draw.attribute == "p" else (draw.name, "", draw.attribute)
-        if own_name in _ATTENTION_NAMES and _is_attention(modules[owner]):
-            return f"{type(modules[owner]).__name__}.{own_name}={draw.value:g} (attention dropout) has no counterpart on a packed row"
+        kind = type(modules[owner]).__name__
+        if own_name in _ATTENTION_NAMES and ("attention" in kind.lower() or kind.lower().endswith("attn")):
+            return f"{kind}.{own_name}={draw.value:g} (attention dropout) has no counterpart on a packed row"
     return None
 
 
@@ -78,15 +74,11 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     Gradient checkpointing only happens in training mode, so a pass that is to be compared has to stay in it, and
     bitsandbytes repacks a 4-bit weight for good the first time its layer runs in evaluation mode on some CPUs.
     """
-    found = [(draw, draw.value) for draw in draws(model)]
-    for draw, _ in found:
+    found = draws(model)
+    for draw in found:
         setattr(draw.module, draw.attribute, 0.0)
     try:
         yield
     finally:
-        for draw, value in found:
-            setattr(draw.module, draw.attribute, value)
-
-
-def _is_attention(module: torch.nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower() or type(module).__name__.lower().endswith("attn")
+        for draw in found:
+            setattr(draw.module, draw.attribute, draw.value)

@@ -14,7 +14,6 @@ next passes over the same images ([`FrozenTower`]); `mm_encoder_outputs` is the 
 """
 
 import inspect
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -25,19 +24,13 @@ from transformers.utils import ModelOutput
 
 from ..compat.trl import rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
-from .agreement import largest_over_ranks
-from .layout import PackedLayout
-from .stretches import equal_runs
+from .layout import BatchFacts, PackedLayout, equal_runs
+from .self_check import over_ranks
 
 # What a model takes per image, and per token of a row.
 PER_IMAGE = (
-    "pixel_values",
-    "image_grid_thw",
-    "image_position_ids",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "image_sizes",
-)
+    "pixel_values", "image_grid_thw", "image_position_ids", "pixel_attention_mask", "spatial_shapes", "image_sizes",
+)  # fmt: skip
 PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
 # Of classes whose images are seen in both directions.
 _MASKS = "create_masks_for_generate"
@@ -83,26 +76,42 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([odd.new_tensor(bits.numel()), bits.sum(dtype=torch.int64), (bits * odd).sum()])
 
 
-def positions(model: PreTrainedModel, request, layout: PackedLayout, heads: np.ndarray, group_B: np.ndarray):
-    """`(axes, 1, T)` rotary positions of a packed row, or `None` where a class has one axis, the columns.
+def arguments(
+    model: PreTrainedModel, tower: "FrozenTower", request, layout: PackedLayout, facts: BatchFacts, autocast
+) -> tuple[dict, torch.Tensor]:
+    """The model's further arguments for a row of a batch's prompts with their images, and its positions.
 
-    Args:
-        model: without wrappers.
-        request: whose batch the row is made from.
-        layout: of the row.
-        heads: a row of each group.
-        group_B: each row's group.
+    `model` is without wrappers and `tower` its own; the row is made from the batch of `request`, with these `facts`.
+    """
+    layout.own_masks = own_masks(model, request, layout)
+    extra = per_token(request, layout)
+    # The row holds each prompt's pixels once; none where nothing is scored in it.
+    rows = layout.root_rows.tolist() if layout.tokens > 1 else []
+    if tower.serves:
+        counts = request.vision.get("num_images")
+        rows = [row for row in rows if counts is None or counts[row]]
+        if rows:
+            keys = [tuple(facts.image_keys_BN[row]) for row in rows]
+            extra["mm_encoder_outputs"] = tower.outputs(request, rows, keys, autocast)
+    else:
+        chosen = rows_of_images(request.vision, rows)
+        extra |= {name: chosen[name] for name in PER_IMAGE if name in chosen}
+    starts_B = facts.starts_group_B
+    return extra, positions(model, request, layout, starts_B.nonzero()[0], starts_B.cumsum() - 1)
+
+
+def positions(model: PreTrainedModel, request, layout: PackedLayout, heads: np.ndarray, group_B: np.ndarray):
+    """`(axes, 1, T)` rotary positions of a packed row; where a class has one axis, the columns.
+
+    `heads` are a row of each group, `group_B` is each row's group.
     """
     inner = model.base_model
     if not hasattr(inner, "get_rope_index"):
-        return None
+        return layout.position_ids
     ids, mask = request.input_ids[heads], request.attention_mask[heads].clone()
     mask[:, -request.logits_to_keep :] = 1  # other completions of the group may be longer
-    more = {
-        name: value
-        for name, value in rows_of_images(request.vision, heads).items()
-        if name in (*PER_TOKEN, "image_grid_thw")
-    }
+    wanted = *PER_TOKEN, "image_grid_thw"
+    more = {name: x for name, x in rows_of_images(request.vision, heads).items() if name in wanted}
     position_ids, _ = inner.get_rope_index(ids, attention_mask=mask, **more)
     source = group_B[layout.row_T] * request.input_ids.shape[1] + layout.column_T
     index = to_device(torch.from_numpy(source.astype(np.int64)), position_ids.device)
@@ -168,7 +177,7 @@ class TowerInEveryForward:
         counts = request.vision.get("num_images") or [int(request.has_images)] * len(request.input_ids)
         row = next((row for row, count in enumerate(counts) if count), None)
         rank = torch.distributed.get_rank()
-        (source,) = largest_over_ranks([-1 if row is None else rank], device)
+        (source,) = over_ranks([-1 if row is None else rank], device)
         mine = rows_of_images(request.vision, [row]) if source == rank else {}
         sent = [{name: mine[name].cpu() for name in PER_IMAGE if name in mine}]
         torch.distributed.broadcast_object_list(sent, source, device=device)
@@ -207,10 +216,8 @@ class FrozenTower:
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.inner = model, model.base_model
-        self.features: OrderedDict[tuple[int, ...], Any] = OrderedDict()
-        self.bytes = 0
-        parameters = inspect.signature(type(model).forward).parameters
-        self.takes_features = "mm_encoder_outputs" in parameters
+        self.features: dict[tuple[int, ...], ModelOutput] = {}
+        self.takes_features = "mm_encoder_outputs" in inspect.signature(type(model).forward).parameters
 
     @property
     def is_collective(self) -> bool:
@@ -225,28 +232,16 @@ class FrozenTower:
         """Whether features may be computed apart from the model's own forward now."""
         return self.takes_features and not self.is_collective
 
-    def forget(self) -> None:
-        """Give the features' memory back: another generation batch has other images."""
-        self.features.clear()
-        self.bytes = 0
-
     def outputs(self, request, rows: list[int], keys: list[tuple[int, ...]], autocast) -> dict[str, Any]:
-        """`mm_encoder_outputs` for the images of some rows, in their order."""
-        found = []
+        """`mm_encoder_outputs` for the images of some rows, in their order; the oldest are forgotten beyond `FEATURE_BYTES`."""
         for row, key in zip(rows, keys, strict=True):
             if key not in self.features:
                 with torch.no_grad(), autocast():
-                    self._keep(key, features_of(self.inner, rows_of_images(request.vision, [row])))
-            found.append(self.features[key])
-            self.features.move_to_end(key)
+                    self.features[key] = features_of(self.inner, rows_of_images(request.vision, [row]))
+        found = [self.features[key] for key in keys]
+        while sum(x.nbytes for x in _tensors(self.features)) > FEATURE_BYTES and len(self.features) > 1:
+            del self.features[next(iter(self.features))]
         return {"image": _joined(found)}
-
-    def _keep(self, key, output) -> None:
-        self.features[key] = output
-        self.bytes += _size(output)
-        while self.bytes > FEATURE_BYTES and len(self.features) > 1:
-            _, oldest = self.features.popitem(last=False)
-            self.bytes -= _size(oldest)
 
 
 def _tensors(value) -> list[torch.Tensor]:
@@ -256,21 +251,16 @@ def _tensors(value) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _size(value) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(value))
-
-
 def _joined(outputs: list[ModelOutput]) -> ModelOutput:
     """One output for several prompts' images, as one call for all of them would give."""
-    first = outputs[0]
-    joined = {"pooler_output": _cat([output.pooler_output for output in outputs])}
-    if getattr(first, "deepstack_features", None) is not None:
+
+    def cat(parts):
+        return (
+            torch.cat(list(parts)) if isinstance(parts[0], torch.Tensor) else tuple(x for part in parts for x in part)
+        )
+
+    joined = {"pooler_output": cat([output.pooler_output for output in outputs])}
+    if getattr(outputs[0], "deepstack_features", None) is not None:
         layers = zip(*(output.deepstack_features for output in outputs), strict=True)
-        joined["deepstack_features"] = [_cat(parts) for parts in layers]
-    return type(first)(**joined)
-
-
-def _cat(parts):
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat(list(parts))
-    return tuple(image for part in parts for image in part)
+        joined["deepstack_features"] = [cat(parts) for parts in layers]
+    return type(outputs[0])(**joined)

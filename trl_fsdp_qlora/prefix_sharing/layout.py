@@ -16,15 +16,131 @@ stretch that holds every prefix once.
 Positions are the columns of the padded batch: what stock TRL's forward uses, so every rotary table entry is the same.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
-from .batch import BatchFacts, read_batch
-from .nested import NestedRow, nested_row
+from .nested import Row, groups_of, nested_row
+
+
+class UnpackableBatch(ValueError):
+    """The masks do not describe left-padded prompts followed by right-padded completions."""
+
+
+@dataclass
+class BatchFacts:
+    """The padded batch as the host sees it, read from the device in one transfer."""
+
+    prompt_lengths_B: np.ndarray
+    completion_lengths_B: np.ndarray
+    scored_BC: np.ndarray
+    new_prompt_B: np.ndarray  # row b has another prompt than row b - 1
+    completion_ids_BC: np.ndarray | None = None  # where they were asked for
+    image_keys_BN: np.ndarray | None = None  # what rows with the same images have in common
+
+    @property
+    def starts_group_B(self) -> np.ndarray:
+        """`new_prompt_B`, and the first row whatever stands before it in a larger batch."""
+        return self.new_prompt_B | (np.arange(len(self.new_prompt_B)) == 0)
+
+    @property
+    def forward_B(self) -> np.ndarray:
+        """Positions of each completion that predict its tokens up to the last scored one."""
+        return np.where(self.scored_BC.any(1), self.scored_BC.shape[1] - self.scored_BC[:, ::-1].argmax(1), 0)
+
+    def rows(self, part: slice, scored: bool = True) -> "BatchFacts":
+        """The facts of a stretch of rows; with `scored=False` as if nothing in them were to be scored."""
+        scored_BC = self.scored_BC[part]
+        return BatchFacts(
+            self.prompt_lengths_B[part],
+            self.completion_lengths_B[part],
+            scored_BC if scored else np.zeros_like(scored_BC),
+            self.new_prompt_B[part],
+            None if self.completion_ids_BC is None else self.completion_ids_BC[part],
+            None if self.image_keys_BN is None else self.image_keys_BN[part],
+        )
+
+
+def read_batch(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    score_mask_BC: torch.Tensor | None,
+    with_ids: bool = False,
+    images: tuple[torch.Tensor, int] | None = None,
+) -> BatchFacts:
+    """Lengths, scored positions and equal neighbouring prompts of a padded batch `(B, P + C)`; one host sync.
+
+    Args:
+        input_ids, attention_mask, logits_to_keep, score_mask_BC: as in [`layout.pack`].
+        with_ids: completions' tokens as well, which nested rows are made from.
+        images: numbers `(B, N)` that rows with the same images have in common, and the token that stands for an image.
+
+    Raises:
+        UnpackableBatch: a mask has holes, a row has no prompt token, or an image's token stands where completions begin.
+    """
+    rows, width = input_ids.shape
+    prompt_width = width - logits_to_keep
+    mask = attention_mask.bool()
+    # Two rows share their prompt when padding and tokens agree; what stands under the padding does not matter.
+    prompt = input_ids[:, :prompt_width].masked_fill(~mask[:, :prompt_width], -1)
+    new_prompt = torch.ones(rows, 1, dtype=torch.bool, device=mask.device)
+    new_prompt[1:, 0] = (prompt[1:] != prompt[:-1]).any(1)
+    parts = {"mask": mask, "new_prompt": new_prompt}
+    if images is not None:
+        new_prompt[1:, 0] |= (images[0][1:] != images[0][:-1]).any(1)
+        # Each completion has a copy of the prompt's last token, and no pixels of its own.
+        parts["misplaced"] = ((input_ids == images[1]) & mask)[:, prompt_width - 1 :]
+        parts["image_keys"] = images[0]
+    if score_mask_BC is not None:
+        parts["scored"] = score_mask_BC.bool()
+    if with_ids:
+        parts["ids"] = input_ids[:, prompt_width:]
+    # In one transfer; what is true or false becomes a number beside others.
+    host = torch.cat(list(parts.values()), dim=1).cpu().numpy()
+    ends = np.cumsum([part.shape[1] for part in parts.values()])
+    read = dict(zip(parts, np.split(host, ends[:-1], axis=1), strict=True))
+    if images is not None and read["misplaced"].any():
+        raise UnpackableBatch("an image's token stands at a prompt's end or in a completion")
+    host_mask, new_prompt_B = read["mask"].astype(bool), read["new_prompt"][:, 0].astype(bool)
+    prompt_mask, completion_mask = host_mask[:, :prompt_width], host_mask[:, prompt_width:]
+    if (prompt_mask[:, 1:] < prompt_mask[:, :-1]).any() or (completion_mask[:, 1:] > completion_mask[:, :-1]).any():
+        raise UnpackableBatch("the attention mask is not left padding, prompt, completion, right padding")
+    prompt_lengths_B = prompt_mask.sum(1)
+    if (prompt_lengths_B == 0).any():
+        raise UnpackableBatch("a row has no prompt token to predict its first completion token from")
+    scored_BC = completion_mask if score_mask_BC is None else completion_mask & read["scored"].astype(bool)
+    return BatchFacts(
+        prompt_lengths_B, completion_mask.sum(1), scored_BC, new_prompt_B, read.get("ids"), read.get("image_keys")
+    )
+
+
+def cut_rows(facts: BatchFacts, budget: int, rows_at_once: int | None) -> list[tuple[int, int]]:
+    """Cut a batch into stretches of rows whose packed tokens stay within `budget`, between groups where possible.
+
+    With `rows_at_once` the stretches are just that many rows each (a router loss is a mean over stock's stretches).
+    """
+    rows = len(facts.new_prompt_B)
+    if rows_at_once is not None:
+        return [(i, min(i + rows_at_once, rows)) for i in range(0, rows, rows_at_once)]
+    group_starts, forward_B = np.flatnonzero(facts.starts_group_B), facts.forward_B
+    cuts, first, used = [], 0, 0
+    for start, end in zip(group_starts, [*group_starts[1:], rows], strict=True):
+        prompt = int(facts.prompt_lengths_B[start])
+        if used and used + prompt + forward_B[start:end].sum() > budget:
+            cuts.append((first, start))
+            first, used = start, 0
+        used += prompt
+        for row in range(start, end):
+            if row > first and used + forward_B[row] > budget:
+                cuts.append((first, row))
+                first, used = row, prompt
+            used += int(forward_B[row])
+    cuts.append((first, rows))
+    return [(int(a), int(b)) for a, b in cuts]
 
 
 @dataclass(eq=False)
@@ -66,7 +182,6 @@ class PackedLayout:
     starts: np.ndarray
     lengths: np.ndarray
     num_singles: int
-    num_families: int
     children_per_family: np.ndarray
     completion_shape: tuple[int, int]
     tokens: int
@@ -85,6 +200,11 @@ class PackedLayout:
     def root_rows(self) -> np.ndarray:
         """The row of the padded batch that each segment without a prefix was taken from, in row order."""
         return self.row_T[self.starts[: self.num_roots]]
+
+    @property
+    def num_families(self) -> int:
+        """Shared prompts."""
+        return len(self.children_per_family)
 
     @property
     def num_roots(self) -> int:
@@ -133,18 +253,15 @@ def pack(
     if facts is None:
         with_ids = pairs_per_token is not None
         facts = read_batch(input_ids, attention_mask, logits_to_keep, score_mask_BC, with_ids)
-    scored_BC = facts.scored_BC
-    if whole_rows:
-        forward_B = facts.completion_lengths_B + 1
-    else:
-        # Index of the last scored token plus one: the number of positions that predict the tokens up to it.
-        forward_B = np.where(scored_BC.any(1), logits_to_keep - scored_BC[:, ::-1].argmax(1), 0)
-
-    row = _choose_row(facts, forward_B, prompt_width, pairs_per_token)
-    is_nested = isinstance(row, NestedRow)
+    forward_B = facts.completion_lengths_B + 1 if whole_rows else facts.forward_B
+    row = _flat_row(facts, forward_B, prompt_width)
+    if pairs_per_token is not None and facts.completion_ids_BC is not None and len(row.lengths) > 1:
+        groups = facts.prompt_lengths_B, facts.new_prompt_B, prompt_width
+        nested = nested_row(facts.completion_ids_BC, forward_B, *groups)
+        saved = len(row.row_T) - len(nested.row_T)
+        row = nested if saved * pairs_per_token > nested.pairs - row.pairs else row
     source_T = row.row_T * width + row.column_T
-    tokens = len(source_T)
-    scored_row_N, scored_token_N = scored_BC.nonzero()
+    scored_row_N, scored_token_N = facts.scored_BC.nonzero()
     score_index_N = row.index_BC[scored_row_N, scored_token_N]
     target_N = scored_row_N * width + prompt_width + scored_token_N
     scatter_N = scored_row_N * logits_to_keep + scored_token_N
@@ -163,106 +280,91 @@ def pack(
         multiplicity_1T=weight.float().unsqueeze(0),
         starts=row.starts,
         lengths=row.lengths,
-        num_singles=len(row.lengths) if is_nested else row.num_singles,
-        num_families=0 if is_nested else len(row.children_per_family),
-        children_per_family=np.zeros(0, int) if is_nested else row.children_per_family,
+        num_singles=row.num_singles,
+        children_per_family=row.children_per_family,
         completion_shape=(rows, logits_to_keep),
-        tokens=tokens,
+        tokens=len(source_T),
         stock_tokens=rows * width,
         row_T=row.row_T,
         column_T=row.column_T,
-        end_T=row.end_T if is_nested else None,
+        end_T=row.end_T,
     )
 
 
-def _choose_row(
-    facts: BatchFacts, forward_B: np.ndarray, prompt_width: int, pairs_per_token: float | None
-) -> "_FlatRow | NestedRow":
-    """The row that shares prompts only, or the nested one where it is worth its mask; arguments as in [`pack`]."""
-    row = _flat_row(facts, forward_B, prompt_width)
-    if pairs_per_token is None or len(row.lengths) <= 1:
-        return row
-    nested = nested_row(facts.completion_ids_BC, forward_B, facts.prompt_lengths_B, facts.new_prompt_B, prompt_width)
-    saved = len(row.row_T) - len(nested.row_T)
-    return nested if saved * pairs_per_token > nested.pairs - row.pairs else row
-
-
-class _FlatRow(NamedTuple):
-    """A row that shares prompts only; fields as in [`PackedLayout`] and [`nested.NestedRow`]."""
-
-    row_T: np.ndarray
-    column_T: np.ndarray
-    index_BC: np.ndarray
-    weight_T: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    num_singles: int
-    children_per_family: np.ndarray
-    pairs: int
-
-
-def _flat_row(facts: BatchFacts, forward_B: np.ndarray, prompt_width: int) -> _FlatRow:
-    row_S, first_S, length_S, (num_singles, children_per_family) = _segments(facts, forward_B, prompt_width)
-    weight_S = np.ones(len(row_S))
-    weight_S[num_singles : num_singles + len(children_per_family)] = children_per_family
+def _flat_row(facts: BatchFacts, forward_B: np.ndarray, prompt_width: int) -> Row:
+    """The row that shares prompts only; segments of equal length lie side by side, so that backends can batch them as views."""
+    prompt_B, singles, families = facts.prompt_lengths_B, [], []
+    for rows in groups_of(forward_B > 0, facts.new_prompt_B):
+        # A prompt of one token has nothing in front of its completions' own copy, so nothing to share.
+        if len(rows) > 1 and prompt_B[rows[0]] > 1:
+            families.append(rows)
+        else:
+            singles.extend(rows)
+    singles.sort(key=lambda row: prompt_B[row] + forward_B[row])
+    families.sort(key=lambda rows: prompt_B[rows[0]])
+    children_per_family = np.array([len(rows) for rows in families], int)
+    num_singles, num_roots = len(singles), len(singles) + len(families)
+    row_S = np.array([*singles, *(rows[0] for rows in families), *(row for rows in families for row in rows)], int)
+    first_S, length_S, weight_S = prompt_width - prompt_B[row_S], prompt_B[row_S] - 1, np.ones(len(row_S), int)
+    length_S[:num_singles] += forward_B[row_S[:num_singles]]
+    weight_S[num_singles:num_roots] = children_per_family
+    first_S[num_roots:], length_S[num_roots:] = prompt_width - 1, forward_B[row_S[num_roots:]]
     if len(row_S) == 0:  # nothing is scored: one token, connected to the model, so that every rank meets every other
-        row_S, first_S, length_S = (np.array([x]) for x in (0, prompt_width - 1, 1))
-        num_singles, children_per_family, weight_S = 1, np.zeros(0, int), np.zeros(1)
+        row_S, first_S, length_S, weight_S = (np.array([x]) for x in (0, prompt_width - 1, 1, 0))
+        num_singles = num_roots = 1
     starts = np.cumsum(length_S) - length_S
     segment_T = np.repeat(np.arange(len(row_S)), length_S)
     column_T = np.arange(len(segment_T)) - starts[segment_T] + first_S[segment_T]
-    # Token t of row b stands in column P + t and is predicted one column before.
+    # Token t of row b stands in column P + t and is predicted one column before; not in the prompt's segment.
     shift_B = np.zeros(len(forward_B), int)
-    num_roots = num_singles + len(children_per_family)
-    is_prompt = np.zeros(len(row_S), bool)
-    is_prompt[num_singles:num_roots] = True
-    shift_B[row_S[~is_prompt]] = (starts - first_S)[~is_prompt]
+    own_S = np.r_[:num_singles, num_roots : len(row_S)]
+    shift_B[row_S[own_S]] = (starts - first_S)[own_S]
     index_BC = shift_B[:, None] + prompt_width - 1 + np.arange(facts.scored_BC.shape[1])
     prompt_of_child = np.repeat(length_S[num_singles:num_roots], children_per_family)
     pairs = int((length_S**2).sum() + (length_S[num_roots:] * prompt_of_child).sum())
-    return _FlatRow(
-        row_S[segment_T],
-        column_T,
-        index_BC,
-        weight_S[segment_T],
-        starts,
-        length_S,
-        num_singles,
-        children_per_family,
-        pairs,
-    )
+    segments = starts, length_S, num_singles, children_per_family
+    return Row(row_S[segment_T], column_T, weight_S[segment_T], index_BC, pairs, *segments)
 
 
-def _segments(facts: BatchFacts, forward_B: np.ndarray, prompt_width: int):
-    """Segments in row order as `(row, first column, length)` arrays, and `(num_singles, children_per_family)`.
+def fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
+    """`count` neighbouring stretches of a `(1, H, T, D)` tensor as a batch `(count, H, length, D)`; a view."""
+    return x[0].narrow(1, start, count * length).unflatten(1, (count, length)).transpose(0, 1)
 
-    Segments of equal length are placed side by side where the order is free, so that backends can batch them as views.
-    """
-    prompt_B = facts.prompt_lengths_B
-    kept = np.flatnonzero(forward_B > 0)
-    group = np.cumsum(facts.new_prompt_B)[kept]
-    _, group_start, group_of_kept, group_size = np.unique(
-        group, return_index=True, return_inverse=True, return_counts=True
-    )
-    # A prompt of one token has nothing in front of its completions' own copy, so nothing to share.
-    shared_group = (group_size > 1) & (prompt_B[kept[group_start]] > 1) if len(kept) else np.zeros(0, bool)
 
-    single = kept[~shared_group[group_of_kept]]
-    single_length = prompt_B[single] - 1 + forward_B[single]
-    order = np.argsort(single_length, kind="stable")
-    single, single_length = single[order], single_length[order]
+def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Row positions `index` `(n, length)` of a `(1, H, T, D)` tensor as `(n, H, length, D)`."""
+    return x[0].transpose(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
 
-    families = np.flatnonzero(shared_group)
-    family_tokens = np.bincount(group_of_kept, weights=forward_B[kept], minlength=len(group_size))[families]
-    head = kept[group_start[families]]
-    order = np.lexsort((family_tokens, group_size[families], prompt_B[head]))
-    families, head = families[order], head[order]
-    children = [kept[group_start[f] : group_start[f] + group_size[f]] for f in families]
-    child = np.concatenate(children) if children else np.zeros(0, int)
 
-    row = np.concatenate([single, head, child])
-    first = np.concatenate(
-        [prompt_width - prompt_B[single], prompt_width - prompt_B[head], child * 0 + prompt_width - 1]
-    )
-    length = np.concatenate([single_length, prompt_B[head] - 1, forward_B[child]])
-    return row, first, length.astype(int), (len(single), group_size[families])
+def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`torch.cat`, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[tuple[int, int, int]]:
+    """Neighbouring segments of equal length as `(start, count, length)`; as many as there are `starts`."""
+    runs = []
+    for start, length in zip(map(int, starts), map(int, lengths), strict=False):
+        if runs and runs[-1][2] == length:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
+        else:
+            runs.append((start, 1, length))
+    return runs
+
+
+def padded(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Segments of unequal length as a batch: their `(n, longest)` places in a row of `tokens`, and the flat ones that are real."""
+    within = np.arange(lengths.max())
+    index = np.minimum(starts[:, None] + within, tokens - 1)
+    return torch.from_numpy(index), torch.from_numpy(np.flatnonzero(within < lengths[:, None]))
+
+
+def cumulative(lengths, device: torch.device) -> tuple[torch.Tensor, int]:
+    """What kernels for stretches of unequal length take: `(n + 1,)` cumulative lengths, int32, and the longest."""
+    total = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return to_device(torch.from_numpy(total), device), int(max(lengths, default=0))
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask `(queries, keys)` of who is seen, as numbers `(1, 1, queries, keys)` that are added to scores."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]

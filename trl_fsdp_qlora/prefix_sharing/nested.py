@@ -11,26 +11,33 @@ from typing import NamedTuple
 import numpy as np
 
 
-class NestedRow(NamedTuple):
-    """A row of T tokens in which every group is one single stretch: its prompt, then its trie.
+class Row(NamedTuple):
+    """A row of T tokens before it is on the device.
 
     Attributes:
         row_T, column_T: where in the padded batch a token is copied from.
-        end_T: place in the row behind the last token that sees this one.
-        index_BC: place that predicts token t of completion b, -1 where the row has none.
         weight_T: how many rows of the batch share a token.
-        starts, lengths: offset and token count of each group.
-        pairs: query-key pairs of a dense mask over each group.
+        index_BC: place that predicts token t of completion b; any where the row has none.
+        pairs: query-key pairs that attention computes.
+        starts, lengths, num_singles, children_per_family, end_T: of [`layout.PackedLayout`].
     """
 
     row_T: np.ndarray
     column_T: np.ndarray
-    end_T: np.ndarray
-    index_BC: np.ndarray
     weight_T: np.ndarray
+    index_BC: np.ndarray
+    pairs: int
     starts: np.ndarray
     lengths: np.ndarray
-    pairs: int
+    num_singles: int
+    children_per_family: np.ndarray
+    end_T: np.ndarray | None = None
+
+
+def groups_of(kept_B: np.ndarray, new_prompt_B: np.ndarray) -> list[np.ndarray]:
+    """Those rows of each group that are kept."""
+    kept = np.flatnonzero(kept_B)
+    return np.split(kept, np.flatnonzero(np.diff(np.cumsum(new_prompt_B)[kept])) + 1)
 
 
 def sort_by_prefix(ids_GC: np.ndarray, length_G: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -73,8 +80,8 @@ def nested_row(
     prompt_lengths_B: np.ndarray,
     new_prompt_B: np.ndarray,
     prompt_width: int,
-) -> NestedRow:
-    """Lay out a batch with each prefix of a group once.
+) -> Row:
+    """Lay out a batch with each prefix of a group once: every group is one single stretch, its prompt, then its trie.
 
     Args:
         completion_ids_BC: token ids.
@@ -86,9 +93,7 @@ def nested_row(
     """
     index_BC = np.full(completion_ids_BC.shape, -1)
     parts, starts, lengths, offset, pairs = [], [], [], 0, 0
-    group_B = np.cumsum(new_prompt_B)
-    kept = np.flatnonzero(forward_B > 0)
-    for rows in np.split(kept, np.flatnonzero(np.diff(group_B[kept])) + 1):
+    for rows in groups_of(forward_B > 0, new_prompt_B):
         forward, prompt = forward_B[rows], int(prompt_lengths_B[rows[0]])
         # Depth 0 is the prompt's last token, which all have in common; depth d the d-th completion token.
         depths = int(forward.max())
@@ -129,6 +134,5 @@ def nested_row(
         pairs += length * length
         offset += length
     row_T, column_T, end_T, weight_T = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return NestedRow(
-        row_T, column_T, end_T, index_BC, weight_T.astype(float), np.array(starts), np.array(lengths), pairs
-    )
+    segments = np.array(starts), np.array(lengths), len(starts), np.zeros(0, int)
+    return Row(row_T, column_T, weight_T, index_BC, pairs, *segments, end_T)

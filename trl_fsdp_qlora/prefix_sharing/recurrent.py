@@ -23,10 +23,8 @@ import torch
 from torch import nn
 
 from ..scoring.transfer import to_device
-from .agreement import is_out_of_memory, reason_of
-from .layout import PackedLayout
-from .scope import current
-from .stretches import equal_runs
+from .layout import PackedLayout, equal_runs, join
+from .scope import current, note
 
 # A layer that calls one of these keeps a state in its cache.
 _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
@@ -149,18 +147,15 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
     }
     cache_name = next(name for name in _CACHE_NAMES if name in parameters)
     try:
-        compute = _prompts_then_completions if _goes_on_from_a_state(type(module)) else _whole_sequences
-        out = compute(module.own_forward, tokens, cache_name, layout)
+        out = _compute(module.own_forward, tokens, cache_name, layout, not _goes_on_from_a_state(type(module)))
     except RuntimeError as error:
-        if layout.problems is None or layout.is_computed or is_out_of_memory(error):
-            raise
-        layout.problems.append(f"{type(module).__name__}: {reason_of(error)}")
+        note(layout, error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]
     layout.layer_calls.append("recurrent")
     return out
 
 
-def _prompts_then_completions(forward, tokens: dict, cache_name: str, layout: PackedLayout) -> torch.Tensor:
+def _compute(forward, tokens: dict, cache_name: str, layout: PackedLayout, whole: bool) -> torch.Tensor:
     """The layer's output `(1, T, ...)`.
 
     Args:
@@ -168,52 +163,27 @@ def _prompts_then_completions(forward, tokens: dict, cache_name: str, layout: Pa
         tokens: its arguments that have one entry per token, `(1, T, ...)`.
         cache_name: the argument it takes its cache by.
         layout: of the row.
+        whole: each completion is computed behind its prompt, without a state.
     """
-    root_runs, batches, order = _plan(layout, tokens["hidden_states"].device)
+    root_runs, batches, order = _plan(layout, tokens["hidden_states"].device, whole)
     parts, prompt_states = [], []
     for start, count, length, are_prompts in root_runs:
-        cache = StateCache()
-        stretch = {name: _fold(x, start, count, length) for name, x in tokens.items()}
-        parts.append(forward(**stretch, **{cache_name: cache}).flatten(0, 1))
+        cache = None if whole else StateCache()
+        run = {n: x[0].narrow(0, start, count * length).unflatten(0, (count, length)) for n, x in tokens.items()}
+        parts.append(forward(**run, **{cache_name: cache}).flatten(0, 1))
         if are_prompts:
             prompt_states.append(cache.after)
     states = {kind: torch.cat([one[kind] for one in prompt_states]) for kind in (prompt_states or [()])[0]}
     for index, real, prompt in batches:
-        cache = StateCache({kind: state.index_select(0, prompt) for kind, state in states.items()})
-        out = forward(**_batch(tokens, index), **{cache_name: cache}).flatten(0, 1)
+        before = {kind: state.index_select(0, prompt) for kind, state in states.items()}
+        batch = {n: x[0].index_select(0, index.flatten()).unflatten(0, index.shape) for n, x in tokens.items()}
+        out = forward(**batch, **{cache_name: None if whole else StateCache(before)}).flatten(0, 1)
         parts.append(out if real is None else out.index_select(0, real))
-    return _in_order(parts, order)
-
-
-def _whole_sequences(forward, tokens: dict, cache_name: str, layout: PackedLayout) -> torch.Tensor:
-    """The same from each completion behind its prompt, without a state."""
-    no_cache = {cache_name: None}
-    root_runs, batches, order = _plan(layout, tokens["hidden_states"].device, whole=True)
-    parts = [
-        forward(**{name: _fold(x, start, count, length) for name, x in tokens.items()}, **no_cache).flatten(0, 1)
-        for start, count, length, are_prompts in root_runs
-        if not are_prompts
-    ]
-    for index, real, _ in batches:
-        out = forward(**_batch(tokens, index), **no_cache).flatten(0, 1)
-        parts.append(out if real is None else out.index_select(0, real))
-    return _in_order(parts, order)
-
-
-def _batch(tokens: dict, index: torch.Tensor) -> dict:
-    return {name: x[0].index_select(0, index.flatten()).unflatten(0, index.shape) for name, x in tokens.items()}
-
-
-def _in_order(parts: list[torch.Tensor], order: torch.Tensor | None) -> torch.Tensor:
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = join(parts)
     return (out if order is None else out.index_select(0, order)).unsqueeze(0)
 
 
-def _fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
-    return x[0].narrow(0, start, count * length).unflatten(0, (count, length))
-
-
-def _plan(layout: PackedLayout, device: torch.device, whole: bool = False):
+def _plan(layout: PackedLayout, device: torch.device, whole: bool):
     """What to call a layer on; derived from the layout once.
 
     Args:
@@ -222,8 +192,8 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool = False):
         whole: completions stand behind their prompts, and the first of a group gives its prompt's outputs.
 
     Returns:
-        `(root_runs, batches, order)`. `root_runs`: `(start, count, length, are prompts)` of neighbouring single rows or
-        prompts of equal length. `batches`: `(index, real, prompt)` of completions of similar length, namely their
+        `(root_runs, batches, order)`. `root_runs`: `(start, count, length, are prompts)` of neighbouring single rows, and of
+        prompts where they are called alone, of equal length. `batches`: `(index, real, prompt)` of completions of similar length, namely their
         `(n, longest)` positions in the row, the flat ones of them that are no padding (`None` for all), and the prompt
         that each goes on from. `order`: where each token of the row is among the outputs, `None` if in that order.
     """
@@ -233,7 +203,7 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool = False):
     starts, lengths, singles, roots = layout.starts, layout.lengths, layout.num_singles, layout.num_roots
     root_runs = [
         (*run, are_prompts)
-        for first, last, are_prompts in ((0, singles, False), (singles, roots, True))
+        for first, last, are_prompts in ((0, singles, False), (singles, singles if whole else roots, True))
         for run in equal_runs(starts[first:last], lengths[first:last])
     ]
     prompt_of = np.repeat(np.arange(layout.num_families), layout.children_per_family)
@@ -260,14 +230,7 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool = False):
 
 
 def _similar(length_S: np.ndarray) -> list[np.ndarray]:
-    """Cut completions into batches such that padding them and calling a layer for each costs least.
-
-    Args:
-        length_S: tokens of each.
-
-    Returns:
-        Their numbers, in ascending order within a batch.
-    """
+    """Completions of these lengths in batches, such that padding them and calling a layer for each costs least."""
     by_length = np.argsort(-length_S, kind="stable")
     sorted_S = np.maximum(length_S[by_length], _SHORTEST)
     # best[i]: cost of the i longest; the last batch of them begins at cut[i], which is its longest.

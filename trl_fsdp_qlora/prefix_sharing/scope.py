@@ -12,8 +12,9 @@ import torch
 
 from .layout import PackedLayout
 
-# Where transformers' layers and torch's `checkpoint_wrapper` keep the function that checkpoints them.
+# Where transformers' layers and torch's `checkpoint_wrapper` keep the function that checkpoints them; what such modules have.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+_CHECKPOINTED = ("gradient_checkpointing", "checkpoint_fn")
 
 
 class _Current:
@@ -24,16 +25,44 @@ class _Current:
 current = _Current()
 
 
+def checkpointed(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of `model` (with all wrappers) that may compute something again during a backward."""
+    return [module for module in model.modules() if any(hasattr(module, name) for name in _CHECKPOINTED)]
+
+
 @contextmanager
-def computing(model: torch.nn.Module, layout: PackedLayout) -> Iterator[None]:
-    """Inside, `model` (with all wrappers) computes this row; so do its layers when a backward recomputes them."""
-    for module in model.modules():
+def computing(layout: PackedLayout | None, recomputed: list[torch.nn.Module] = ()) -> Iterator[None]:
+    """Inside, layers compute this row; so do those of `recomputed` ([`checkpointed`]) when a backward computes them again."""
+    for module in recomputed:  # in each pass: transformers sets these functions anew when training starts
         for name in _CHECKPOINTS:
             checkpoint = vars(module).get(name)
             if checkpoint is not None and not isinstance(checkpoint, _WithRow):
                 setattr(module, name, _WithRow(checkpoint))
-    with _set(layout):
+    before, current.layout = current.layout, layout
+    try:
         yield
+    finally:
+        current.layout = before
+
+
+def note(layout: PackedLayout, error: Exception, where: str = "") -> None:
+    """While passes are compared, keep why a layer cannot be computed, so that this rank goes on and meets the others; else raise."""
+    if layout.problems is None or layout.is_computed or is_out_of_memory(error):
+        raise error
+    layout.problems.append(where + reason_of(error))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether more memory, and no other way of computing, is what a pass wanted."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch on CPUs
+
+
+def reason_of(error: Exception) -> str:
+    """An error as part of a line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text[:300]}"
 
 
 def place(table: torch.nn.Module) -> None:
@@ -57,14 +86,5 @@ class _WithRow:
 
 
 def _compute(layout: PackedLayout | None, function: Callable, *args, **kwargs):
-    with _set(layout):
+    with computing(layout):
         return function(*args, **kwargs)
-
-
-@contextmanager
-def _set(layout: PackedLayout | None) -> Iterator[None]:
-    before, current.layout = current.layout, layout
-    try:
-        yield
-    finally:
-        current.layout = before

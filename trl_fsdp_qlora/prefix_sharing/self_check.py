@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..compat.fsdp import has_unreduced_gradients, reducing, sharded_trainable
+from ..compat.fsdp import has_unreduced_gradients, misfit, reducing, sharded_trainable
 from ..scoring.request import LogProbs, PassRequest
-from .agreement import largest_over_ranks, sum_over_ranks
+from ..scoring.transfer import to_device
+from .scope import is_out_of_memory, reason_of
 
 # Mean |Δ log-probability| in nats that is never called a fault. Padded and packed float32 passes were never further apart
 # than 6e-5 (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state moves
@@ -43,24 +44,38 @@ MOST_PER_TOKEN = 1.0
 MISSING_BELOW = -0.5
 
 
-def rounding_unit(dtype: torch.dtype, device: torch.device) -> float:
-    """Root mean square of a rounding's relative error in what a model multiplies in; 0 where fixed limits serve."""
-    if dtype in (torch.bfloat16, torch.float16):
-        return torch.finfo(dtype).eps / 4
-    tf32 = dtype is torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return 2.0**-12 if tf32 else 0.0
+def over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -> list[float]:
+    """Element-wise `"MAX"` or `"SUM"` over ranks; the values themselves in a single process. Every rank has to call it."""
+    if not torch.distributed.is_initialized():
+        return values
+    tensor = to_device(torch.tensor(values), device)
+    torch.distributed.all_reduce(tensor, op=getattr(torch.distributed.ReduceOp, reduce))
+    return tensor.tolist()
+
+
+def rounding_unit(model: PreTrainedModel, device: torch.device) -> float:
+    """Root mean square of a rounding's relative error in what `model` multiplies in; 0 where fixed limits serve."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes |= {
+        module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype")
+    }  # of 4-bit layers
+    if torch.is_autocast_enabled(device.type):
+        dtypes = {torch.get_autocast_dtype(device.type)}
+    tf32 = torch.float32 in dtypes and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    half = [torch.finfo(dtype).eps / 4 for dtype in dtypes & {torch.bfloat16, torch.float16}]
+    return max([*half, 2.0**-12 if tf32 else 0.0])
 
 
 def compares_gradients(model: torch.nn.Module) -> bool:
     """Whether gradients are recorded and a plain `backward` through `model` may be undone.
 
     So it is where nothing wraps it but DDP, or FSDP2 with nothing pending; not where the wrapper has a backward of its own
-    (DeepSpeed, FSDP1).
+    (DeepSpeed, FSDP1), nor in a torch whose FSDP2 is not known.
     """
     if not torch.is_grad_enabled():
         return False
     if isinstance(model, FSDPModule):
-        return not has_unreduced_gradients(model)
+        return misfit() is None and not has_unreduced_gradients(model)
     # By class: DeepSpeed's engine answers for the attributes of what is in it, and its ZeRO marks the parameters.
     if not isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel)):
         return False
@@ -69,12 +84,12 @@ def compares_gradients(model: torch.nn.Module) -> bool:
 
 def compare(
     request: PassRequest,
-    packed: Callable[[PassRequest], tuple[torch.Tensor, str | None, bool]],
+    packed: Callable[[PassRequest], torch.Tensor | None],
     padded: Callable[[PassRequest], LogProbs],
     embeddings: torch.nn.Module,
     unit: float,
-) -> str | None:
-    """Compute the rows of `request` both ways and judge the difference. Every rank has to call it.
+) -> tuple[bool, str | None]:
+    """Compute the rows of `request` both ways and judge the difference. Every rank has to call it, with equally many rows.
 
     The packed pass is one forward of all rows, the padded one goes row by row, so neither holds more tokens than a step's own
     pass does. Gradients are those of a sum over the completion tokens with random weights; each pass is added to the others'
@@ -85,23 +100,31 @@ def compare(
 
     Args:
         request: the rows; all completion tokens are compared. Dropout is the caller's.
-        packed: gives log-probabilities `(R, C)`, what went wrong, and whether this rank's rows could be packed at all.
+        packed: gives log-probabilities `(R, C)`, or `None` where this rank's rows cannot be packed; it raises what goes wrong.
         padded: TRL's pass.
         embeddings: module whose output is moved.
         unit: of [`rounding_unit`].
 
     Returns:
-        What is wrong with the packed pass, the same verdict on every rank; `None` for nothing.
+        Whether there was a token to compare, and what is wrong with the packed pass, `None` for nothing. The same on every rank.
     """
     device, gradients = request.input_ids.device, compares_gradients(request.model)
     rows = [request.rows([row]) for row in range(len(request.input_ids))]
     scored_BC = request.attention_mask[:, -request.logits_to_keep :].bool()
     with _gradients_aside(request.model) if gradients else torch.no_grad():
-        packed_BC, problem, comparable = packed(request)
-        (failed,) = largest_over_ranks([int(problem is not None)], device)
+        problem = None
+        try:
+            packed_BC = packed(request)
+            if packed_BC is None:  # a forward in its place, for the ranks that meet in it
+                packed, scored_BC = lambda few: padded(few)[0], scored_BC & False
+                packed_BC = packed(request)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            problem = reason_of(error)
+        (failed,) = over_ranks([int(problem is not None)], device)
         if failed:
-            return problem or "another rank's packed pass failed"
-        scored_BC = scored_BC & comparable
+            return True, problem or "another rank's packed pass failed"
         draw = torch.Generator().manual_seed(0)  # not signs: equal rows would cancel
         weight_BC = torch.where(scored_BC, torch.randn(scored_BC.shape, generator=draw).to(device), 0.0)
 
@@ -119,7 +142,7 @@ def compare(
         off = _norm(request.model) if gradients else 0.0
         noise = 0.0
         if gradients and unit:
-            backward(packed(request)[0], -weight_BC)
+            backward(packed(request), -weight_BC)
             with moved(embeddings, unit, seed=0):
                 row_by_row(1.0)
             noise = _norm(request.model)
@@ -130,7 +153,8 @@ def compare(
     found = statistics(packed_BC, padded_BC, torch.stack(noise_NBC) if unit else None, scored_BC)
     # Of shards, or of ranks' own gradients: either way their squares add up.
     found |= {"gradient": size**2, "gradient_off": off**2, "gradient_noise": noise**2}
-    return verdict(sum_over_ranks(found, device), exact=not unit)
+    found = dict(zip(found, over_ranks(list(found.values()), device, "SUM"), strict=True))
+    return found["tokens"] > 0, verdict(found, exact=not unit)
 
 
 def statistics(
@@ -143,24 +167,19 @@ def statistics(
         noise_NBC: how far rounding alone moved the padded ones, N times.
         scored_BC: tokens to compare. A value missing in the packed pass (a zero) is a difference like any other.
     """
-    off_BC = (packed_BC - padded_BC).float().abs()
-    first_BC = scored_BC.clone()
-    first_BC[:, 1:] = False
-    found = {
-        "not_finite": (scored_BC & ~packed_BC.isfinite() & padded_BC.isfinite()).sum(),
-        "missing": (scored_BC & (packed_BC == 0) & (padded_BC < MISSING_BELOW)).sum(),
-    }
-    for name, where_BC in (("", scored_BC), ("first_", first_BC)):
-        found[f"{name}tokens"] = where_BC.sum()
-        found[f"{name}off"] = _clipped(off_BC)[where_BC].sum()
-        found[f"{name}noise"] = (
-            torch.zeros(()) if noise_NBC is None else _clipped(noise_NBC.float().abs()).mean(0)[where_BC].sum()
-        )
+
+    def clipped(values: torch.Tensor) -> torch.Tensor:
+        return values.float().abs().nan_to_num(MOST_PER_TOKEN).clamp(max=MOST_PER_TOKEN)
+
+    off_BC = clipped(packed_BC - padded_BC)
+    noise_BC = torch.zeros_like(off_BC) if noise_NBC is None else clipped(noise_NBC).mean(0)
+    missing_BC = ((packed_BC == 0) & (padded_BC < MISSING_BELOW)) | (~packed_BC.isfinite() & padded_BC.isfinite())
+    found = {"missing": (scored_BC & missing_BC).sum()}
+    for name, columns in (("", slice(None)), ("first_", slice(1))):
+        where = scored_BC[:, columns]
+        found[f"{name}tokens"] = where.sum()
+        found[f"{name}off"], found[f"{name}noise"] = (x[:, columns][where].sum() for x in (off_BC, noise_BC))
     return {name: float(value) for name, value in found.items()}
-
-
-def _clipped(values: torch.Tensor) -> torch.Tensor:
-    return values.nan_to_num(MOST_PER_TOKEN).clamp(max=MOST_PER_TOKEN)
 
 
 def verdict(found: dict[str, float], exact: bool) -> str | None:
@@ -171,13 +190,8 @@ def verdict(found: dict[str, float], exact: bool) -> str | None:
             padded one's, and of what rounding changed in that (`gradient`, `gradient_off`, `gradient_noise`).
         exact: fixed limits serve.
     """
-    if found["not_finite"]:
-        return "log-probabilities are not finite where the padded pass has finite ones"
     if found["missing"]:
-        return (
-            f"{found['missing']:.0f} log-probabilities that the padded pass has are missing: a difference in "
-            "log-probability"
-        )
+        return f"{found['missing']:.0f} log-probabilities are missing or not finite: a difference in log-probability"
     floors = (MEAN_DIFFERENCE_FP32,) * 2 if exact else (MEAN_DIFFERENCE_HALF, FIRST_DIFFERENCE_HALF)
     noise = 0.0
     for name, what, floor in (("", "mean", floors[0]), ("first_", "first tokens' mean", floors[1])):

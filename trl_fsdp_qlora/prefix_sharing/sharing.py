@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..compat.fsdp import forget_forward, misfit
@@ -15,19 +14,27 @@ from ..errors import UserError
 from ..scoring.logprobs import add_scoring_head
 from ..scoring.request import LogProbs, PassRequest, PassResult
 from ..scoring.transfer import to_device
-from . import dense, images
-from .agreement import is_main_rank, is_out_of_memory, largest_over_ranks, ranks, reason_of
-from .attention import BACKENDS, UnsupportedAttention, can_nest, install, no_mask, set_aside, uninstall
-from .batch import BatchFacts, UnpackableBatch, cut_rows, read_batch
+from . import images
+from .attention import (
+    BACKENDS,
+    UnsupportedAttention,
+    can_nest,
+    dense_mask,
+    dense_pays,
+    dense_reason,
+    install,
+    no_mask,
+    set_aside,
+    uninstall,
+)
 from .dropout import attention_reason, other_dropout, without_dropout
-from .layout import PackedLayout, pack
+from .layout import BatchFacts, PackedLayout, UnpackableBatch, cut_rows, pack, read_batch
 from .recurrent import install as install_recurrent
 from .recurrent import recurrent_layers
-from .scope import computing, place
-from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, rounding_unit
+from .scope import checkpointed, computing, place
+from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, over_ranks, rounding_unit
 from .support import (
     attention_layers,
-    picks_keys,
     position_limit,
     position_tables,
     stock_positions,
@@ -50,24 +57,25 @@ class _ModelState:
     """What is known about one model (policy or reference)."""
 
     base: PreTrainedModel | None = None  # the causal language model inside all wrappers, once it is prepared
-    layers: int = 0  # attention and recurrent layers of a forward
+    reason: str | None = None  # why it runs padded
+    attention_layers: int = 0  # of a forward
     recurrent_layers: int = 0
-    unserved: bool = False  # its layers never asked for a backend
     masked: bool = False  # attention of its own, which gets a mask of all pairs
+    unserved: bool = False  # its layers never asked for a backend
     takes_positions: bool = True
     stock_positions: Callable | None = None  # what it makes of ids and mask, where that is not the columns
     position_limit: float = float("inf")
-    dtypes: frozenset[torch.dtype] = frozenset()  # of its weights, and what 4-bit layers multiply in
     pairs_per_token: float | None = None  # for nested rows, see `layout.pack`
-    reason: str | None = None  # why it runs padded
     dropout: str | None = None  # a line on what draws other masks
     # What was compared with the padded pass: whether gradients were, nested rows, and rows with images.
     checked: set[tuple[bool, bool, bool]] = field(default_factory=set)
     images_reason: str | None = None  # why batches with images run padded
     tower: images.FrozenTower | None = None
     meeting: images.TowerInEveryForward | None = None  # where ranks meet in the tower
+    recomputed: list[torch.nn.Module] | None = None  # by gradient checkpointing, see `scope.checkpointed`
 
 
+@dataclass(eq=False)
 class PrefixSharing:
     """The packed forward of every pass (policy, old policy, reference) behind one call.
 
@@ -78,33 +86,25 @@ class PrefixSharing:
         autocast: context manager factory that the trainer wraps forwards in.
         entropy_gradient: the loss has a term in the policy's entropy.
         expects_images: prompts may have images, on some ranks earlier than on others.
-        head_kernel: what scores the positions, see `scoring/head_choice.py`.
+        head_kernel: what scores the positions, see `scoring.logprobs.choose_head_kernel`.
 
     Raises:
         PrefixSharingError: `choice` is none of the known ones.
     """
 
-    def __init__(
-        self,
-        choice: str = "auto",
-        temperature: float = 1.0,
-        cast_lm_head_to_fp32: bool = False,
-        autocast: Callable = contextlib.nullcontext,
-        entropy_gradient: bool = False,
-        head_kernel: str = "auto",
-        expects_images: bool = False,
-    ):
-        if choice not in CHOICES:
-            raise PrefixSharingError(f"prefix_sharing={choice!r} is not known; use one of {', '.join(CHOICES)}")
-        self.choice = choice
-        self.temperature = temperature
-        self.cast_lm_head_to_fp32 = cast_lm_head_to_fp32
-        self.autocast = autocast
-        self.entropy_gradient = entropy_gradient
-        self.head_kernel = head_kernel
-        self.expects_images = expects_images
-        self._states: dict[str, _ModelState] = {}
-        self._warned: set[str] = set()
+    choice: str = "auto"
+    temperature: float = 1.0
+    cast_lm_head_to_fp32: bool = False
+    autocast: Callable = contextlib.nullcontext
+    entropy_gradient: bool = False
+    head_kernel: str = "auto"
+    expects_images: bool = False
+    _states: dict[str, _ModelState] = field(default_factory=dict, init=False)
+    _warned: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self):
+        if self.choice not in CHOICES:
+            raise PrefixSharingError(f"prefix_sharing={self.choice!r} is not known; use one of {', '.join(CHOICES)}")
 
     def prepare(self, role: str, model: torch.nn.Module) -> None:
         """Check `model` and give it the prefix-aware attention and the scoring head.
@@ -120,43 +120,34 @@ class PrefixSharing:
         if self.choice == "off":
             state.reason = "switched off (prefix_sharing='off')"
             return
-        base: PreTrainedModel = model
+        base, reason = model, None
         if hasattr(model, "peft_config"):
-            if getattr(model.active_peft_config, "is_prompt_learning", False):
-                return self._give_up(role, "prompt-learning adapters put virtual tokens in front of every row")
             base = model.get_base_model()
-        reason = unsupported_reason(base)
-        if reason is not None:
+            if getattr(model.active_peft_config, "is_prompt_learning", False):
+                reason = "prompt-learning adapters put virtual tokens in front of every row"
+        reason = reason or unsupported_reason(base)
+        if reason is None:
+            try:
+                install(base)
+            except (UnsupportedAttention, ValueError, ImportError) as error:
+                reason, may_mask = str(error), self.choice == "auto" and attention_layers(base)
+                state.masked = may_mask and dense_reason(base) is None
+        if reason is not None and not state.masked:
             return self._give_up(role, reason)
-        try:
-            if picks_keys(base):
-                raise UnsupportedAttention(f"{base.config.model_type} picks the keys of each token by itself")
-            install(base)
-        except (UnsupportedAttention, ValueError, ImportError) as error:
-            reason = dense.refuses(base) if self.choice == "auto" and attention_layers(base) else str(error)
-            if reason is not None:
-                return self._give_up(role, str(error))
-            state.masked = True
         install_recurrent(base)
         add_scoring_head(base, self.temperature, self.cast_lm_head_to_fp32, self.entropy_gradient, self.head_kernel)
-        state.base = base
-        state.dropout = other_dropout(model)
-        state.recurrent_layers = len(recurrent_layers(base))
-        state.layers = attention_layers(base) + state.recurrent_layers
+        state.base, state.dropout = base, other_dropout(model)
+        state.attention_layers, state.recurrent_layers = attention_layers(base), len(recurrent_layers(base))
         state.takes_positions, state.stock_positions = takes_positions(base), stock_positions(base)
         for table in () if state.takes_positions else position_tables(base):
             place(table)
         state.position_limit = position_limit(base)
         # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
         # A state goes from token to token: a prompt's can branch into completions, a trie's is not kept at every node.
-        nests = can_nest(base, self.choice) and not state.recurrent_layers and not state.masked
-        state.pairs_per_token = 6.0 * base.config.get_text_config().hidden_size if nests else None
+        if can_nest(base, self.choice) and not (state.recurrent_layers or state.masked or self.expects_images):
+            state.pairs_per_token = 6.0 * base.config.get_text_config().hidden_size
         state.images_reason = images.images_reason(base)
         state.tower = images.FrozenTower(base) if state.images_reason is None else None
-        state.dtypes = frozenset(
-            [parameter.dtype for parameter in base.parameters()]
-            + [module.compute_dtype for module in base.modules() if hasattr(module, "compute_dtype")]
-        )
 
     def describe(self) -> str:
         """A line for a start-up report: what runs packed, or why not, and what draws differently there."""
@@ -168,10 +159,8 @@ class PrefixSharing:
 
     def feature(self) -> tuple[str, str]:
         """Heading and line of the start-up block, see `EfficientGRPOTrainer.features`."""
-        reason = self._states["policy"].reason
-        if reason is None:
-            return "on", self.describe()
-        return ("off" if self.choice == "off" else "as stock TRL"), f"prefix sharing: {reason}"
+        heading = "on" if self.active() else "off" if self.choice == "off" else "as stock TRL"
+        return heading, self.describe().replace("prefix sharing: off, ", "prefix sharing: ")
 
     def active(self) -> bool:
         """Whether the policy's passes run packed."""
@@ -207,30 +196,15 @@ class PrefixSharing:
         """
         state = self._states[request.role]
         if state.reason is None:
-            self._check_once(request, padded)
+            self._compare_once(request, padded)
         if state.reason is not None:
             return PassResult(padded(request), {})
-        with state.meeting or contextlib.nullcontext():
-            return self._run(request, padded)
-
-    def _run(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> PassResult:
         start = time.perf_counter()
-        facts, state = self._read(request), self._states[request.role]
-        rows, width = request.input_ids.shape
-        is_cut = request.batch_size is not None and request.batch_size < rows
-        cuts = [(0, rows)]
-        if is_cut and facts is not None:
-            at_once = request.batch_size if request.compute_aux_loss else None
-            cuts = cut_rows(facts, request.batch_size * width, request.logits_to_keep, at_once)
-        if state.masked and facts is not None and not all(dense.pays(facts.rows(slice(*cut)), width) for cut in cuts):
-            facts = self._padded_because("a mask of all pairs of the packed row would be larger than stock's")
-        if is_cut:
-            most, unpackable = largest_over_ranks([len(cuts), int(facts is None)], request.input_ids.device)
-            cuts += [(0, 0)] * (most - len(cuts))
-            facts = None if unpackable else facts
-        if facts is None:
-            return PassResult(padded(request), {})
-        values, layouts = self._packed(request, facts, cuts)
+        with state.meeting or contextlib.nullcontext():
+            facts, cuts = self._cut(request)
+            if facts is None:
+                return PassResult(padded(request), {})
+            values, layouts = self._packed(request, facts, cuts)
         calls = [name for layout in layouts for name in layout.layer_calls]
         figures = {"tokens_fraction": sum(layout.tokens for layout in layouts) / request.input_ids.numel()}
         figures |= {f"layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
@@ -240,7 +214,7 @@ class PrefixSharing:
         """Give the memory of the image features back, which were kept for the passes over one generation batch."""
         for state in self._states.values():
             if state.tower is not None:
-                state.tower.forget()
+                state.tower.features.clear()
 
     def _give_up(self, role: str, reason: str) -> None:
         if self.choice != "auto":
@@ -249,110 +223,101 @@ class PrefixSharing:
                 "use prefix_sharing='auto' to run it padded instead"
             )
         self._states[role].reason = reason
-        if is_main_rank():
-            logger.warning(
-                "Prefix sharing is off for the %s model, which runs padded as in stock TRL: %s.", role, reason
-            )
+        self._log("Prefix sharing is off for the %s model, which runs padded as in stock TRL: %s.", role, reason)
 
-    def _check_once(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> None:
+    def _log(self, message: str, *parts: str) -> None:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:  # all ranks know it alike
+            logger.warning(message, *parts)
+
+    def _compare_once(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> None:
         """Before a model's first pass: compare a few rows both ways; where they differ, all ranks give the model up.
 
-        Again before the first pass with gradients where that was one without, and with nested rows before the first of those.
+        Again before the first pass with gradients where that was one without, with nested rows, and with images.
         """
-        if isinstance(request.model, FSDPModule) and misfit() is not None:
-            return self._give_up(request.role, f"{misfit()}, which the comparison of gradients under FSDP2 needs")
-        state = self._states[request.role]
-        nests = request.nested and state.pairs_per_token is not None and not self.expects_images
-        gradients, device = compares_gradients(request.model), request.input_ids.device
+        state, device = self._states[request.role], request.input_ids.device
+        gradients, nests = compares_gradients(request.model), request.nested and state.pairs_per_token is not None
+
+        def is_checked(with_images: bool) -> bool:
+            return any(g >= gradients and n >= nests and i >= with_images for g, n, i in state.checked)
+
         with_images = request.has_images and state.images_reason is None
-        wanted = all(gradients > g or nests > n or with_images > i for g, n, i in state.checked)
-        if (
-            self.expects_images
-            and state.images_reason is None
-            and not any(i and g >= gradients for g, _, i in state.checked)
-        ):
-            # The first images come to some ranks earlier than to others.
-            wanted, with_images = map(bool, largest_over_ranks([int(wanted), int(with_images)], device))
-        if not wanted:
+        if self.expects_images and state.images_reason is None and not is_checked(True):
+            # The first come to some ranks earlier than to others.
+            with_images = bool(over_ranks([int(with_images)], device)[0])
+        if is_checked(with_images):
             return
-        if with_images and state.meeting is None and ranks() > 1 and state.tower.is_collective:
+        many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if with_images and state.meeting is None and many and state.tower.is_collective:
             state.meeting = images.TowerInEveryForward(state.base, request)
         with self.autocast():
-            half = torch.is_autocast_enabled(device.type)
-        dtypes = {torch.get_autocast_dtype(device.type)} if half else state.dtypes
-        unit = max((rounding_unit(dtype, device) for dtype in dtypes), default=0.0)
+            unit = rounding_unit(state.base, device)
         sample = request.subsample(ROWS_HALF if unit else ROWS_FP32)
-        facts = self._read(sample)
-        rows = len(sample.input_ids)
-        comparable, most = largest_over_ranks([int(facts is not None and facts.scored_BC.any()), rows], device)
-        if not comparable:  # on no rank
-            return
-        if rows < most:  # each row is a forward, which all ranks have to make
-            sample = sample.rows([*range(rows), *[rows - 1] * (most - rows)])
 
-        def compared(nested: bool) -> str | None:
+        def compared(nested: bool) -> tuple[bool, str | None]:
+            few = replace(sample, nested=nested)
             with without_dropout(request.model), state.meeting or contextlib.nullcontext():
-                return compare(
-                    replace(sample, nested=nested),
-                    lambda few: self._packed_or_problem(few, padded),
-                    padded,
-                    state.base.get_input_embeddings(),
-                    unit,
-                )
+                return compare(few, self._packed_sample, padded, state.base.get_input_embeddings(), unit)
 
-        problem = attention_reason(state.base) or compared(False)  # dropout: somebody may have set it since
-        if problem is not None and self._masks_instead(state, device):
-            problem = compared(False) and problem
-            nests = nests and not state.masked
-        if nests:
-            problem = problem or compared(True)
-        if problem is None:
+        found_tokens, problem = compared(False)
+        if problem and not state.masked and self.choice == "auto" and over_ranks([int(state.unserved)], device)[0]:
+            uninstall(state.base)  # none of its layers goes through the interface
+            state.masked, state.pairs_per_token = dense_reason(state.base) is None, None
+            problem = (compared(False)[1] and problem) if state.masked else problem
+        if problem is None and nests and not state.masked:
+            problem = compared(True)[1]
+        problem = problem or attention_reason(state.base)  # somebody may have set dropout since
+        if problem is None and found_tokens:
             state.checked.add((gradients, nests, with_images))
-        elif with_images and self.choice == "auto":  # text may do
+        elif problem and with_images and self.choice == "auto":  # text may do
             state.images_reason = problem
-            if is_main_rank():
-                logger.warning("Batches with images run padded as in stock TRL: %s.", problem)
-        else:
+            self._log("Batches with images run padded as in stock TRL: %s.", problem)
+        elif problem:
             self._give_up(request.role, problem)
 
-    def _masks_instead(self, state: _ModelState, device: torch.device) -> bool:
-        """Whether a model whose layers never asked for a backend gets a dense mask from now on."""
-        (unserved,) = largest_over_ranks([int(state.unserved)], device)
-        if not unserved or state.masked or self.choice != "auto":
-            return False
-        uninstall(state.base)
-        state.masked, state.pairs_per_token = dense.refuses(state.base) is None, None
-        return state.masked
+    def _packed_sample(self, request: PassRequest) -> torch.Tensor | None:
+        """Log-probabilities of a packed pass whose layers are counted; `None` where the rows cannot be packed.
 
-    def _packed_or_problem(
-        self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]
-    ) -> tuple[torch.Tensor | None, str | None, bool]:
-        """Log-probabilities of a packed pass, what went wrong in it, and whether the rows could be packed on this rank.
-
-        One forward in any case, for the ranks that wait in it: rows that cannot be packed run padded, and a layer that
-        cannot be computed notes why and gives zeros.
+        Raises:
+            UnsupportedAttention: a layer could not be computed, or did not run; the forward went on to its end, for the ranks that
+                meet in it.
         """
-        state = self._states[request.role]
-        facts = self._read(request)
+        state, facts, problems = self._states[request.role], self._read(request), []
         if facts is None:
-            return padded(request)[0], None, False
-        problems = []
-        try:
-            # A trie wherever there is one, so that it is compared.
+            return None
+        try:  # with a trie wherever there is one, so that it is compared
             (logps_BC, *_), (layout,) = self._packed(request, facts, [(0, len(request.input_ids))], problems, 1e9)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            forget_forward(request.model)
-            return None, reason_of(error), True
-        state.unserved = not problems and not layout.layer_calls
+        except Exception:
+            if misfit() is None:
+                forget_forward(request.model)
+            raise
+        calls, layers = len(layout.layer_calls), state.attention_layers + state.recurrent_layers
+        state.unserved = not problems and not calls
         # Differential attention calls its function twice a layer.
-        if state.unserved or (not problems and len(layout.layer_calls) % state.layers):
+        if not problems and (not calls or calls % layers):
             problems.append(
-                f"prefix-aware layers ran {len(layout.layer_calls)} times in a forward of {state.layers} attention and "
-                "recurrent layers (some do not use AttentionInterface)"
+                f"prefix-aware layers ran {calls} times in a forward of {layers} attention and recurrent layers "
+                "(some do not use AttentionInterface)"
             )
-        return logps_BC, problems[0] if problems else None, True
+        if problems:
+            raise UnsupportedAttention(problems[0])
+        return logps_BC
+
+    def _cut(self, request: PassRequest) -> tuple[BatchFacts | None, list[tuple[int, int]]]:
+        """What the batch looks like, and the rows of each forward; `(0, 0)` is one for other ranks' sake, `None` a padded pass."""
+        facts, state = self._read(request), self._states[request.role]
+        rows, width = request.input_ids.shape
+        is_cut = request.batch_size is not None and request.batch_size < rows
+        cuts = [(0, rows)]
+        if is_cut and facts is not None:
+            at_once = request.batch_size if request.compute_aux_loss else None
+            cuts = cut_rows(facts, request.batch_size * width, at_once)
+        if state.masked and facts is not None and not all(dense_pays(facts.rows(slice(*cut)), width) for cut in cuts):
+            facts = self._padded_because("a mask of all pairs of the packed row would be larger than stock's")
+        if is_cut:
+            most, unpackable = over_ranks([len(cuts), int(facts is None)], request.input_ids.device)
+            cuts += [(0, 0)] * (most - len(cuts))
+            facts = None if unpackable else facts
+        return facts, cuts
 
     def _read(self, request: PassRequest) -> BatchFacts | None:
         """The batch as the host sees it; `None` and a line where it cannot be packed, an error where a backend was named."""
@@ -360,7 +325,7 @@ class PrefixSharing:
         if request.has_images and state.images_reason is not None:
             return None
         width, limit = request.input_ids.shape[1], state.position_limit
-        with_ids = request.nested and state.pairs_per_token is not None and not self.expects_images
+        with_ids = request.nested and state.pairs_per_token is not None
         try:
             if width > limit:
                 raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {limit}")
@@ -407,15 +372,13 @@ class PrefixSharing:
                 request.logits_to_keep,
                 whole_rows=request.compute_aux_loss,
                 facts=facts.rows(part, scored=last > first),
-                pairs_per_token=(pairs_per_token or state.pairs_per_token)
-                if facts.completion_ids_BC is not None
-                else None,
+                pairs_per_token=pairs_per_token or state.pairs_per_token,
             )
             layout.backend, layout.problems = self.choice, problems
             attention_mask, extra = no_mask(layout.input_ids.device), {}
             if state.masked:
-                attention_mask = dense.mask(layout, state.base.dtype)
-                layout.layer_calls = ["dense"] * (state.layers - state.recurrent_layers)
+                attention_mask = dense_mask(layout, state.base.dtype)
+                layout.layer_calls = ["dense"] * state.attention_layers
             if state.stock_positions is not None:
                 stock_BL = state.stock_positions(request.input_ids[part], request.attention_mask[part])
                 source_T = torch.from_numpy(layout.row_T * stock_BL.shape[1] + layout.column_T)
@@ -423,10 +386,14 @@ class PrefixSharing:
             position_ids = layout.position_ids
             if request.has_images:
                 few = request if len(cuts) == 1 else request.rows(list(range(part.start, part.stop)))
-                extra, position_ids = self._with_images(few, layout, facts.rows(part))
+                extra, position_ids = images.arguments(
+                    state.base, state.tower, few, layout, facts.rows(part), self.autocast
+                )
             if request.compute_aux_loss:
                 extra |= {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
-            with self.autocast(), computing(request.model, layout):
+            if torch.is_grad_enabled() and state.recomputed is None:
+                state.recomputed = checkpointed(request.model)
+            with self.autocast(), computing(layout, state.recomputed or ()):
                 outputs = request.model(
                     input_ids=layout.input_ids,
                     attention_mask=attention_mask,
@@ -447,23 +414,3 @@ class PrefixSharing:
             torch.stack(aux_losses).mean() if request.compute_aux_loss else None,
         )
         return values, layouts
-
-    def _with_images(self, request: PassRequest, layout: PackedLayout, facts: BatchFacts) -> tuple[dict, torch.Tensor]:
-        """The model's further arguments for a row of this batch's prompts with their images, and its positions."""
-        state = self._states[request.role]
-        starts_B = facts.starts_group_B
-        position_ids = images.positions(state.base, request, layout, starts_B.nonzero()[0], starts_B.cumsum() - 1)
-        layout.own_masks = images.own_masks(state.base, request, layout)
-        extra = images.per_token(request, layout)
-        # The row holds each prompt's pixels once; none where nothing is scored in it.
-        rows = layout.root_rows.tolist() if layout.tokens > 1 else []
-        if state.tower.serves:
-            counts = request.vision.get("num_images")
-            rows = [row for row in rows if counts is None or counts[row]]
-            if rows:
-                keys = [tuple(facts.image_keys_BN[row]) for row in rows]
-                extra["mm_encoder_outputs"] = state.tower.outputs(request, rows, keys, self.autocast)
-        else:
-            chosen = images.rows_of_images(request.vision, rows)
-            extra |= {name: chosen[name] for name in images.PER_IMAGE if name in chosen}
-        return extra, layout.position_ids if position_ids is None else position_ids

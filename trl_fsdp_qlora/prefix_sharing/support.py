@@ -73,11 +73,6 @@ def layer_types(text: PreTrainedConfig) -> list[str]:
     return list(types) if types is not None else get_layer_types_and_kwargs(text)[0]
 
 
-def picks_keys(model: PreTrainedModel) -> bool:
-    """Whether layers of `model` choose among the keys that a mask lets them see, whatever computes the attention."""
-    return "indexed_attention" in layer_types(model.config.get_text_config(decoder=True))
-
-
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether positions are an argument of the model."""
     return "position_ids" in inspect.signature(type(model.base_model).forward).parameters

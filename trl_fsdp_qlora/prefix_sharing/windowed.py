@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
-from .layout import PackedLayout
+from .layout import PackedLayout, cumulative
 
 
 def refuses(call) -> str | None:
@@ -24,11 +24,9 @@ def refuses(call) -> str | None:
         return f"sliding window of {call.window} tokens"
     from torch.nn.attention.varlen import varlen_attn
 
-    missing = {"window_size", "enable_gqa", "scale"} - inspect.signature(varlen_attn).parameters.keys()
-    if missing:
-        return (
-            f"sliding window of {call.window} tokens, and this torch's varlen_attn has no {', '.join(sorted(missing))}"
-        )
+    # Torch 2.11 has no window there.
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        return f"sliding window of {call.window} tokens, and this torch's varlen_attn has none"
     return None
 
 
@@ -38,19 +36,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayo
 
     index, cu_q, longest_q, cu_k, longest_k = _keys(layout, window, q.device)
     q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
-    out = varlen_attn(
-        q_T,
-        _Repeat.apply(k_T, index),
-        _Repeat.apply(v_T, index),
-        cu_q,
-        cu_k,
-        longest_q,
-        longest_k,
-        scale=scale,
-        window_size=(window - 1, 0),
-        enable_gqa=True,
-    )
-    return out.unsqueeze(0)
+    keys_and_values = _Repeat.apply(k_T, index), _Repeat.apply(v_T, index)
+    more = {"scale": scale, "window_size": (window - 1, 0), "enable_gqa": True}
+    return varlen_attn(q_T, *keys_and_values, cu_q, cu_k, longest_q, longest_k, **more).unsqueeze(0)
 
 
 def _keys(layout: PackedLayout, window: int, device: torch.device) -> tuple:
@@ -69,16 +57,8 @@ def _keys(layout: PackedLayout, window: int, device: torch.device) -> tuple:
             parts.append(np.arange(start, start + length))
             counts.append(seen + int(length))
 
-        def cumulative(lengths):
-            return to_device(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)
-
-        layout.cache[key] = (
-            to_device(torch.from_numpy(np.concatenate(parts)), device),
-            cumulative(layout.lengths),
-            int(layout.lengths.max()),
-            cumulative(counts),
-            max(counts),
-        )
+        index = to_device(torch.from_numpy(np.concatenate(parts)), device)
+        layout.cache[key] = index, *cumulative(layout.lengths, device), *cumulative(counts, device)
     return layout.cache[key]
 
 

@@ -26,8 +26,8 @@ from ..prefix_sharing.attention import (
     own_attention_function,
     use_in_decoder,
 )
+from ..prefix_sharing.cascade import merge
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
-from ..prefix_sharing.merging import merge
 from ..prefix_sharing.support import position_limit, unsupported_reason
 from .cache import RoomyLayer
 

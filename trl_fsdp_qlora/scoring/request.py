@@ -111,14 +111,15 @@ class PassRequest:
         return replace(self, **picked, vision=images, batch_size=None)
 
     def subsample(self, count: int) -> "PassRequest":
-        """All completion tokens of at most `count` rows, half of them the first (with images, if any) and half the last ones.
+        """All completion tokens of `count` rows, half of them the first (with images, if any) and half the last ones.
 
-        Neighbours mostly share a prompt. How many depends on nothing but their number, so ranks take equally many.
+        Neighbours mostly share a prompt. Of a smaller batch the last row is taken again, so that ranks have equally many.
         """
         every = list(range(len(self.input_ids)))
+        every += every[-1:] * (count - len(every))
         first = next((row for row, images in enumerate(self.vision.get("num_images") or ()) if images), 0)
-        first = max(min(first, len(every) - count), 0)
-        few = self.rows(every if len(every) <= count else every[first : first + count // 2] + every[-(count // 2) :])
+        first = min(first, len(every) - count)
+        few = self.rows(every[first : first + count // 2] + every[-(count // 2) :])
         return replace(few, scored_BC=None, weight_BC=None, compute_entropy=False, compute_aux_loss=False)
 
     def padded(self, stock: Callable[..., LogProbs]) -> LogProbs:
