@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.data import load_data
+from trl_fsdp_qlora.recipe.datasets import load_data
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.rewards import get_reward
 from trl_fsdp_qlora.recipe.small_base import build_small_base

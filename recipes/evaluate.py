@@ -28,7 +28,7 @@ from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.recipe.data import load_held_out
+from trl_fsdp_qlora.recipe.datasets import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.runner import load_processing
 from trl_fsdp_qlora.recipe.script import run_main, say

@@ -3,6 +3,7 @@
 import pytest
 from peft import LoraConfig
 
+from tests.tiny import config
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 
 from .tiny import has_digit, problems, tiny_model, tiny_tokenizer
@@ -19,31 +20,23 @@ def model_dir(tmp_path):
 def make_trainer(tmp_path, model_dir):
     """`make_trainer(full=False, rewards=has_digit, rows=24, model=None, **config)`."""
 
-    def make(full=False, rewards=has_digit, rows=24, model=None, evaluate_on=None, **config):
+    def make(full=False, rewards=has_digit, rows=24, model=None, evaluate_on=None, adapter=None, **changes):
         settings = {
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 8,
+            "num_generations": 1,
             "max_completion_length": 8,
-            "value_cache": str(tmp_path / "values"),
             "max_steps": 2,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "bf16": False,
-            "use_cpu": True,
-            **config,
+            "optim": "adamw_torch",
+            **changes,
         }
+        settings = {"value_cache": str(tmp_path / "values"), **settings}
         return AStarPOTrainer(
             model or model_dir,
             rewards,
-            AStarPOConfig(**settings),
+            config(AStarPOConfig, tmp_path / "out", **settings),
             train_dataset=problems(rows),
             eval_dataset=evaluate_on,
             processing_class=tiny_tokenizer(),
-            peft_config=None if full else LoraConfig(r=4, target_modules="all-linear"),
+            peft_config=None if full else adapter or LoraConfig(r=4, target_modules="all-linear"),
         )
 
     return make
@@ -51,7 +44,7 @@ def make_trainer(tmp_path, model_dir):
 
 @pytest.fixture
 def count_prompts(monkeypatch):
-    """Counts the completions that stage 1 draws."""
+    """Prompts and counts of the completions that stage 1 draws."""
     drawn = []
     original = AStarPOTrainer._draw
 

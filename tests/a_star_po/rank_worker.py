@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
 from tests.distributed.fsdp_on_gloo import force_fsdp
+from tests.tiny import config
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 
 
@@ -26,23 +27,10 @@ def main():
     parser.add_argument("--batch", type=int, default=8)
     arguments = parser.parse_args()
     force_fsdp()  # where the environment asks for it
-    args = AStarPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=arguments.batch,
-        max_completion_length=8,
-        value_cache=arguments.cache,
-        value_batch_size=3,
-        max_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        bf16=False,
-        use_cpu=True,
-        per_device_eval_batch_size=4,
-        seed=3,
-    )
+    args = config(
+        AStarPOConfig, tempfile.mkdtemp(), num_generations=1, per_device_train_batch_size=arguments.batch, max_completion_length=8,
+        value_cache=arguments.cache, value_batch_size=3, max_steps=2, per_device_eval_batch_size=4, seed=3, optim="adamw_torch",
+    )  # fmt: skip
     trainer = AStarPOTrainer(
         arguments.model,
         has_digit,

@@ -31,17 +31,15 @@ def replay(completions: dict[tuple, list[list[int]]]):
 
 
 def stock(tmp_path, model):
-    config = A2POConfig(
-        output_dir=str(tmp_path / "stock"),
-        per_device_train_batch_size=4,
-        max_completion_length=8,
-        beta2=0.05,
-        filter_all_incorrect=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-    )
+    own = {"max_completion_length": 8, "beta2": 0.05, "filter_all_incorrect": False}
+    plain = {
+        "per_device_train_batch_size": 4,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    config = A2POConfig(output_dir=str(tmp_path / "stock"), **own, **plain)
     return A2POTrainer(model, has_digit, config, problems(ROWS), processing_class=tiny_tokenizer())
 
 
@@ -56,15 +54,8 @@ def move_policy(model):
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatch, full):
-    ours = make_trainer(
-        full=full,
-        rows=ROWS,
-        beta2=0.05,
-        entropy_coef=0.0,
-        per_device_train_batch_size=ROWS,
-        gradient_checkpointing=False,
-        value_batch_size=5,
-    )
+    sizes = {"rows": ROWS, "per_device_train_batch_size": ROWS, "value_batch_size": 5}
+    ours = make_trainer(full=full, beta2=0.05, entropy_coef=0.0, **sizes)
     drawn = {}
     original = trainer_module.generate
 

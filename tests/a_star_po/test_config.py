@@ -23,12 +23,8 @@ def test_one_completion_is_the_default_and_any_batch_size_fits():
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"gradient_accumulation_steps": 4},
         {"steps_per_generation": 8, "gradient_accumulation_steps": 4},
         {"generation_batch_size": 32},
-        {"pad_to_multiple_of": "64"},
-        {"scale_rewards": "batch"},
         {"use_transformers_paged": True},
         {"vllm_importance_sampling_cap": 2.5},
     ],

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_fsdp_qlora.a_star_po.estimators import SamplePlan, check_reward_range, optimal_value, value_interval
@@ -55,15 +55,6 @@ def test_interval_contains_the_value_and_its_ends_are_values_of_wilson_ends(solv
     assert (low, high) == pytest.approx(ends, abs=1e-9)
 
 
-@settings(max_examples=25)
-@given(st.floats(0.1, 3), st.floats(-2, 0), st.floats(0.5, 3), st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_interval_of_any_range_contains_the_value(beta1, low, width, units):
-    rewards = [low + width * unit for unit in units]
-    for estimator in ("mean", "log_mean_exp", "max"):
-        bottom, top = value_interval(rewards, estimator, beta1, (low, low + width))
-        assert bottom - 1e-9 <= optimal_value(rewards, estimator, beta1) <= top + 1e-9
-
-
 def test_interval_covers_the_truth_about_as_often_as_it_says():
     """Brute force over all outcomes: one standard error should hold V* in about 68% of the experiments."""
     for p in (0.05, 0.2, 0.5, 0.8):
@@ -87,8 +78,7 @@ def test_plan_draws_more_only_where_the_value_is_not_sure():
 
 def test_plan_uses_the_samples_it_would_have_drawn_however_many_are_stored():
     plan = SamplePlan(maximum=8, minimum=2, tolerance=0.2, estimator="mean")
-    assert plan.use([1.0, 1.0, 1.0, 1.0] + [0.0] * 4) == 4
-    assert plan.value([1.0, 1.0, 1.0, 1.0] + [0.0] * 4) == 1.0
+    assert plan.use([1.0, 1.0, 1.0, 1.0] + [0.0] * 4) == 4 and plan.value([1.0, 1.0, 1.0, 1.0] + [0.0] * 4) == 1.0
     assert SamplePlan(maximum=2, estimator="max").value([0.0, 0.5, 1.0]) == 0.5
     assert SamplePlan(maximum=5, minimum=2).counts == [2, 4, 5]
 

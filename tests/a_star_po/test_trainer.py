@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
-from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
+from tests.tiny import config
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po import trainer as trainer_module
 from trl_fsdp_qlora.recipe.stats import wilson_interval
 
-from .tiny import has_digit, problems, tiny_model, tiny_tokenizer
+from .tiny import has_digit, problems, tiny_model
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
@@ -60,37 +60,16 @@ def test_gradient_accumulation_equals_one_large_batch(make_trainer):
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-7, rtol=1e-4)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
-def test_two_optimizer_steps_a_generation_batch_need_no_pass_for_old_log_probabilities(make_trainer, full):
+def test_two_optimizer_steps_a_generation_batch_need_no_pass_for_old_log_probabilities(make_trainer):
     """The paper's batch of 256 in mini-batches of 128, for which TRL would score the batch once more."""
-    trainer = make_trainer(full=full, steps_per_generation=2, max_steps=4)
+    trainer = make_trainer(steps_per_generation=2, max_steps=4)
     trainer.train()
     phases = [
-        {name for name, value in log.items() if name.startswith("time/") and value > 0}
-        for log in trainer.state.log_history[:4]
+        {name for name, value in log.items() if value and "time/" in name} for log in trainer.state.log_history[:4]
     ]
     assert all("time/old_policy_pass_s" not in names for names in phases)
     assert ["time/reference_pass_s" in names for names in phases] == [True, False, True, False]
     assert trainer.state.log_history[1]["kl"] > 1e-6  # the reference was scored, and the policy has moved since
-
-
-def test_rewards_on_one_rank_equal_trls(make_trainer, tmp_path):
-    config = tiny_model().config
-    config.num_labels = 1
-    torch.manual_seed(0)
-    Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "rm")
-    tiny_tokenizer().save_pretrained(tmp_path / "rm")
-
-    async def later(completions, answer, **kwargs):
-        return [None if a == "3" else 0.25 for a in answer]
-
-    rewards = [has_digit, later, AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", num_labels=1)]
-    trainer = make_trainer(rewards=rewards)
-    rows, ids = problems(6).to_list(), [[5, 6, 1], [7, 1], [8, 9, 10], [2], [3, 1], [4, 4]]
-    completions = tiny_tokenizer().batch_decode(ids, skip_special_tokens=True)
-    stock = trainer._calculate_rewards(rows, [row["prompt"] for row in rows], completions, ids)
-    ours = trainer._rewards_of(rows, [[2]] * 6, ids)
-    torch.testing.assert_close(ours, stock.cpu(), equal_nan=True)
 
 
 @pytest.mark.parametrize("n", [13, 8])
@@ -132,21 +111,12 @@ def test_grpo_options_are_named_and_unsupported_ones_refused(make_trainer, model
     caplog.clear()
     make_trainer()
     assert "will be ignored" not in caplog.text
-    config = AStarPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none")
+    args = config(AStarPOConfig, tmp_path, num_generations=1)
     with pytest.raises(ValueError, match="rollout_func"):
-        AStarPOTrainer(
-            model_dir,
-            has_digit,
-            config,
-            train_dataset=problems(8),
-            processing_class=tiny_tokenizer(),
-            rollout_func=lambda prompts, trainer: {},
-        )
+        AStarPOTrainer(model_dir, has_digit, args, problems(8), rollout_func=lambda prompts, trainer: {})
 
 
 def test_reference_is_the_adapters_initial_copy_where_training_continues_one(make_trainer, monkeypatch):
-    from peft import LoraConfig, get_peft_model
-
     torch.manual_seed(0)
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     trainer = make_trainer(model=model, full=True)  # no further peft_config
@@ -163,42 +133,26 @@ def test_reference_is_the_adapters_initial_copy_where_training_continues_one(mak
     assert "adapter" in trainer._describe_context()["reference"]
 
 
-@pytest.mark.parametrize("kind", ["prefix", "prompt", "lora"])
-def test_the_reference_of_every_kind_of_adapter_is_the_base_model(tmp_path, model_dir, kind):
+ADAPTERS = {
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "lora": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_the_reference_of_every_kind_of_adapter_is_the_base_model(make_trainer, kind):
     """Generation batches of two optimizer steps, for which TRL asks for the old log-probabilities too."""
-    adapter = {
-        "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        "lora": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
-    }[kind]
-    trainer = AStarPOTrainer(
-        model_dir,
-        has_digit,
-        AStarPOConfig(
-            str(tmp_path / "out"),
-            per_device_train_batch_size=4,
-            steps_per_generation=2,
-            max_completion_length=6,
-            value_cache=str(tmp_path / "values"),
-            value_samples=2,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-        ),
-        train_dataset=problems(8),
-        processing_class=tiny_tokenizer(),
-        peft_config=adapter,
+    trainer = make_trainer(
+        adapter=ADAPTERS[kind], rows=8, steps_per_generation=2, per_device_train_batch_size=4, value_samples=2
     )
     trainer.model.train()
     batch = trainer._generate_and_score_completions(problems(8).to_list())
-    base = tiny_model()
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     width = batch["completion_ids"].shape[1]
     with torch.no_grad():
-        logits = base(ids, attention_mask=mask).logits[:, -width - 1 : -1] / trainer.temperature
+        logits = tiny_model()(ids, attention_mask=mask).logits[:, -width - 1 : -1] / trainer.temperature
     want = logits.log_softmax(-1).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
     kept = batch["completion_mask"].bool()
     torch.testing.assert_close(batch["ref_per_token_logps"][kept], want[kept], atol=2e-4, rtol=1e-4)

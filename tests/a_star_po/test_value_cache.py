@@ -1,11 +1,10 @@
 """The cache under several processes, kill -9, damaged files, and what its keys depend on."""
 
 import functools
-import importlib
 import multiprocessing
 import random
+import runpy
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -41,15 +40,13 @@ def test_samples_that_two_runs_drew_at_once_count_once_and_more_extend_them(tmp_
     assert open_values(folder, context={**CONTEXT, "sampling": 3}).read() == {}
 
 
+FOREIGN = b'\nnot ours\n[1]\n\xff\xfe\n{"key": "x", "start": 0, "rewards": [[1, 2], [3]]}\n{"key": 1}\n'
+
+
 @pytest.mark.parametrize(
     ("damage", "drawn_again"),
-    [
-        (lambda data: data[: len(data) - 9], 1),
-        (lambda data: b"", 20),
-        (lambda data: data.replace(b"\n", b"\nnot ours\n[1]\n\xff\xfe\n", 1), 0),
-        (lambda data: data + b'{"key": "x", "start": 0, "rewards": [[1, 2], [3]]}\n{"key": 1}\n', 0),
-    ],
-    ids=["half a line", "empty file", "foreign lines", "ragged rewards"],
+    [(lambda data: data[: len(data) - 9], 1), (lambda data: data.replace(b"\n", FOREIGN, 1), 0)],
+    ids=["half a line", "foreign lines"],
 )
 def test_a_damaged_file_costs_the_damaged_lines_only(tmp_path, damage, drawn_again):
     def draw(asked, counts, seed):
@@ -60,9 +57,8 @@ def test_a_damaged_file_costs_the_damaged_lines_only(tmp_path, damage, drawn_aga
         values = open_values(str(tmp_path / "v"), draw, value_samples_min=None)
         everything = items(values, 20)
         values.fill(everything)
-        assert values.rewards == {
-            key: true_rewards(item.prompt_ids)[:, 0].tolist() for key, item in everything.items()
-        }
+        expected = {key: true_rewards(item.prompt_ids)[:, 0].tolist() for key, item in everything.items()}
+        assert values.rewards == expected
 
     drawn = []
     fill()
@@ -104,17 +100,15 @@ def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
         for key, found in stored.rewards.items():
             assert found == true_rewards(everything[key].prompt_ids)[: len(found), 0].tolist()
         run = start(folder, n)
-        snapshots.append(
-            (lines, run.pid, {everything[key].prompt_ids[0]: len(r) for key, r in stored.rewards.items()})
-        )
+        counts = {everything[key].prompt_ids[0]: len(found) for key, found in stored.rewards.items()}
+        snapshots.append((lines, run.pid, counts))
     for process in (run, beside):
         process.join(120)
     assert run.exitcode == beside.exitcode == 0
     # What was stored before a start is not drawn after it.
-    for lines, pid, stored in snapshots:
-        assert all(
-            had >= stored.get(prompt, 0) for prompt, had, _, drawer in read_log(folder)[lines:] if drawer == pid
-        )
+    for lines, pid, counts in snapshots:
+        later = [line for line in read_log(folder)[lines:] if line[3] == pid]
+        assert all(had >= counts.get(prompt, 0) for prompt, had, *_ in later)
     last = open_values(folder)
     assert len(last.rewards) == n and not last._missing(last.rewards)
 
@@ -127,7 +121,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     assert caplog.text.count("not stored") == 1
 
 
-# What the keys depend on
+# --- what the keys depend on ------------------------------------------------------------------------------------------
 
 
 def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
@@ -136,14 +130,9 @@ def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
     def key(ids, row, context=CONTEXT):
         return open_values(str(tmp_path), context=context).items([row], [ids])[0][0]
 
-    variants = [
-        key([1, 2], row),
-        key([1, 2], row, {**CONTEXT, "sampling": 3}),
-        key([1, 3], row),
-        key([1, 2], {**row, "answer": 3}),
-        key([1, 2], {**row, "answer": {b"2", b"3"}}),
-        key([1, 2], {**row, "prompt": [{"role": "user", "content": "1+1="}]}),
-    ]
+    variants = [key([1, 2], row), key([1, 2], row, {**CONTEXT, "sampling": 3}), key([1, 3], row)]
+    variants += [key([1, 2], {**row, "answer": answer}) for answer in (3, {b"2", b"3"})]
+    variants += [key([1, 2], {**row, "prompt": [{"role": "user", "content": "1+1="}]})]
     assert len(set(variants)) == len(variants)
     assert key([1, 2], dict(reversed(row.items()))) == variants[0]
     assert key([1, 2], {**row, "answer": torch.tensor(2)}) == variants[0]
@@ -151,21 +140,15 @@ def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
     assert key([1, 2], Dataset.from_list([row]).with_format("numpy")[0]) == variants[0]
 
 
-@pytest.mark.parametrize("where", ["the model's own", "the run's"])
-@pytest.mark.parametrize("name", ["top_k", "typical_p"])
-def test_what_generate_samples_with_counts(where, name):
+def test_what_generate_samples_with_counts():
     def sampling(**settings):
-        settings = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": [1], "do_sample": True, **settings}
-        return describe_sampling(model, GenerationConfig(**settings))
+        return describe_sampling(model, GenerationConfig(max_new_tokens=8, do_sample=True, **settings))
 
     model = tiny_model()
     before = sampling()
-    if where == "the run's":
-        assert sampling(**{name: 0.3}) != before
-    else:
-        setattr(model.generation_config, name, 0.3)
-        assert sampling() != before
-        assert sampling(**{name: 0.5})[name] == 0.5
+    assert sampling(typical_p=0.3) != before
+    model.generation_config.typical_p = 0.3
+    assert sampling() != before and sampling(typical_p=0.5)["typical_p"] == 0.5
 
 
 def test_the_reference_is_the_base_whatever_adapter_hangs_on_it(tmp_path):
@@ -189,29 +172,24 @@ def test_an_adapter_that_is_part_of_the_reference_counts():
     assert describe_model(model, "ref") != before
 
 
-def scaled(completions, scale=1.0, **kwargs):
-    return [scale for _ in completions]
-
-
 class Scaler:
     def __init__(self, scale):
         self.scale = scale
 
-    def method(self, completions, **kwargs):
-        return [self.scale for _ in completions]
+    def method(self, completions, scale=None, **kwargs):
+        return [scale or self.scale for _ in completions]
 
 
 def closure(scale):
-    def reward(completions, **kwargs):
-        return [scale for _ in completions]
+    return lambda completions, **kwargs: [scale for _ in completions]
 
-    return reward
+
+def partial(scale):
+    return functools.partial(Scaler(1.0).method, scale=scale)
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda scale: functools.partial(scaled, scale=scale), lambda scale: Scaler(scale).method, closure],
-    ids=["partial", "method", "closure"],
+    "make", [partial, lambda scale: Scaler(scale).method, closure], ids=["partial", "method", "closure"]
 )
 def test_what_a_reward_was_built_with_counts(make):
     assert describe_reward(make(1.0), "r", None) == describe_reward(make(1.0), "r", None)
@@ -220,30 +198,20 @@ def test_what_a_reward_was_built_with_counts(make):
     assert describe_reward(make(1.0), "r", "v1") != describe_reward(make(1.0), "r", "v2")
 
 
-def test_the_text_of_the_file_that_defines_a_reward_counts(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
+def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_named(tmp_path, caplog):
     def described(helper):
-        (tmp_path / "user_rewards.py").write_text(
-            f"def helper(text):\n    return {helper}\n\ndef reward(completions, **_):\n    return [helper(c) for c in completions]\n"
-        )
-        sys.modules.pop("user_rewards", None)
-        importlib.invalidate_caches()
-        return describe_reward(importlib.import_module("user_rewards").reward, "reward", None)
+        text = f"def helper(text):\n    return {helper}\n\ndef reward(completions, **_):\n    return [*map(helper, completions)]\n"
+        (tmp_path / "user_rewards.py").write_text(text)
+        return describe_reward(runpy.run_path(str(tmp_path / "user_rewards.py"))["reward"], "reward", None)
 
     assert described("len(text)") == described("len(text)") != described("2 * len(text)")
-    sys.modules.pop("user_rewards")
-
-
-def test_a_reward_without_a_source_is_named(caplog):
+    assert not caplog.text
     space = {}
     exec("def reward(completions, **_): return [1.0] * len(completions)", space)
-    describe_reward(space["reward"], "reward", None)
-    assert "source of the reward function reward cannot be read" in caplog.text
-    caplog.clear()
     describe_reward(space["reward"], "reward", "1")
     assert not caplog.text
+    describe_reward(space["reward"], "reward", None)
+    assert "source of the reward function reward cannot be read" in caplog.text
 
 
 def test_reward_models_count_by_their_weights():

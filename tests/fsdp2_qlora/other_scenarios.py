@@ -25,7 +25,7 @@ from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
 from trl_fsdp_qlora.fsdp2_qlora.loading import load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
-from trl_fsdp_qlora.rollout import start
+from trl_fsdp_qlora.rollout import engine as engines
 
 
 def gradients(ours, batch):
@@ -98,7 +98,7 @@ def synced(model_path, out, world_size, quantized=0):
     # An adapter of rank 3 is cut unevenly.
     policy = get_peft_model(load(model_path), tiny.lora(r=3))
     tiny.without_repacking(policy)  # whose products are bfloat16's
-    start.start_engine = whole_engine.start_whole(policy)
+    engines.start_engine = whole_engine.start_whole(policy)
     arguments = common(out, world_size, max_steps=3, num_generations=4, max_completion_length=12, learning_rate=1e-2)
     trainer = EfficientGRPOTrainer(
         model=load(model_path),

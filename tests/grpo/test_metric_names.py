@@ -9,7 +9,7 @@ from tests.rollout.test_continuous_batching import SMALL_CACHE
 from tests.rollout.test_correction import Engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.vllm import trl_starts
-from trl_fsdp_qlora.rollout import start
+from trl_fsdp_qlora.rollout import engine as engines
 
 WITH_VLLM = {"use_vllm": True, "num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 4}
 FEATURES = {
@@ -58,7 +58,7 @@ def names(trainer_class, config_class, folder, **changes) -> set[str]:
 def engine(monkeypatch):
     """Stands for vLLM's in both trainers."""
     made = Engine(tiny.character_tokenizer().eos_token_id, tiny.tiny_model().config.vocab_size)
-    monkeypatch.setattr(start, "start_engine", lambda *_, **__: made)
+    monkeypatch.setattr(engines, "start_engine", lambda *_, **__: made)
     with trl_starts(lambda **_: made, None):
         yield
 

@@ -29,7 +29,7 @@ from trl_fsdp_qlora.fsdp2_qlora.packed_linear import pack_model
 from trl_fsdp_qlora.planning.plan import make_plan
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing
 from trl_fsdp_qlora.rollout.completions import complete
-from trl_fsdp_qlora.rollout.support import why_stock
+from trl_fsdp_qlora.rollout.decoding import why_stock
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (

@@ -5,7 +5,7 @@ from datasets import Dataset, DatasetDict
 
 from trl_fsdp_qlora.recipe import datasets
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.data import load_data, load_held_out
+from trl_fsdp_qlora.recipe.datasets import load_data, load_held_out
 
 
 def write(path, rows):
@@ -51,9 +51,6 @@ def test_held_out_never_overlaps_also_with_repeated_questions():
     assert datasets.hold_out(problems, 10) == (train, held_out)
     with pytest.raises(datasets.DatasetError, match="leaves nothing"):
         datasets.hold_out(problems, 50)
-
-
-def test_without_overlap_ignores_case_and_spaces():
     train = [{"question": "How  many?"}, {"question": "Other"}]
     assert datasets.without_overlap(train, [{"question": "how many?"}]) == ([{"question": "Other"}], 1)
 
@@ -81,10 +78,7 @@ def test_the_tasks_of_the_small_base_by_name(task, question, answer):
 
 
 ROWS = [{"problem": "1+1=", "answer": 2}, {"problem": "2, 3 and 4: how many?", "answer": 3}]
-PROBLEMS = [
-    {"row": 0, "question": "1+1=", "answer": "2"},
-    {"row": 1, "question": "2, 3 and 4: how many?", "answer": "3"},
-]
+PROBLEMS = [{"row": i, "question": row["problem"], "answer": str(row["answer"])} for i, row in enumerate(ROWS)]
 CSV = 'problem,answer\n1+1=,2\n"2, 3 and 4: how many?",3\n'
 
 

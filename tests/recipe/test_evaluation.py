@@ -51,14 +51,11 @@ def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_al
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    first = evaluate(
-        model, character_tokenizer(), prompts(10), samples=3, max_new_tokens=4, batch_size=6, progress=False
-    )
+    how = {"samples": 3, "max_new_tokens": 4, "batch_size": 6, "progress": False}
+    first = evaluate(model, character_tokenizer(), prompts(10), **how)
     assert torch.equal(torch.rand(3), expected)
     assert model.training
-    again = evaluate(
-        model, character_tokenizer(), prompts(10), samples=3, max_new_tokens=4, batch_size=6, progress=False
-    )
+    again = evaluate(model, character_tokenizer(), prompts(10), **how)
     assert {**first.as_dict(), "seconds": 0} == {**again.as_dict(), "seconds": 0}
 
 

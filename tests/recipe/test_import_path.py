@@ -4,8 +4,7 @@ import pytest
 
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.data import load_data
-from trl_fsdp_qlora.recipe.datasets import DatasetError
+from trl_fsdp_qlora.recipe.datasets import DatasetError, load_data
 from trl_fsdp_qlora.recipe.import_path import ImportPathError, is_import_path, load_function
 from trl_fsdp_qlora.recipe.rewards import get_reward
 
@@ -35,11 +34,11 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "own_helper.py").write_text("UNIT = 'm'\n")
     (tmp_path / "own_rewards.py").write_text(REWARDS)
     (tmp_path / "own_data.py").write_text(DATA)
-    for name in ("own_helper", "own_rewards", "own_data", "own_broken"):
-        monkeypatch.delitem(sys.modules, name, raising=False)  # of another test in this process
+    modules = set(sys.modules)
     yield tmp_path
-    for name in ("own_helper", "own_rewards", "own_data", "own_broken"):
-        sys.modules.pop(name, None)
+    for name in set(sys.modules) - modules:
+        if name.startswith("own_"):
+            del sys.modules[name]  # another test has files of these names
 
 
 @pytest.mark.parametrize("text", ["own_rewards.py:has_unit", "own_rewards:has_unit", "./own_rewards.py:has_unit"])

@@ -5,11 +5,9 @@ import json
 
 import pytest
 import reasoning_gym as gym
-from datasets import Dataset
 
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.data import load_data, load_held_out
-from trl_fsdp_qlora.recipe.datasets import DatasetError, read_problems
+from trl_fsdp_qlora.recipe.datasets import DatasetError, load_data, load_held_out, read_problems
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.rewards import get_reward
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
@@ -98,9 +96,3 @@ def test_bad_input_is_one_line(monkeypatch):
     assert "has no split 'validation'" in refused("reasoning_gym:chain_sum", eval_split="validation")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'trl-fsdp-qlora[reasoning-gym]'" in refused("reasoning_gym:chain_sum(max_terms=4)")
-
-
-def test_numeric_generators_take_the_numeric_reward():
-    train, test = load_data(arguments(SUMS, ["exact_answer"], eval_problems=5))
-    assert isinstance(train, Dataset) and len(train) == 40 and len(test) == 5
-    assert get_reward("exact_answer", "first_line")([train[0]["answer"]], answer=[train[0]["answer"]]) == [1.0]

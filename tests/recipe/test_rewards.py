@@ -42,13 +42,7 @@ def test_tag_format():
 
 def test_graded_reward_follows_the_blog():
     full = "<reasoning>r</reasoning><answer>{}</answer>"
-    completions = [
-        full.format("72"),
-        full.format("the sum is 72 clips"),
-        full.format("71"),
-        "72",
-        "<answer>72</answer>",
-    ]
+    completions = [*map(full.format, ("72", "the sum is 72 clips", "71")), "72", "<answer>72</answer>"]
     given = rewards.graded_reward(completions, answer=["72"] * 5)
     assert given == pytest.approx([2.8, 2.3, 0.8, 0.0, 2.4])
 

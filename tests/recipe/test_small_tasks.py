@@ -10,10 +10,23 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from trl_fsdp_qlora.recipe import small_base
 from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
-from trl_fsdp_qlora.recipe.shapes import coloured_shapes, shapes_row
-from trl_fsdp_qlora.recipe.small_base import build_small_base, character_tokenizer, habit_dataset, new_model
-from trl_fsdp_qlora.recipe.small_tasks import TASKS, sum_without_carries, sum_without_carry, two_digit_pairs
-from trl_fsdp_qlora.recipe.small_vision import new_vision_model, shapes_dataset, shapes_processor
+from trl_fsdp_qlora.recipe.small_base import (
+    TASKS,
+    build_small_base,
+    character_tokenizer,
+    habit_dataset,
+    new_model,
+    sum_without_carries,
+    sum_without_carry,
+    two_digit_pairs,
+)
+from trl_fsdp_qlora.recipe.small_vision import (
+    coloured_shapes,
+    new_vision_model,
+    shapes_dataset,
+    shapes_processor,
+    shapes_row,
+)
 
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
@@ -92,18 +105,10 @@ def test_the_base_that_sees_loads_and_has_learned_something(tmp_path, monkeypatc
     folder = build_small_base(tmp_path / "base", seed=3, task="shapes")
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     rows = [row for row in coloured_shapes("test") if row["problem"] == "How many shapes are there?"][:16]
-    prompts = [
-        [
-            {
-                "role": "user",
-                "content": [{"type": "image", "image": row["image"]}, {"type": "text", "text": row["problem"]}],
-            }
-        ]
-        for row in rows
-    ]
-    made = processor.apply_chat_template(
-        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
+    parts = [[{"type": "image", "image": row["image"]}, {"type": "text", "text": row["problem"]}] for row in rows]
+    prompts = [[{"role": "user", "content": content}] for content in parts]
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    made = processor.apply_chat_template(prompts, **how)
     text = processor.tokenizer.decode(made["input_ids"][0])
     assert text == "<|user|>" + "<image>" * 9 + rows[0]["problem"] + "<|assistant|>"
     right = torch.tensor([processor.tokenizer.convert_tokens_to_ids(str(row["answer"] - 1)) for row in rows])

@@ -1,19 +1,15 @@
 """A run that ends by its seconds: the clock is the test's own, so nothing depends on the machine's."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.tiny import lora, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.recipe import runner
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.recipe.checks import check_script
-from trl_fsdp_qlora.recipe.time_limit import TimeLimit
-
-ARGS = SimpleNamespace(device=torch.device("cpu"))
+from trl_fsdp_qlora.recipe.record import TimeLimit
 
 
 class Ticks:
@@ -64,17 +60,6 @@ def test_a_checkpoint_of_a_run_without_a_limit_is_gone_on_from(tmp_path):
     second.add_callback(limit := TimeLimit(2, Ticks()))
     second.train("auto")
     assert (second.state.global_step, limit.spent) == (4, 2.0)
-
-
-def test_every_rank_takes_the_first_ones_clock(monkeypatch):
-    monkeypatch.setattr("trl_fsdp_qlora.recipe.time_limit.broadcast", lambda seconds: seconds * 0 + 7.0)
-    limit = TimeLimit(7, Ticks())
-    control = SimpleNamespace(should_training_stop=False)
-    state = SimpleNamespace(global_step=1, stateful_callbacks={})
-    limit.on_train_begin(ARGS, state, control)
-    limit.on_step_begin(ARGS, state, control)
-    limit.on_step_end(ARGS, state, control)
-    assert control.should_training_stop and control.should_save
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])

@@ -16,34 +16,26 @@ from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-}
+}  # fmt: skip
 PATCHES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 DELTA = {
-    "head_dim": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "num_local_experts": 0}
 
 
 def qwen3_5(shape):
-    config = tf.Qwen3_5Config(text_config=shape | DELTA, vision_config=VISION)
-    return tf.Qwen3_5ForConditionalGeneration(config)
+    return tf.Qwen3_5ForConditionalGeneration(tf.Qwen3_5Config(text_config=shape | DELTA, vision_config=VISION))
 
 
 def gemma3(shape):
-    config = tf.Gemma3Config(text_config=shape | {"head_dim": 32}, vision_config=PATCHES)
-    return tf.Gemma3ForConditionalGeneration(config)
+    return tf.Gemma3ForConditionalGeneration(
+        tf.Gemma3Config(text_config=shape | {"head_dim": 32}, vision_config=PATCHES)
+    )
 
 
 def granite(shape):

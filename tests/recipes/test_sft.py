@@ -10,8 +10,7 @@ import pytest
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.data import load_data, load_held_out, load_problems
-from trl_fsdp_qlora.recipe.datasets import DatasetError, read_problems
+from trl_fsdp_qlora.recipe.datasets import DatasetError, load_data, load_held_out, load_problems, read_problems
 
 SFT = Path(__file__).parents[2] / "recipes" / "sft.py"
 
@@ -56,21 +55,12 @@ def test_what_is_taught_scores_in_the_form_that_reinforcement_wants(svamp, worke
 @pytest.fixture
 def script(tmp_path) -> ScriptArguments:
     """SVAMP's columns in the characters of the tiny tokenizer; the first row's equation is wrong."""
-    rows = [
-        {"Body": f"{a}+{b}", "Question": "=", "Equation": f"( {a}.0 + {b}.0 )", "Answer": a + b}
-        for a in range(10)
-        for b in range(10)
-    ]
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    rows = [{"Body": f"{a}+{b}", "Question": "=", "Equation": f"( {a}.0 + {b}.0 )", "Answer": a + b} for a, b in pairs]
     rows[0]["Equation"] = "( 1.0 + 1.0 )"
     (tmp_path / "sums.json").write_text(json.dumps(rows))
-    return ScriptArguments(
-        str(tmp_path / "sums.json"),
-        held_out=30,
-        validation=10,
-        accuracy_on="validation",
-        answer_format="hash",
-        prompt_template="{question}+",
-    )
+    parts = {"held_out": 30, "validation": 10, "accuracy_on": "validation"}
+    return ScriptArguments(str(tmp_path / "sums.json"), answer_format="hash", prompt_template="{question}+", **parts)
 
 
 def test_validation_comes_out_of_training_and_nothing_is_in_two_places(script):

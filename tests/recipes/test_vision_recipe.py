@@ -110,11 +110,8 @@ def test_a_broken_or_missing_picture_is_named_by_its_row(tmp_path):
         read_problems(str(file))
     features = Features({"problem": Value("string"), "answer": Value("int64"), "image": Image()})
     for name, second in (("whole", good), ("broken", good[:40])):
-        columns = {
-            "problem": ["1?", "2?"],
-            "answer": [1, 2],
-            "image": [{"bytes": b, "path": None} for b in (good, second)],
-        }
+        pictures = [{"bytes": data, "path": None} for data in (good, second)]
+        columns = {"problem": ["1?", "2?"], "answer": [1, 2], "image": pictures}
         Dataset.from_dict(columns, features).to_parquet(tmp_path / f"{name}.parquet")
     assert [len(p["images"]) for p in read_problems(str(tmp_path / "whole.parquet"))] == [1, 1]
     with pytest.raises(DatasetError, match="row 1: its image cannot be read"):

@@ -39,9 +39,6 @@ GRPO = [
     ("--config bad.yaml", "--config bad.yaml: no YAML: mapping values are not allowed here"),
     ("--config list.yaml", "--config list.yaml must hold `key: value` lines"),
     ("--config fraction.yaml", "--eval_problems: invalid int value: '1.5'"),
-    ("--config", "--config: expected one argument"),
-    ("--max_steps ten", "--max_steps: invalid int value: 'ten'"),
-    ("--chat perhaps", "--chat: Truthy value expected: got perhaps"),
     ("--max_steps 1 2", "'2' belongs to no option"),
     ("--per_device_train_batch_size 3", "generation_batch_size (3) must be divisible by num_generations (8)."),
     ("--use_vllm true", "use_vllm: true needs vllm, which is not installed: pip install"),
@@ -53,9 +50,7 @@ GRPO = [
     ("--resume_from_checkpoint true", "resume_from_checkpoint=true: out holds no complete checkpoint"),
     ("--output_dir taken", "output_dir=taken holds another run (checkpoint-5)"),
     ("--rewards exact", "unknown reward 'exact'; known: exact_answer, tag_format, graded"),
-    ("--rewards own_rewards.py:nothing", "'own_rewards.py:nothing': own_rewards.py has no function 'nothing'"),
     ("--answer_format latex", "answer_format='latex' is not one of auto, hash"),
-    ("--prompt_template {question}{context}", "prompt_template='{question}{context}': nothing fills in {context}"),
     ("--eval_problems 0", "eval_problems=0 must be at least 1"),
     ("--model_name_or_path ./bse", "model_name_or_path='./bse' cannot be loaded: "),
     ("--model_name_or_path adapter", "model_name_or_path='adapter' is an adapter, not a model"),
@@ -67,7 +62,6 @@ GRPO = [
     ("--dataset number.jsonl", "number.jsonl, row 0: the field 'problem' must be text, not 5"),
     ("--dataset words.jsonl", "words.jsonl, row 1: the gold answer of row 1 cannot be read as a number"),
     ("--dataset columns.jsonl", "'columns.jsonl' has columns a, b; looked for Body, Question, Answer | "),
-    ("--held_out 55", "held_out=55 of 55 different questions leaves nothing on one side"),
     ("--held_out 0", "training and held-out problems are both 'data.jsonl', which has no splits; set held_out"),
     ("--held_out 0 --eval_dataset copy.jsonl", "all 55 problems of 'data.jsonl' are among the held-out ones"),
     (
@@ -78,11 +72,9 @@ GRPO = [
 OTHERS = [
     ("a_star_po", "--stage both", "--stage: invalid choice: 'both'"),
     ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),
-    ("t_spmo", "--rewards tags", "unknown reward 'tags'"),
     ("evaluate", "--adapter empty", "adapter='empty' cannot be loaded"),
     ("evaluate", "--accuracy_samples -1", "accuracy_samples=-1 must be at least 0"),
     ("evaluate", "--output base", "output='base' is a folder"),
-    ("merge", "--adapter empty", "adapter='empty' cannot be loaded"),
     ("merge", "--adapter no_base", "base is not set; name a folder or a model on the Hub"),
 ]
 CASES = [("grpo", *case) for case in GRPO] + OTHERS
@@ -99,7 +91,6 @@ TEXT = {
     "number.jsonl": '{"problem": 5, "answer": 1}\n',
     "words.jsonl": '{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2=", "answer": "three"}\n',
     "columns.jsonl": '{"a": 1, "b": 2}\n',
-    "own_rewards.py": "def some(completions, **columns): return [1.0] * len(completions)\n",
 }
 
 

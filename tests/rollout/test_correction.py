@@ -32,27 +32,16 @@ class Engine:
 @pytest.mark.parametrize("clip_min", [None, 0.5])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_equal_trls(mode, clip_min, tmp_path):
-    trainer = tiny.trainer(
-        GRPOTrainer,
-        GRPOConfig,
-        tmp_path,
-        per_device_train_batch_size=4,
-        num_generations=2,
-        max_completion_length=4,
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_min=clip_min,
-        vllm_importance_sampling_clip_max=1.2,
-    )
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
+    weights = {"mode": mode, "clip_min": clip_min, "clip_max": 1.2}
+    weights = {f"vllm_importance_sampling_{name}": value for name, value in weights.items()}
+    trainer = tiny.trainer(GRPOTrainer, GRPOConfig, tmp_path, **sizes, **weights)
     trainer.use_vllm, trainer._last_loaded_step = True, -1
     trainer.vllm_generation = Engine(trainer.processing_class.eos_token_id, trainer.model.config.vocab_size)
     trainer.model.train()
     rows = [trainer.train_dataset[i] for i in (0, 0, 1, 1)]
     batch = trainer._generate_and_score_completions(rows)
-    ours = importance_weights(
-        batch["old_per_token_logps"],
-        batch["sampling_per_token_logps"],
-        batch["completion_mask"],
-        trainer.args,
-    )
+    names = ("old_per_token_logps", "sampling_per_token_logps", "completion_mask")
+    ours = importance_weights(*(batch[name] for name in names), trainer.args)
     torch.testing.assert_close(ours, batch["importance_sampling_ratio"], rtol=0, atol=0)
     assert ours.unique().numel() > 1

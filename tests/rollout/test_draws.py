@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from trl_fsdp_qlora.rollout.completions import generate
-from trl_fsdp_qlora.rollout.draws import RowUniforms, draw
+from trl_fsdp_qlora.rollout.decoding import RowUniforms, draw
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, float]:
@@ -63,15 +63,14 @@ def test_a_rows_numbers_are_its_own():
 def test_completions_follow_the_models_distribution(settings):
     # Both tokens of completions of two tokens, over a vocabulary of twelve; ending tokens make rows leave in between.
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=12,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.5,
-        pad_token_id=0,
-    )
+    sizes = {
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(**sizes, initializer_range=0.5, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config).eval()
     settings = {"top_k": 0, **settings}
     sampling = GenerationConfig(max_new_tokens=2, do_sample=True, pad_token_id=0, eos_token_id=[3], **settings)

@@ -26,21 +26,13 @@ def test_variance_is_different_rewards():
     ones = torch.ones(2)
     assert groups_with_variance(rewards, ones, 2, each=False).tolist() == [False, False, False, False]
     assert groups_with_variance(rewards, ones, 2, each=True).tolist() == [False, True, False, False]
-    assert groups_with_variance(rewards, torch.tensor([1.0, 2.0]), 2, each=False).tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    weighted = groups_with_variance(rewards, torch.tensor([1.0, 2.0]), 2, each=False)
+    assert weighted.tolist() == [False, True, False, False]
 
 
 def sampling(size=10, max_rounds=3, seed=0, group=2, accelerator=None):
-    args = SimpleNamespace(
-        num_generations=group,
-        dynamic_sampling_max_rounds=max_rounds,
-        seed=seed,
-        multi_objective_aggregation="sum_then_normalize",
-    )
+    args = SimpleNamespace(num_generations=group, dynamic_sampling_max_rounds=max_rounds, seed=seed)
+    args.multi_objective_aggregation = "sum_then_normalize"
     dataset = [{"n": i} for i in range(size)]
     return DynamicSampling(args, dataset, accelerator or Accelerator(cpu=True), torch.ones(1))
 
@@ -104,11 +96,10 @@ def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, **cha
     return trainer(cls, config_cls, folder, peft_config=lora(), **changes)
 
 
-@pytest.mark.parametrize(
-    ("cls", "config_cls"),
-    [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)],
-    ids=["grpo", "t_spmo"],
-)
+BOTH = [(EfficientGRPOTrainer, EfficientGRPOConfig), (TSPMOTrainer, TSPMOConfig)]
+
+
+@pytest.mark.parametrize(("cls", "config_cls"), BOTH, ids=["grpo", "t_spmo"])
 def test_training_has_fewer_zero_variance_groups(tmp_path, cls, config_cls):
     shares = {}
     for on in (False, True):
@@ -167,13 +158,8 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="streaming dataset"):
         make(tmp_path, dataset=IterableDataset.from_generator(lambda: iter(prompts(8).to_list())))
     with pytest.raises(ValueError, match="rollout_func"):
-        EfficientGRPOTrainer(
-            tiny_model(),
-            even_start,
-            config(EfficientGRPOConfig, tmp_path, dynamic_sampling=True),
-            prompts(),
-            rollout_func=lambda *_: None,
-        )
+        args = config(EfficientGRPOConfig, tmp_path, dynamic_sampling=True)
+        EfficientGRPOTrainer(tiny_model(), even_start, args, prompts(), rollout_func=lambda *_: None)
     with pytest.raises(ValueError, match="dynamic_sampling=True has no place"):
         AStarPOConfig("out", dynamic_sampling=True, use_cpu=True, bf16=False)
 
@@ -213,11 +199,5 @@ def filled_of(accelerator: Accelerator) -> dict:
     share = len(rows) // accelerator.num_processes
     mine = rows[accelerator.process_index * share :][:share]
     filled, metrics = made.fill(mine, draw)
-    inputs = [row["n"] for row in filled]
-    return {
-        "inputs": inputs,
-        "drawn": filled.drawn,
-        "rewards": filled.rewards_NK.tolist(),
-        "metrics": metrics,
-        "state": made.taken,
-    }
+    found = {"inputs": [row["n"] for row in filled], "drawn": filled.drawn, "rewards": filled.rewards_NK.tolist()}
+    return {**found, "metrics": metrics, "state": made.taken}

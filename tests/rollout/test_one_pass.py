@@ -9,17 +9,13 @@ from trl import GRPOConfig, GRPOTrainer
 from tests import tiny
 from tests.rollout.test_correction import Engine
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.rollout import start
+from trl_fsdp_qlora.rollout import engine as engines
 from trl_fsdp_qlora.scoring.request import Kind
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 # Such that some weights leave them and some do not.
 CLIPS = {"token": (0.8, 1.2), "sequence": (0.2, 2.5)}
-SETTINGS = {
-    "per_device_train_batch_size": 4,
-    "num_generations": 2,
-    "max_completion_length": 4,
-}
+SETTINGS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
 
 
 def made(cls, config_cls, folder, **changes):
@@ -42,7 +38,7 @@ def as_with_vllm(trainer):
 def ours_with(monkeypatch):
     def make(folder, **changes):
         engine = Engine(tiny.character_tokenizer().eos_token_id, tiny.tiny_model().config.vocab_size)
-        monkeypatch.setattr(start, "start_engine", lambda *_, **__: engine)
+        monkeypatch.setattr(engines, "start_engine", lambda *_, **__: engine)
         return made(EfficientGRPOTrainer, EfficientGRPOConfig, folder, use_vllm=True, **changes)
 
     return make
@@ -52,13 +48,9 @@ def configure(trainer, loss_type, mode):
     """TRL reads these at every step."""
     level = "sequence" if loss_type == "luspo" else "token"
     low, high = CLIPS[mode.partition("_")[0]]
-    for name, value in {
-        "loss_type": loss_type,
-        "importance_sampling_level": level,
-        "vllm_importance_sampling_mode": mode,
-        "vllm_importance_sampling_clip_min": low,
-        "vllm_importance_sampling_clip_max": high,
-    }.items():
+    weights = {"mode": mode, "clip_min": low, "clip_max": high}
+    weights = {f"vllm_importance_sampling_{name}": value for name, value in weights.items()}
+    for name, value in {"loss_type": loss_type, "importance_sampling_level": level, **weights}.items():
         setattr(trainer, name, value)
         setattr(trainer.args, name, value)
 

@@ -10,7 +10,7 @@ from tests.vllm.serve import WRONG_STARTS, RecordedServer
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.grpo.arguments import checked_arguments
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
-from trl_fsdp_qlora.rollout.server import AdapterServer
+from trl_fsdp_qlora.rollout.engine import AdapterServer
 
 
 @pytest.fixture(autouse=True)
@@ -51,17 +51,8 @@ def test_a_folder_that_the_server_does_not_see(tmp_path):
 
 
 def chosen(folder, url: str, **changes):
-    config = tiny.config(
-        EfficientGRPOConfig,
-        folder,
-        **{
-            "use_vllm": True,
-            "vllm_mode": "server",
-            "vllm_server_base_url": url,
-            "vllm_server_timeout": 0.2,
-            **changes,
-        },
-    )
+    server = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 0.2}
+    config = tiny.config(EfficientGRPOConfig, folder, use_vllm=True, **server, **changes)
     call = {"model": tiny.tiny_model(), "args": config, "peft_config": LoraConfig(r=4)}
     return checked_arguments(call)[1]
 
@@ -70,7 +61,6 @@ def chosen(folder, url: str, **changes):
     "started, mode, reason",
     [
         ({}, "adapter", "server"),
-        ({"max_lora_rank": None, "weight_transfer": True}, "merge", "without --enable-lora"),
         ({"max_lora_rank": None}, "merge", "without --enable-lora"),
         ({"weight_transfer": True}, "merge", "--weight-transfer-config"),
     ],

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from tests.rollout.test_decoding import MODELS, PAD, PROMPTS, build, greedy, sampled
 from trl_fsdp_qlora.prefix_sharing.attention import install
@@ -131,52 +131,47 @@ def test_what_is_not_plain_attention_runs_per_row(name, changes, said):
     assert said in run(model, greedy(max_new_tokens=2))[2].per_row
 
 
-def test_gpt2_runs_as_before():
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=PAD, initializer_range=0.2
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    out, mask, _ = run(model, greedy())
-    ids, _ = padded()
-    assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=greedy()))
+class Elsewhere:
+    """A cache whose layers attend to copies of what they cache."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def update(self, *args, **kwargs):
+        return tuple(x.clone() for x in self.cache.update(*args, **kwargs))
 
 
-@pytest.mark.parametrize("part", ["mask", "keys"])
-def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, monkeypatch):
-    """A model that lets no query see the first token, or attends to other keys than it caches, is left alone."""
+LEFT_OUT = "its mask leaves out part of the prompt"
+
+
+@pytest.mark.parametrize(
+    ("part", "prompts", "reason"),
+    [
+        ("mask", PROMPTS, LEFT_OUT),
+        ("mask", [PROMPTS[0]] * 3, LEFT_OUT),  # no padding
+        ("keys", PROMPTS, "it attends to other keys than it caches"),
+    ],
+)
+def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, prompts, reason, monkeypatch):
     from transformers.models.llama import modeling_llama
 
-    model = build()
-    stock = modeling_llama.LlamaAttention.forward
+    model, stock = build(), modeling_llama.LlamaAttention.forward
+    model.set_attn_implementation("eager")
 
-    def own_mask(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
-        if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[-1] > 1:
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        if part == "keys":
+            past_key_values = Elsewhere(past_key_values)
+        elif attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[-1] > 1:
             attention_mask = attention_mask.clone()
-            attention_mask[..., -2] = False
-        return stock(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+            attention_mask[..., -2] = torch.finfo(attention_mask.dtype).min
+        return stock(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
+        )
 
-    class Elsewhere:
-        def __init__(self, cache):
-            self.cache = cache
-
-        def update(self, *args, **kwargs):
-            return tuple(x.clone() for x in self.cache.update(*args, **kwargs))
-
-    def other_keys(self, hidden_states, past_key_values=None, **kwargs):
-        return stock(self, hidden_states, past_key_values=Elsewhere(past_key_values), **kwargs)
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", own_mask if part == "mask" else other_keys)
-    out, mask, decoding = run(model, greedy())
-    assert (
-        decoding.per_row
-        == {
-            "mask": "its mask leaves out part of the prompt",
-            "keys": "it attends to other keys than it caches",
-        }[part]
-    )
-    ids, _ = padded()
-    assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=greedy()))
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    out, mask, decoding = run(model, greedy(), prompts)
+    assert decoding.per_row == reason
+    assert torch.equal(out, model.generate(padded(prompts)[0], attention_mask=mask, generation_config=greedy()))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4])
@@ -189,25 +184,6 @@ def test_a_prefill_in_chunks_of_padded_prompts(chunk, implementation):
     assert decoding.per_row is None
     ids, _ = padded()
     assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=config))
-
-
-def test_a_mask_of_its_own_is_seen_without_padding_too(monkeypatch):
-    from transformers.models.llama import modeling_llama
-
-    model, stock = build(), modeling_llama.LlamaAttention.forward
-    model.set_attn_implementation("eager")
-
-    def forgets_the_third(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
-        attention_mask = attention_mask.clone()
-        attention_mask[..., 2] = torch.finfo(attention_mask.dtype).min
-        return stock(self, hidden_states, position_embeddings, attention_mask, **kwargs)
-
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forgets_the_third)
-    prompts = [PROMPTS[0]] * 3
-    out, mask, decoding = run(model, greedy(), prompts)
-    assert decoding.per_row == "its mask leaves out part of the prompt"
-    ids, _ = padded(prompts)
-    assert torch.equal(out, model.generate(ids, attention_mask=mask, generation_config=greedy()))
 
 
 def test_distinct_rows_come_in_their_order():

@@ -14,32 +14,18 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tests import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
-from trl_fsdp_qlora.rollout import adapter_sync, sync_choice
-from trl_fsdp_qlora.rollout.adapter_sync import RolloutError, served_rank
-from trl_fsdp_qlora.rollout.sync_choice import choose_sync, warnings_for
+from trl_fsdp_qlora.rollout import adapter_sync
+from trl_fsdp_qlora.rollout.adapter_sync import RolloutError, choose_sync, served_rank, warnings_for
 
 LORA = LoraConfig(r=16, target_modules="all-linear")
 
 
 def args(**changes):
     values = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "rollout_sync": "auto",
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "sequence_mask",
-        "max_completion_length": 256,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": None,
-        "repetition_penalty": 1.0,
-        "vllm_structured_outputs_regex": None,
-        "generation_kwargs": None,
-        "learning_rate": 1e-5,
-        "vllm_enable_sleep_mode": False,
-        "vllm_engine_kwargs": None,
-    }
+        "use_vllm": True, "vllm_mode": "colocate", "rollout_sync": "auto", "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask", "max_completion_length": 256, "top_p": 1.0, "top_k": 0, "min_p": None,
+        "generation_kwargs": None, "learning_rate": 1e-5, "vllm_engine_kwargs": None,
+    }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -86,7 +72,7 @@ def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     (tmp_path / "base" / "model.safetensors").unlink()  # told without a weight
     assert found() == (LORA, True)
-    assert choose_sync(args(), *found()) == sync_choice.Sync("adapter", "the base is quantized")
+    assert choose_sync(args(), *found()) == adapter_sync.Sync("adapter", "the base is quantized")
     assert found(use_vllm=False) == (LORA, False)  # nothing depends on it
     assert found(use_vllm=False, quantization_config=object()) == (LORA, True)
     shutil.rmtree(checkpoint)
@@ -161,13 +147,8 @@ def test_refused_before_the_base_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, rollout_sync="adapter")
     with pytest.raises(RolloutError, match="use_dora"):
-        EfficientGRPOTrainer(
-            "nobody/model",
-            tiny.digit_share,
-            config,
-            tiny.prompts(),
-            peft_config=LoraConfig(r=4, use_dora=True),
-        )
+        peft_config = LoraConfig(r=4, use_dora=True)
+        EfficientGRPOTrainer("nobody/model", tiny.digit_share, config, tiny.prompts(), peft_config=peft_config)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +175,7 @@ def test_wrong_choices(changes, quantized, peft_config, named):
     ],
 )
 def test_warnings(changes, named):
-    sync = sync_choice.Sync("adapter", "")
+    sync = adapter_sync.Sync("adapter", "")
     assert warnings_for(args(), sync) == []
     (warning,) = warnings_for(args(**changes), sync)
     assert re.search(named, warning)

@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trl_fsdp_qlora.rollout.decoding import DecodingWork
-from trl_fsdp_qlora.rollout.draws import RowUniforms, draw
+from trl_fsdp_qlora.rollout.decoding import DecodingWork, RowUniforms, draw
 from trl_fsdp_qlora.rollout.rollout import Rollout
 from trl_fsdp_qlora.scoring import token_selection, transfer
 from trl_fsdp_qlora.telemetry.phases import AsyncMetrics, token_counts

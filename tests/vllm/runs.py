@@ -8,14 +8,10 @@ from tests.fsdp2_qlora import tiny as qlora
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 SETTINGS = {
-    "use_vllm": True,
-    "vllm_max_model_length": 128,
-    "vllm_gpu_memory_utilization": 0.3,
-    "max_completion_length": 16,
-    "max_grad_norm": 1.0,
-    "optim": "adamw_torch",
-    "model_init_kwargs": {"dtype": "float32"},
-}
+    "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "vllm_gpu_memory_utilization": 0.3,
+    "max_completion_length": 16, "max_grad_norm": 1.0, "optim": "adamw_torch", "model_init_kwargs": {"dtype": "float32"},
+}  # fmt: skip
+GIVEN = ("eval_dataset", "quantization_config")
 
 
 def grpo(
@@ -24,38 +20,24 @@ def grpo(
     trainer_class=EfficientGRPOTrainer,
     config_class=EfficientGRPOConfig,
     dataset=None,
-    processing_class=None,
-    callbacks=None,
-    quantization_config=None,
-    eval_dataset=None,
-    peft_config=None,
+    tokenizer=None,
     **changes,
 ):
     """A trainer on sums; colocated unless `changes` say otherwise."""
     torch.manual_seed(0)
-    return trainer_class(
-        model,
-        tiny.digit_share,
-        tiny.config(config_class, folder, **{"vllm_mode": "colocate", **SETTINGS, **changes}),
-        dataset or tiny.prompts(),
-        eval_dataset=eval_dataset,
-        processing_class=processing_class or tiny.character_tokenizer(),
-        quantization_config=quantization_config,
-        peft_config=peft_config or LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
-        callbacks=callbacks,
+    given = {name: changes.pop(name, None) for name in GIVEN}
+    args, lora = (
+        tiny.config(config_class, folder, **{**SETTINGS, **changes}),
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
     )
+    given |= {"processing_class": tokenizer or tiny.character_tokenizer(), "peft_config": lora}
+    return trainer_class(model, tiny.digit_share, args, dataset or tiny.prompts(), **given)
 
 
 def on_quantized(checkpoint: str, folder, quantized: bool = True, **changes):
     """A trainer on the tiny checkpoint of the sharding tests, in 4 bits or (a dense copy) as it is."""
-    trainer = grpo(
-        checkpoint,
-        folder,
-        dataset=qlora.prompt_data(32),
-        processing_class=qlora.make_tokenizer(),
-        quantization_config=qlora.quantization() if quantized else None,
-        **changes,
-    )
+    changes |= {"dataset": qlora.prompt_data(32), "tokenizer": qlora.make_tokenizer()}
+    trainer = grpo(checkpoint, folder, quantization_config=qlora.quantization() if quantized else None, **changes)
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:  # TRL makes the adapter of a 4-bit base bfloat16
             parameter.data = parameter.data.float()

@@ -2,28 +2,18 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests import tiny
 from tests.vllm.runs import figures, grpo, on_quantized
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
-from trl_fsdp_qlora.rollout.completions import generate
+from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError, served_rank
+from trl_fsdp_qlora.rollout.completions import EngineModel, generate
 from trl_fsdp_qlora.rollout.engine import AdapterEngine
-from trl_fsdp_qlora.rollout.engine_model import EngineModel
 
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
-
-
-class Steps(TrainerCallback):
-    """Optimizer steps that were begun."""
-
-    def __init__(self):
-        self.made = 0
-
-    def on_pre_optimizer_step(self, *_args, **_kwargs):
-        self.made += 1
 
 
 @pytest.fixture
@@ -108,7 +98,6 @@ def test_a_wrong_adapter_shows_in_the_metric(start, fault):
 
 
 def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypatch):
-    made = Steps()
     begin = AdapterEngine._start_colocated
 
     def wrong(engine):
@@ -117,38 +106,23 @@ def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypat
 
     monkeypatch.setattr(AdapterEngine, "_start_colocated", wrong)
     # As many tokens as are judged, of completions whose rewards are all equal.
-    settings = {
-        "per_device_train_batch_size": 16,
-        "generation_kwargs": {"ignore_eos": True},
-        "skip_zero_advantage": False,
-    }
-    trainer = start(callbacks=[made], **settings)
+    whole = {"generation_kwargs": {"ignore_eos": True}, "skip_zero_advantage": False}
+    trainer = start(per_device_train_batch_size=16, **whole)
     with pytest.raises(RolloutError, match="another model"):
         trainer.train()
-    assert made.made == 0
+    assert trainer.state.global_step == 0
 
 
-def engine_of(model, folder, policy, tokenizer, width=64):
-    from accelerate import Accelerator
-
-    from trl_fsdp_qlora.rollout.adapter_sync import served_rank
-
+def engine_of(model, folder, policy, tokenizer):
     config = policy.peft_config["default"]
-    return AdapterEngine(
-        base=str(model),
-        peft_config=config,
-        max_lora_rank=served_rank(config),
-        versions=AdapterVersions("greedy", folder),
-        model=policy,
-        accelerator=Accelerator(cpu=True),
-        processing_class=tokenizer,
-        mode="colocate",
-        max_model_length=128,
-        max_num_seqs=16,
-        gpu_memory_utilization=0.3,
-        max_completion_length=width,
-        temperature=0.0,
-    )
+    adapter = {
+        "peft_config": config,
+        "max_lora_rank": served_rank(config),
+        "versions": AdapterVersions("greedy", folder),
+    }
+    sizes = {"max_model_length": 128, "max_num_seqs": 16, "gpu_memory_utilization": 0.3, "max_completion_length": 64}
+    ours = {"model": policy, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
+    return AdapterEngine(base=str(model), mode="colocate", temperature=0.0, **adapter, **sizes, **ours)
 
 
 def random_adapter(model, scale):
@@ -264,16 +238,9 @@ def test_t_spmo(start):
 
 
 def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
-    trainer = start(
-        trainer_class=AStarPOTrainer,
-        config_class=AStarPOConfig,
-        max_steps=3,
-        num_generations=1,
-        value_samples=2,
-        value_reward_range=[0.0, 2.0],
-        value_cache=str(tmp_path / "values"),
-        eval_dataset=tiny.prompts(6),
-    )
+    classes = {"trainer_class": AStarPOTrainer, "config_class": AStarPOConfig}
+    values = {"value_samples": 2, "value_reward_range": [0.0, 2.0], "value_cache": str(tmp_path / "values")}
+    trainer = start(max_steps=3, num_generations=1, eval_dataset=tiny.prompts(6), **classes, **values)
     adapters = []
     ask = trainer.vllm_generation.llm._llm.generate
 

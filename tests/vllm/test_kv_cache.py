@@ -60,19 +60,10 @@ def engine(tmp_path, monkeypatch):
         monkeypatch.setattr(vllm, "LLM", kind)
         torch.manual_seed(0)
         policy = get_peft_model(tiny.tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
-        return AdapterEngine(
-            base="base",
-            peft_config=policy.peft_config["default"],
-            max_lora_rank=8,
-            versions=AdapterVersions("sleeps", tmp_path),
-            engine_kwargs={"max_num_batched_tokens": 8192},
-            model=policy,
-            accelerator=Accelerator(cpu=True),
-            processing_class=None,
-            mode="colocate",
-            max_model_length=64,
-            enable_sleep_mode=True,
-        )
+        adapter = {"peft_config": policy.peft_config["default"], "max_lora_rank": 8, "base": "base", "model": policy}
+        adapter |= {"versions": AdapterVersions("sleeps", tmp_path), "engine_kwargs": {"max_num_batched_tokens": 8192}}
+        ours = {"accelerator": Accelerator(cpu=True), "processing_class": None, "mode": "colocate"}
+        return AdapterEngine(max_model_length=64, enable_sleep_mode=True, **adapter, **ours)
 
     return make
 

@@ -4,29 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-import requests
 from transformers import GenerationConfig
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import REPOSITORY, free_port, launch, run_launcher
 from tests.fsdp2_qlora import tiny as qlora
-from tests.vllm.runs import figures, grpo, on_quantized, on_server
-from tests.vllm.serve import RecordedServer
+from tests.vllm.runs import figures, on_quantized, on_server
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
-from trl_fsdp_qlora.rollout.engine_model import EngineModel
-
-
-def test_a_server_that_takes_no_adapters(base, tmp_path):
-    with RecordedServer() as server:
-        trainer = grpo(base, tmp_path, **on_server(server.url))
-        with pytest.raises(RolloutError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
-            trainer.train()
-
-
-def test_no_server(base, tmp_path):
-    with pytest.raises(requests.ConnectionError, match="can't be reached"):
-        grpo(base, tmp_path, **on_server(f"http://127.0.0.1:{free_port()}"))
+from trl_fsdp_qlora.rollout.completions import EngineModel, generate
 
 
 def test_a_run_syncs_generates_and_unloads(server, quantized_base, tmp_path):
@@ -52,8 +38,6 @@ def test_accuracy_is_drawn_by_the_server(server, quantized_base, tmp_path):
     ids = [trainer.processing_class(f"{i}+{i}=")["input_ids"] for i in range(4)]
     greedy = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=[trainer.processing_class.eos_token_id])
     greedy.pad_token_id = trainer.processing_class.pad_token_id
-    from trl_fsdp_qlora.rollout.completions import generate
-
     assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
     with trainer.vllm_generation.without_adapter(), trainer.model.disable_adapter():
         assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
@@ -66,30 +50,6 @@ def test_another_model_behind_the_url(server, tmp_path):
     with pytest.raises(RolloutError, match="another model"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-def test_an_adapter_that_does_not_fit_the_servers_model(server, base, tmp_path):
-    trainer = grpo(base, tmp_path, **on_server(server.url))  # other layers
-    with pytest.raises(RolloutError) as caught:
-        trainer.train()
-    print(caught.value)
-    assert trainer.state.global_step == 0
-
-
-def test_a_folder_that_is_gone(server, quantized_base, tmp_path):
-    import shutil
-
-    trainer = on_quantized(quantized_base[1], tmp_path, quantized=False, **on_server(server.url))
-    publish = trainer.vllm_generation.versions.publish
-
-    def deleted(*args):
-        folder = publish(*args)
-        shutil.rmtree(folder)
-        return folder
-
-    trainer.vllm_generation.versions.publish = deleted
-    with pytest.raises(RolloutError, match=r"load_lora_adapter failed.*vllm_adapter_dir"):
-        trainer.train()
 
 
 def two_ranks(way, model, out, url="", timeout=240, check=True, **environment):

@@ -3,8 +3,6 @@
 import os
 from dataclasses import dataclass, field
 
-from trl import GRPOConfig
-
 from ..grpo.config import EfficientGRPOConfig
 from ..run.config_fields import documented, option
 from ..run.shipped import cache_folder
@@ -12,25 +10,6 @@ from .estimators import ESTIMATORS, SamplePlan
 from .objectives import OBJECTIVES
 
 UNSEEN_PROMPTS = ("estimate", "refuse")
-
-
-@dataclass
-class _AnyGroupSize(GRPOConfig):
-    """`GRPOConfig.__post_init__` without its rule that a group has two completions or more.
-
-    GRPO needs the rule for its advantages; A*-PO has V* in their place. It sits between `EfficientGRPOConfig` and
-    `GRPOConfig` in the method resolution order, so every class above keeps its own checks.
-    """
-
-    def __post_init__(self):
-        if self.num_generations < 1:
-            raise ValueError(f"num_generations={self.num_generations} is not a number of completions; A*-PO uses 1")
-        count = self.num_generations
-        self.num_generations = _NotBelowTwo(count)
-        try:
-            super().__post_init__()
-        finally:
-            self.num_generations = count
 
 
 class _NotBelowTwo(int):
@@ -42,7 +21,7 @@ class _NotBelowTwo(int):
 
 @documented
 @dataclass(repr=False)
-class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
+class AStarPOConfig(EfficientGRPOConfig):
     """Configuration of [`AStarPOTrainer`]: every field of [`EfficientGRPOConfig`], and the ones below.
 
     Fields of GRPO that A*-PO has no use for (`loss_type`, `epsilon`, `delta`, `scale_rewards`, ...) are ignored with
@@ -124,36 +103,32 @@ class AStarPOConfig(EfficientGRPOConfig, _AnyGroupSize):
     )
 
     def __post_init__(self):
+        if (count := self.num_generations) < 1:
+            raise ValueError(f"num_generations={count} is not a number of completions; A*-PO uses 1")
+        # GRPO needs two completions or more for its advantages; A*-PO has V* in their place.
+        self.num_generations = _NotBelowTwo(count)
         super().__post_init__()
+        self.num_generations = count
         if self.value_cache is None:
             self.value_cache = str(cache_folder() / "values")
         group_statistics = self.use_adaptive_entropy or self.multi_objective_aggregation != "sum_then_normalize"
-        for has_no_place, name, reason in (
-            (
-                self.dynamic_sampling,
-                "dynamic_sampling",
-                "it replaces groups of equal rewards, and there are none; leave it False",
-            ),
-            (
-                group_statistics,
-                "use_adaptive_entropy",
-                "it and normalize_then_sum belong to group statistics; remove them",
-            ),
-            (
+        refused = {
+            "dynamic_sampling": (self.dynamic_sampling, "there are no groups of equal rewards; leave it False"),
+            "use_adaptive_entropy": (group_statistics, "it and normalize_then_sum are of groups; remove them"),
+            "token_selection": (
                 self.token_selection != "all",
-                "token_selection",
                 "the losses take the whole completion; leave it at 'all'",
             ),
-            (
+            "vllm_importance_sampling_correction": (
                 self.vllm_importance_sampling_correction,
-                "vllm_importance_sampling_correction",
                 "no ratio; set it to False",
             ),
-            (self.beta <= 0, "beta", "TRL keeps no reference policy without it; for a weak term use 1e-6"),
-            (self.beta1 < 0, "beta1", "it is a temperature; use 0.5, or 0 for the mean"),
-            (self.value_samples < 1, "value_samples", "it must be at least 1"),
-            (self.value_batch_size < 1, "value_batch_size", "it must be at least 1"),
-        ):
+            "beta": (self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
+            "beta1": (self.beta1 < 0, "it is a temperature; use 0.5, or 0 for the mean"),
+            "value_samples": (self.value_samples < 1, "it must be at least 1"),
+            "value_batch_size": (self.value_batch_size < 1, "it must be at least 1"),
+        }
+        for name, (has_no_place, reason) in refused.items():
             if has_no_place:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no place in A*-PO: {reason}")
         if self.value_samples_min is not None and not 1 <= self.value_samples_min <= self.value_samples:

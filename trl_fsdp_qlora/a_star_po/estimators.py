@@ -48,10 +48,8 @@ def value_interval(
 ) -> tuple[float, float]:
     """An interval for V* after N samples, of one standard error (about 68%); wide while all samples agree by chance.
 
-    `mean` and `log_mean_exp` are monotone functions of a mean of bounded numbers; that mean gets a Wilson interval,
-    which is exact in spirit for binary rewards and too wide, never too narrow, for other bounded ones (a Bernoulli
-    variable has the largest variance of all those with its mean and range). `max` is sure once the best possible
-    reward was seen, and otherwise could still be anything above.
+    `mean` and `log_mean_exp` are monotone functions of a mean of bounded numbers, which gets a Wilson interval: that of binary
+    rewards, and too wide for others. `max` is sure once the best possible reward was seen.
 
     Args:
         rewards_N: scalar rewards inside `reward_range`; NaN is left out.
@@ -131,10 +129,7 @@ class SamplePlan:
 
 
 def check_reward_range(rewards: torch.Tensor, plan: SamplePlan) -> None:
-    """Refuse rewards that the estimator's assumptions do not cover.
-
-    `log_mean_exp` is the optimal value for rewards on the scale of `beta1`, and an adaptive plan needs the range for
-    its interval; `mean` and `max` with a fixed count assume nothing.
+    """Refuse rewards outside the range that `log_mean_exp` and adaptive counts assume; `mean` and `max` assume nothing.
 
     Raises:
         ValueError: names the reward, the range and the fields to change.
@@ -149,8 +144,6 @@ def check_reward_range(rewards: torch.Tensor, plan: SamplePlan) -> None:
     outside = rewards[(rewards < low - slack) | (rewards > high + slack)]
     if outside.numel():
         raise ValueError(
-            f"reward {outside[0].item():g} is outside value_reward_range=[{low:g}, {high:g}], which "
-            f"{'the adaptive sample count' if plan.adaptive else 'value_estimator=log_mean_exp'} assumes: set "
-            f"value_reward_range to the range of the weighted sum of your rewards (and beta1 to about half its "
-            f"width), or use value_estimator='mean'"
+            f"reward {outside[0].item():g} is outside value_reward_range=[{low:g}, {high:g}]: set it to the range of the weighted "
+            "sum of your rewards (and beta1 to about half its width), or use value_estimator='mean' and no value_samples_min"
         )

@@ -1,7 +1,5 @@
 """`AStarPOTrainer`: A*-PO on top of the drop-in GRPO trainer."""
 
-import asyncio
-import math
 import textwrap
 import time
 from contextlib import contextmanager
@@ -13,22 +11,15 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 from transformers import GenerationConfig
-from trl.data_utils import apply_chat_template, is_conversational
+from trl.data_utils import is_conversational
 
-from ..compat.trl import (
-    GROUP_SPREAD,
-    OLD_LOGPS,
-    REFERENCE_LOGPS,
-    is_async_callable,
-    parse_response,
-    use_adapter,
-)
+from ..compat.trl import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, parse_response, rewards_of_rank, use_adapter
 from ..grpo.arguments import own_config
 from ..grpo.passes import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..recipe.stats import wilson_interval
 from ..rollout.completions import generate, over_ranks
-from ..rollout.rewards import combine
+from ..rollout.dynamic_sampling import combine
 from ..scoring.request import Kind
 from .config import AStarPOConfig
 from .estimators import check_reward_range
@@ -79,8 +70,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         images = {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ())
         if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
             raise ValueError(
-                "A*-PO estimates V* from single-turn text completions of the reference policy: tools, "
-                "environment_factory, rollout_func and image columns are not supported; use EfficientGRPOTrainer"
+                "A*-PO estimates V* from single-turn text completions: tools, environment_factory, rollout_func and image columns "
+                "are not supported; use EfficientGRPOTrainer"
             )
         defaults = {name: AStarPOConfig.__dataclass_fields__[name].default for name in _GRPO_ONLY}
         defaults["scale_rewards"] = "group"  # what TRL turns True into
@@ -216,49 +207,19 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     def _rewards_of(
         self, rows: list[dict], prompt_ids: list[list[int]], completion_ids: list[list[int]]
     ) -> torch.Tensor:
-        """Rewards of R completions by K functions, float32 of shape `(R, K)` on the CPU, NaN where one says `None`.
+        """TRL's rewards of R completions of this rank alone, float32 `(R, K)` on the CPU, NaN where a function says `None`.
 
-        As `GRPOTrainer._calculate_rewards`, which ends in a collective operation: stage 1 and evaluation hand prompts out
-        to ranks unevenly.
+        Stage 1 and evaluation hand prompts out to ranks unevenly, and TRL gathers rewards at the end.
         """
-        prompts, processing_class = [row["prompt"] for row in rows], self.processing_class
-        completions = processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-        conversational = is_conversational({"prompt": prompts[0]})
-        if conversational:
+        prompts, tokenizer = [row["prompt"] for row in rows], self.processing_class
+        completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-            if getattr(processing_class, "response_template", None) or getattr(
-                processing_class, "response_schema", None
-            ):
+            if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
                 pairs = zip(prompt_ids, completion_ids, strict=True)
-                completions = [[parse_response(processing_class, ids, prefix=prefix)] for prefix, ids in pairs]
-        columns = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
-        kwargs = {name: [row[name] for row in rows] for name in columns}
-        # Values of stage 1 belong to no training step, so what a reward function logs here goes nowhere.
-        kwargs |= {"trainer_state": self.state, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
-        kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        rewards_RK = torch.zeros(len(rows), len(self.reward_funcs))
-        for k, function in enumerate(self.reward_funcs):
-            if isinstance(function, nn.Module):
-                tokenizer = self.reward_processing_classes[k]
-                texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-                if conversational:
-                    template = self.chat_template_kwargs
-                    texts = [apply_chat_template({"messages": text}, tokenizer, **template)["text"] for text in texts]
-                settings = {
-                    "return_tensors": "pt",
-                    "padding": True,
-                    "padding_side": "right",
-                    "add_special_tokens": False,
-                }
-                with torch.inference_mode():
-                    logits = function(**tokenizer(text=texts, **settings).to(self.accelerator.device)).logits
-                rewards_RK[:, k] = logits[:, 0].float().cpu()
-                continue
-            values = function(**kwargs)
-            if is_async_callable(function):
-                values = asyncio.run_coroutine_threadsafe(values, self.async_loop).result()
-            rewards_RK[:, k] = torch.tensor([math.nan if value is None else value for value in values])
-        return rewards_RK
+                completions = [[parse_response(tokenizer, ids, prefix=prefix)] for prefix, ids in pairs]
+        # What a reward function logs here belongs to no training step.
+        return rewards_of_rank(self, rows, prompts, completions, completion_ids).float().cpu()
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
 
@@ -298,7 +259,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             # Where a generation batch serves several optimizer steps, TRL wants them for an importance ratio, which A*-PO
             # does not have.
             return (
-                torch.zeros(len(request.input_ids), request.logits_to_keep, device=request.input_ids.device),
+                request.input_ids.new_zeros(len(request.input_ids), request.logits_to_keep, dtype=torch.float32),
                 None,
                 None,
             )

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from datasets.fingerprint import Hasher
 from torch import nn
 from transformers import GenerationConfig
 
-from ..rollout.rewards import combine
+from ..rollout.dynamic_sampling import combine
 from ..run.ranks import on_main
 from ..telemetry.phases import PhaseTimer
 from ..telemetry.terminal import progress
@@ -43,8 +44,7 @@ from .estimators import check_reward_range
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One prompt to estimate: its token ids and its row as the reward functions see it."""
 
     prompt_ids: list[int]
@@ -100,16 +100,11 @@ class ReferenceValues:
     # --- the folder --------------------------------------------------------------------------------------------------
 
     def open(self, describe: Callable[[], dict]) -> None:
-        """Read what earlier runs stored, once.
-
-        Args:
-            describe: what a value depends on beside its row; called on the main rank, which reads and writes for all.
-        """
+        """Read what earlier runs stored, once; `describe`, what a value depends on beside its row, is called on the main rank."""
         if self.context is None:
             self.context = on_main(lambda: digest(describe()))
-            self._file = (
-                self.folder / f"{self.context[:16]}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}.jsonl"
-            )
+            run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+            self._file = self.folder / f"{self.context[:16]}-{run}.jsonl"
             self.rewards = {key: self._weighted(raw) for key, raw in on_main(self.read).items()}
 
     def read(self) -> dict[str, np.ndarray]:
@@ -119,9 +114,8 @@ class ReferenceValues:
             for line in path.read_bytes().splitlines():
                 try:
                     entry = json.loads(line)
-                    entries.append(
-                        (int(entry["start"]), str(entry["key"]), np.array(entry["rewards"], dtype=np.float64))
-                    )
+                    rewards = np.array(entry["rewards"], dtype=np.float64)
+                    entries.append((int(entry["start"]), str(entry["key"]), rewards))
                 except (ValueError, TypeError, KeyError):  # cut off by a kill, or a line of something else
                     continue
         found = {}
@@ -223,12 +217,12 @@ class ReferenceValues:
             names = ", ".join(self.reward_names)
             if all(map(math.isnan, self.known.values())):
                 raise ValueError(
-                    f"no sample of any of {nothing} prompts got a reward from {names} (None or NaN every time), so "
-                    f"there is no V*: is what it calls running? Nothing was stored; start again when it is"
+                    f"no sample of any of {nothing} prompts got a reward from {names} (None or NaN every time): is what it "
+                    "calls running? Nothing was stored; start again when it is"
                 )
             logger.warning(
-                f"{nothing} of {len(items)} prompts have no V*: {names} gave None or NaN for every sample, so they do "
-                f"not enter the loss; the next run samples them again"
+                f"{nothing} of {len(items)} prompts have no V* ({names} gave None or NaN for every sample) and do not enter the "
+                "loss; the next run samples them again"
             )
         return report
 
@@ -250,9 +244,8 @@ class ReferenceValues:
         keys = [key for key, _ in self.items(as_loaded(dataset, range(len(dataset))))]
         if missing := self._missing(keys):
             raise ValueError(
-                f"filter_all_failed needs the values of {len(missing)} prompts before training, and a sharded model "
-                f"cannot sample them yet: run stage 1 alone first (--stage estimate, not sharded) or set "
-                f"filter_all_failed=False"
+                f"filter_all_failed needs the values of {len(missing)} prompts, which a sharded model cannot sample before "
+                "training: run stage 1 alone first (--stage estimate, not sharded) or set filter_all_failed=False"
             )
         low, plan = (self.args.value_reward_range or [0.0])[0], self.args.sample_plan
         used = [self.rewards[key][: plan.use(self.rewards[key])] for key in keys]
@@ -274,8 +267,8 @@ class ReferenceValues:
             if self.args.unseen_prompts == "refuse":
                 first = next(iter(unseen.values()))
                 raise ValueError(
-                    f"{len(unseen)} prompts have no V* and unseen_prompts='refuse'; the first is "
-                    f"{str(first.row['prompt'])[:200]!r}. Run stage 1 on them, or set unseen_prompts='estimate'"
+                    f"{len(unseen)} prompts have no V* and unseen_prompts='refuse'; the first is {str(first.row['prompt'])[:200]!r}. "
+                    "Run stage 1 on them, or set unseen_prompts='estimate'"
                 )
             logger.info(f"{len(unseen)} prompts that stage 1 never saw: estimating their V* now")
             self.fill(unseen)
@@ -292,11 +285,8 @@ def as_loaded(dataset: Dataset, indices: range) -> list[dict]:
 
 def digest(value) -> str:
     """Hexadecimal SHA-256 of plain values, arrays and whatever `datasets` can hash."""
-
-    def hashable(value):
-        return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else Hasher.hash(value)
-
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=hashable).encode()).hexdigest()
+    text = json.dumps(value, sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else Hasher.hash(x))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
@@ -310,10 +300,7 @@ def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
 
 
 def describe_model(model: nn.Module, adapter: str | None = None) -> dict:
-    """Config and a hash of the weights: a path does not say what lies behind it, nor what a model object has become.
-
-    Names are those of the bare model, so full fine-tuning and any adapter on one base share their values.
-    """
+    """Config and a hash of the weights under the bare model's names, so any adapter on one base shares its values."""
     origin = ("_name_or_path", "_commit_hash", "architectures", "transformers_version", "torch_dtype", "dtype")
     config = {k: v for k, v in model.config.to_dict().items() if k not in (*origin, "use_cache", "pad_token_id")}
     result = {"config": digest(json.loads(json.dumps(config, default=str)))}
@@ -330,9 +317,8 @@ def describe_model(model: nn.Module, adapter: str | None = None) -> dict:
             flat = weight.detach().cpu().contiguous().reshape(-1)
             hashed = hashlib.sha256(f"{weight.dtype} {tuple(weight.shape)}".encode())
             hashed.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-            weights[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = (
-                hashed.hexdigest()
-            )
+            bare = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+            weights[bare] = hashed.hexdigest()
     return {**result, "weights": digest(weights)}
 
 
@@ -359,8 +345,8 @@ def describe_reward(function: Callable, name: str, version: str | None) -> dict 
         text = ""
     if not text:
         logger.warning(
-            f"the source of the reward function {name} cannot be read, so a change of it would not be seen and old V* "
-            f"values would be used: set value_reward_version, and another one with every change"
+            f"the source of the reward function {name} cannot be read, so V* of before a change of it would be used: set "
+            "value_reward_version, and another one with every change"
         )
     values = json.dumps(built_with, default=lambda value: type(value).__qualname__, skipkeys=True)
     return {"source": digest([text, values])}

@@ -26,7 +26,7 @@ from ..grpo.groups import micro_batches
 from ..prefix_sharing.dropout import draws
 from ..recipe.arguments import ScriptArguments, parse_recipe
 from ..recipe.checks import check_recipe
-from ..recipe.data import load_data
+from ..recipe.datasets import load_data
 from ..recipe.runner import build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
 from ..run.one_line import refuse, take

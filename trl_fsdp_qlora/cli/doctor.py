@@ -1,7 +1,7 @@
 """`trl-fsdp-qlora doctor`: what would fail, or silently do the wrong thing, before it does.
 
 Beside what it sees of the machine, it makes the checks that a run makes itself (`recipe/checks.py`,
-`fsdp2_qlora/launch_checks.py`, `rollout/sync_choice.py`), each by itself, so that one finding does not hide the next.
+`fsdp2_qlora/launch_checks.py`, `rollout/adapter_sync.py`), each by itself, so that one finding does not hide the next.
 """
 
 import asyncio
@@ -241,7 +241,7 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
 
     from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_launch
     from ..recipe.checks import lora_config
-    from ..rollout.sync_choice import choose_sync, warnings_for
+    from ..rollout.adapter_sync import choose_sync, warnings_for
 
     quantization, adapter = get_quantization_config(model), lora_config(model)
     zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
@@ -274,7 +274,7 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
 def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
     from ..checkpoints.checkpoints import check_output_dir
     from ..recipe import checks
-    from ..rollout.sync_choice import low_adapter_rate
+    from ..rollout.adapter_sync import low_adapter_rate
 
     yield from _refused("training", checks.check_training, config, model)
     yield from _refused("rewards", checks.check_script, script)
@@ -298,7 +298,7 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
 
 
 def _of_data(script: Any, config: Any) -> Iterator[Finding]:
-    from ..recipe.data import load_data
+    from ..recipe.datasets import load_data
     from ..recipe.runner import reward_functions
     from ..run.input_checks import RewardError, check_dataset
 

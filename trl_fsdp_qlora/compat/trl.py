@@ -17,6 +17,7 @@ from trl.chat_template_utils import parse_response
 from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import unwrap_model_for_generation
+from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
@@ -32,6 +33,7 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
+from .replaced import replaced
 from .signatures import warn_of_misfits
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,9 @@ EXPECTED = {
     "GRPOTrainer._generate": "self prompts",
     "GRPOTrainer._generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
     "GRPOTrainer._calculate_rewards": "self inputs prompts completions completion_ids_list",
+    "GRPOTrainer._log_completion_extra": "self column values",
+    "GRPOTrainer._log_metric": "self name value",
+    "grpo_trainer.gather": "tensor",
     "GRPOTrainer._get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size "
     "compute_entropy compute_aux_loss pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles "
     "image_sizes token_type_ids mm_token_type_ids image_position_ids",
@@ -88,6 +93,13 @@ GROUP_SPREAD = "frac_reward_zero_std"
 if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
     logger.warning("trl_fsdp_qlora is written for TRL %s and was never run with TRL %s", TESTED_TRL, trl.__version__)
 warn_of_misfits("TRL", trl.__version__, sys.modules[__name__], EXPECTED)
+
+
+def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
+    """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and unlogged: TRL gathers them in the end."""
+    unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
+    with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
+        return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
 
 
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:

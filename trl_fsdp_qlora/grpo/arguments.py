@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from ..compat.transformers import model_name
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference
 from ..fsdp2_qlora.loading import load_for_launch
-from ..rollout.sync_choice import Sync, choose_sync
+from ..rollout.adapter_sync import Sync, choose_sync
 from ..run import input_checks as checks
 from ..run.ranks import on_main
 from .config import EfficientGRPOConfig
@@ -47,7 +47,7 @@ def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
 
 
 def _server_info(args: Any) -> dict[str, Any]:
-    from ..rollout.server import server_info
+    from ..rollout.engine import server_info
 
     return on_main(lambda: server_info(args))
 

@@ -7,7 +7,7 @@ import numpy as np
 from trl import GRPOConfig
 
 from ..fsdp2_qlora.generation import MODES as GATHERS
-from ..rollout.sync_choice import CHOICES as SYNCS
+from ..rollout.adapter_sync import CHOICES as SYNCS
 from ..run import redaction
 from ..run.config_fields import SWITCHES, documented, option, spelled
 from ..scoring.logprobs import HEAD_KERNELS

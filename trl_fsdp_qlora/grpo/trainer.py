@@ -27,7 +27,11 @@ from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, card_of, keeping_card, write_card
 from ..publishing.logits import record
+from ..rollout.adapter_sync import trl_starts_engine, warnings_for
+from ..rollout.completions import EngineModel
 from ..rollout.correction import (
+    WeightSyncCheck,
+    draws_from_policy,
     importance_weights,
     sampled_mask,
     sampling_figures,
@@ -35,11 +39,7 @@ from ..rollout.correction import (
     weighs_in_loss,
 )
 from ..rollout.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
-from ..rollout.engine_model import EngineModel
 from ..rollout.rollout import GenerateSettings, Rollout
-from ..rollout.start import trl_starts_engine
-from ..rollout.sync_choice import warnings_for
-from ..rollout.weight_sync_check import WeightSyncCheck, draws_from_policy
 from ..run import input_checks as checks
 from ..run.nonfatal import nonfatal
 from ..scoring.contexts import with_tied_entropies

@@ -108,8 +108,7 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
             the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
             there; `"first_line"`: the first line that is not empty; `"verl"`: what verl's scorer of GSM8K takes for right where it
             is right: the whole number behind the last `#### ` among the last 300 characters. verl compares texts, without commas,
-            where [`answers_match`] compares values, and GSM8K's answers are whole numbers, so whatever is not written as one
-            (`18.`, `18.0`) is no answer here.
+            where [`answers_match`] compares values, so what is not written as a whole number (`18.`, `18.0`) is no answer here.
 
     Raises:
         UserError: unknown `answer_format`.
@@ -168,20 +167,17 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     Raises:
         UnparsableGoldAnswer: neither; the message names the row.
     """
-    text = answer
-    if isinstance(answer, str) and "####" in answer:
-        text = extract_answer(answer, "hash") or ""
+    text = extract_answer(answer, "hash") or "" if isinstance(answer, str) and "####" in answer else answer
     number = parse_number(text) if isinstance(text, (str, numbers.Real)) else None
     if number is not None and (not isinstance(text, str) or "\\" not in text):
         return number
     if isinstance(text, str) and _is_latex(text) and math_worker.installed() and _parses(text):
         return text
-    is_long_integer = isinstance(answer, int) and parse_number(answer) is None  # Python refuses to print it
-    shown = f"an integer of {answer.bit_length()} bits" if is_long_integer else repr(answer)
-    shown = shown if len(shown) <= 120 else shown[:117] + "..."
+    # Python refuses to print an integer that is too long.
+    shown = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
     latex = "" if math_worker.installed() else f" (LaTeX answers need: {INSTALL_MATH})"
     raise UnparsableGoldAnswer(
-        f"the gold answer of row {row} cannot be read as a number{latex}: {shown}. Correct the row or leave it out of the dataset."
+        f"the gold answer of row {row} cannot be read as a number{latex}: {shown[:120]}. Correct the row or leave it out of the dataset."
     )
 
 
@@ -200,7 +196,9 @@ def answers_match(given: str | None, gold: Fraction | str | Callable[[str | None
     if (number is None and not _is_latex(given)) or len(given) > MAX_LATEX:
         return False
     if not math_worker.installed():
-        _warn_latex_scores_0()
+        logger.warning_once(
+            f"an answer in LaTeX cannot be compared without math-verify and scores 0, right or wrong: {INSTALL_MATH}"
+        )
         return False
     gold_text = gold if isinstance(gold, str) else rf"\frac{{{gold.numerator}}}{{{gold.denominator}}}"
     return _equal(f"${gold_text}$", given if number is not None else f"${given}$")
@@ -221,11 +219,3 @@ def _parses(text: str) -> bool:
 @functools.lru_cache(maxsize=16_384)
 def _equal(gold: str, given: str) -> bool:
     return bool(math_worker.ask(gold, given))
-
-
-@functools.cache  # once
-def _warn_latex_scores_0() -> None:
-    logger.warning(
-        "an answer in LaTeX cannot be compared without math-verify and scores 0, right or wrong (said once). "
-        f"Install it: {INSTALL_MATH}"
-    )

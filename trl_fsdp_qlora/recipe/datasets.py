@@ -1,4 +1,4 @@
-"""Problems with one exact answer, from a file, the Hub or a function of one's own, as TRL wants them."""
+"""Problems with one exact answer, from a file, the Hub or a function of one's own, as TRL wants them; and those of a recipe."""
 
 import hashlib
 import inspect
@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, DatasetDict, Image, List, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
@@ -15,8 +15,10 @@ from datasets.exceptions import DatasetsError
 from ..errors import mistyped_path
 from . import reasoning_gym
 from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
+from .arguments import ScriptArguments
 from .import_path import is_import_path, load_function
-from .small_tasks import TASKS, two_digit_pairs
+from .script import say
+from .small_base import TASKS, two_digit_pairs
 
 # (columns of the question, column of the right answer): SVAMP, GSM8K, and the plain one of one's own files.
 COLUMNS = ((("Body", "Question"), "Answer"), (("question",), "answer"), (("problem",), "answer"))
@@ -38,7 +40,7 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
         task, pairs = TASKS[source], two_digit_pairs()[split == "test"]
         return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
     if source == "coloured_shapes":
-        from .shapes import coloured_shapes  # with Pillow, which text does without
+        from .small_vision import coloured_shapes  # with Pillow, which text does without
 
         return coloured_shapes(split)
     if is_import_path(source):
@@ -67,11 +69,7 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
 
 
 def read_images(row: dict, source: str, where: str) -> list[dict]:
-    """The pictures in `image` or `images` of a row, each as `{"bytes": ..., "path": None}`, read to its end.
-
-    Raises:
-        DatasetError: names the row whose picture is missing or broken.
-    """
+    """The pictures of a row as `{"bytes": ..., "path": None}`, read to their end; [`DatasetError`] names the row of a broken one."""
     from PIL import Image as PILImage
 
     given, read = row.get("images") if row.get("images") is not None else row.get("image"), []
@@ -104,11 +102,9 @@ def read_problems(
     Args:
         source: a file (.jsonl, .json, .csv, .tsv, .parquet), a folder that `load_dataset` or `load_from_disk` reads, a Hub
             id, a function of one's own that returns rows (`my_data.py:load`; a parameter `split` gets the split), generators of
-            reasoning-gym (`reasoning_gym:chain_sum(max_terms=3)`), `"addition"` or `"multiplication"` for the two-digit problems
-            of the small base model, or `"coloured_shapes"` for pictures. A column `image` or `images` holds pictures, or their
-            files' paths.
-        split: split to read, or several (`train+test`); a single file holds only one.
-        config: configuration name, for a Hub id.
+            reasoning-gym (`reasoning_gym:chain_sum(max_terms=3)`), `"addition"`, `"multiplication"` or `"coloured_shapes"`. A
+            column `image` or `images` holds pictures, or their files' paths.
+        split, config: of a folder or the Hub; several splits are `train+test`.
         question_column, answer_column: where they are not SVAMP's (`Body`, `Question`, `Answer`), GSM8K's (`question`,
             `answer`) or `problem`, `answer`.
         whole_rows: also `columns`, the row as it is.
@@ -182,15 +178,10 @@ def _question_key(problem: dict) -> str:
 
 
 def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
-    """Split one set into (train, held out) by question, so that equal questions never stand on both sides.
-
-    Args:
-        problems: as from [`read_problems`].
-        count: held-out problems, always the same of one set.
-        field: that asked for them, for the error.
+    """Split one set into (train, held out) by question, so that equal questions never stand on both sides; always alike.
 
     Raises:
-        DatasetError: `count` leaves nothing to train on.
+        DatasetError: `count`, which `field` asks for, leaves nothing to train on.
     """
     keys = sorted({_question_key(problem) for problem in problems})
     if not 0 < count < len(keys):
@@ -253,3 +244,98 @@ def to_prompts(
         rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **more})
     made = Dataset.from_list(rows)
     return made.cast_column("images", List(Image())) if "images" in made.column_names else made
+
+
+# --- what a recipe's arguments name -----------------------------------------------------------------------------------
+
+
+class Problems(NamedTuple):
+    """The problems that a recipe's arguments name, as from [`read_problems`]; no question stands in two of them.
+
+    `validation` is empty where none is taken out, `test` is `None` where nothing is held out.
+    """
+
+    train: list[dict]
+    validation: list[dict]
+    test: list[dict] | None
+
+
+def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
+    """`problems` as the prompts that `args` make of them."""
+    return to_prompts(problems, args.system_prompt, args.prompt_template, args.chat)
+
+
+def _read(args: ScriptArguments, source: str, split: str, whole_rows: bool = False) -> list[dict]:
+    return read_problems(source, split, args.dataset_config, args.question_column, args.answer_column, whole_rows)
+
+
+def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
+    """The same problems as [`load_data`]'s before they are prompts; `whole_rows` of the training problems.
+
+    Raises:
+        DatasetError: nothing is held out, or nothing is left.
+    """
+    train = _read(args, args.dataset, args.dataset_split, whole_rows)
+    test, validation = None, []
+    same = args.eval_dataset in (None, args.dataset) and (
+        args.eval_split == args.dataset_split or not has_splits(args.dataset)
+    )
+    if args.held_out:
+        train, test = hold_out(train, args.held_out)
+    elif not same:
+        test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
+        train, dropped = without_overlap(train, test)
+        if dropped:
+            say(f"left {dropped} training problems out that are among the held-out ones")
+        if not train:
+            raise DatasetError(
+                f"all {dropped} problems of {args.dataset!r} are among the held-out ones; set held_out to a number of problems, or "
+                "eval_dataset to others"
+            )
+    elif not args.skip_accuracy:
+        what = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
+        raise DatasetError(
+            f"training and held-out problems are both {args.dataset!r}, {what}; set held_out to a number of problems to take out of "
+            "it, or eval_dataset to another file, or skip_accuracy: true"
+        )
+    if args.validation:
+        train, validation = hold_out(train, args.validation, field="validation")
+    elif args.accuracy_on == "validation":
+        raise DatasetError("accuracy_on='validation' has no problems to measure on; set validation: 100, for example")
+    return Problems(train, validation, test)
+
+
+def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+    """(training prompts, prompts to measure on: those that `accuracy_on` and `eval_problems` choose), without overlap.
+
+    The second is `None` where `skip_accuracy` is set and the arguments name no held-out problems.
+    """
+    problems = load_problems(args)
+    train = prompts_of(args, problems.train)
+    of_test = args.accuracy_on == "test"
+    measured = problems.test if of_test else problems.validation
+    if measured is None:
+        say(f"data: {len(train)} training problems from {args.dataset}; none held out")
+        return train, None
+    measured = prompts_of(args, measured[: args.eval_problems])
+    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and of_test else ""
+    kind = "held-out" if of_test else "validation"
+    say(f"data: {len(train)} training and {len(measured)} {kind} problems from {args.dataset}{aside}")
+    return train, measured
+
+
+def load_held_out(args: ScriptArguments) -> Dataset:
+    """The prompts to measure on alone; a file without splits is measured whole, unless `held_out` takes a part of it."""
+    if args.accuracy_on == "validation":
+        return load_data(args)[1]
+    if args.held_out:
+        _, test = hold_out(_read(args, args.dataset, args.dataset_split), args.held_out)
+    else:
+        test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
+        if args.eval_dataset is None and not has_splits(args.dataset):
+            say(
+                f"measuring on all of {args.dataset}; --held_out as in a recipe measures on what its training left out"
+            )
+    test = test[: args.eval_problems]
+    say(f"data: {len(test)} problems from {args.eval_dataset or args.dataset}")
+    return prompts_of(args, test)

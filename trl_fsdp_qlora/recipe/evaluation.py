@@ -1,9 +1,7 @@
 """Accuracy of a model on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank."""
 
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -57,17 +55,10 @@ class Evaluation:
 
 def majority(answers: list[str | None]) -> str | None:
     """The most frequent answer, by value where it is a number; ties go to the earliest; `None` where none is given."""
-    keys: list[Fraction | str] = []
-    first: dict[Fraction | str, str] = {}
-    for answer in answers:
-        if answer is None:
-            continue
-        number = parse_number(answer)
-        key = answer if number is None else number
-        keys.append(key)
-        first.setdefault(key, answer)
-    # Counter keeps the order of first appearance among equals
-    return first[Counter(keys).most_common(1)[0][0]] if keys else None
+    given = [answer for answer in answers if answer is not None]
+    values = [answer if (number := parse_number(answer)) is None else number for answer in given]
+    # `max` takes the earliest of equals.
+    return given[values.index(max(values, key=values.count))] if given else None
 
 
 def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
@@ -80,9 +71,8 @@ def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[lis
 
 def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if is_conversational({"prompt": prompts[0]}):
-        return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        made = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+        return made["input_ids"]
     return tokenizer(prompts)["input_ids"]
 
 
@@ -114,13 +104,9 @@ def evaluate(
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
-        temperature: of the samples.
-        top_p: of the samples. Penalties that the model's own generation config asks for are left out, of greedy decoding
-            too: what is measured is the model.
+        temperature, top_p, seed: of the samples. Penalties of the model's own generation config are left out.
         answer_format: see [`trl_fsdp_qlora.recipe.answers.extract_answer`].
-        seed: of the samples.
-        progress: show a bar on the main rank.
-        description: of the bar.
+        progress, description: show a bar on the main rank.
         lockstep: a forward is collective (weights sharded over the ranks): every rank generates equally often and as
             long as the slowest. See [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`].
 

@@ -23,7 +23,6 @@ MEMORY_BYTES = 8 << 30  # address space of the worker: a power can fill the memo
 
 _lock = threading.Lock()
 _worker: subprocess.Popen | None = None
-_owner = 0  # process id: a forked child does not use its parent's worker
 
 
 def installed() -> bool:
@@ -36,18 +35,16 @@ def ask(*texts: str) -> bool | None:
 
     `None` where it does not come to an end, which is logged; such a worker is ended, and the next question starts another.
     """
-    global _worker, _owner
+    global _worker
     with _lock:
-        if _worker is None or _worker.poll() is not None or _owner != os.getpid():
+        if _worker is None or _worker.poll() is not None:
             # -P: the folder of this file, which has a `datasets.py`, is not where the worker imports from.
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
-            _worker, _owner = subprocess.Popen([sys.executable, "-P", __file__], env=environment, **pipes), os.getpid()
+            _worker = subprocess.Popen([sys.executable, "-P", __file__], env=environment, **pipes)
             if _reply(START_SECONDS) != "ready":
                 end()
-                raise RuntimeError(
-                    "math-verify is installed and does not start: `python -c 'import math_verify'` says why"
-                )
+                raise RuntimeError("math-verify does not start: `python -c 'import math_verify'` says why")
         _worker.stdin.write(json.dumps(texts).encode() + b"\n")
         reply = _reply(10 * CPU_SECONDS)
         if reply:
@@ -68,7 +65,7 @@ def _reply(seconds: float) -> str:
 def end() -> None:
     """End the worker, if this process has one."""
     global _worker
-    if _worker is not None and _owner == os.getpid():
+    if _worker is not None:
         _worker.kill()
         _worker.communicate()
     _worker = None

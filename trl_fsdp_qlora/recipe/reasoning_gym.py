@@ -112,9 +112,7 @@ def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def read_problems(source: str, split: str) -> list[dict[str, Any]]:
-    """The different problems of a split, as from [`trl_fsdp_qlora.recipe.datasets.read_problems`].
-
-    Beside `row`, `question` and `answer` each has `difficulty`, what its generator says of it, and `entry`, for the verifier.
+    """The different problems of a split, with `difficulty`, what the generator says of it, and `entry`, for the verifier.
 
     Raises:
         DatasetError: no such generator, setting or split; a setting that the generator refuses; reasoning-gym is not installed.
@@ -135,11 +133,7 @@ def accepts(entry: str) -> Callable[[str | None], bool]:
 
 
 def verifier_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
-    """The reward of generated problems: their generator's own verifier on the completion's final answer.
-
-    Args:
-        answer_format: where the final answer stands, see [`trl_fsdp_qlora.recipe.answers.extract_answer`].
-    """
+    """The reward of generated problems: their generator's own verifier on the final answer, which stands in `answer_format`."""
 
     def reasoning_gym(completions: Sequence[Completion], entry: Sequence[str], **_columns) -> list[float]:
         answers = (extract_answer(completion_text(completion), answer_format) for completion in completions)

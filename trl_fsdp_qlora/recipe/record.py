@@ -1,11 +1,15 @@
-"""What a run measures beside training: held-out accuracy on the way, and the record in `metrics.json`."""
+"""What a run does beside training: held-out accuracy on the way, the record in `metrics.json`, and a limit of its seconds."""
 
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast
 from datasets import Dataset
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from ..checkpoints import disk
 from ..run.nonfatal import nonfatal
@@ -113,3 +117,45 @@ class AccuracyCallback(TrainerCallback):
         metrics["accuracy/n"].append(result.n)
         self.fill_card(result, state.global_step)
         control.should_log = True
+
+
+class TimeLimit(TrainerCallback, ExportableState):
+    """Stops training after the optimizer step in which its seconds have reached a limit: to compare methods at equal seconds.
+
+    Seconds run from the beginning of an optimizer step to its end, rollouts included; what is measured or saved between
+    steps is not counted, nor is A*-PO's first stage. They stand in the checkpoints, so a resumed run has what is left. The
+    first rank's clock counts: all ranks stop after the same step, which leaves a checkpoint.
+
+    Args:
+        seconds: limit.
+        clock: seconds since any moment.
+    """
+
+    def __init__(self, seconds: float, clock=time.perf_counter):
+        self.seconds, self.clock, self.spent = seconds, clock, 0.0
+
+    @property
+    def reached(self) -> bool:
+        return self.spent >= self.seconds
+
+    def state(self) -> dict:
+        return {"args": {"seconds": self.seconds}, "attributes": {"spent": self.spent}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # A checkpoint of a run without a limit has no place for it, and Transformers writes into what is there.
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        self.spent = kept["attributes"]["spent"]
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._began = self.clock()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Apple's GPUs have no float64, and no ranks to agree with.
+        device = torch.device("cpu") if args.device.type == "mps" else args.device
+        spent = torch.tensor(self.spent + self.clock() - self._began, dtype=torch.float64, device=device)
+        self.spent = float(broadcast(spent))
+        if self.reached:
+            control.should_training_stop = control.should_save = control.should_log = True
+            with nonfatal("a line on the terminal"):
+                limit = f"max_train_seconds={self.seconds:g}"
+                say(f"{self.spent:.0f} s of training: {limit} stops it at step {state.global_step}")

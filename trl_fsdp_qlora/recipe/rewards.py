@@ -24,14 +24,7 @@ def _gold_rows(answer: Sequence, columns: dict) -> list[Fraction | str | None]:
 
 
 def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float | None]]:
-    """A reward of 1.0 for the right final answer, else 0.0. Needs an `answer` column.
-
-    Args:
-        answer_format: where the final answer stands, see [`extract_answer`].
-
-    Returns:
-        The reward function, named `exact_answer` in the metrics. It raises [`UnparsableGoldAnswer`].
-    """
+    """A reward, `exact_answer`, of 1.0 for the right final answer ([`extract_answer`]), else 0.0. Needs an `answer` column."""
     extract_answer("", answer_format)  # an unknown format is an error now, not in the first step
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:

@@ -23,10 +23,9 @@ from ..run.nonfatal import nonfatal
 from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
-from .record import AccuracyCallback, RunRecord, format_result
+from .record import AccuracyCallback, RunRecord, TimeLimit, format_result
 from .rewards import get_reward
 from .script import resumable, say
-from .time_limit import TimeLimit
 
 
 def reward_functions(args: ScriptArguments) -> list:
@@ -34,11 +33,7 @@ def reward_functions(args: ScriptArguments) -> list:
 
 
 def load_processing(name: str, revision: str | None, images: bool):
-    """The model's tokenizer, or its processor where the data has `images`.
-
-    Raises:
-        ConfigError: the data has images, and the model takes none.
-    """
+    """The model's tokenizer, or its processor where the data has `images`; [`ConfigError`] where it takes none."""
     processing = (AutoProcessor if images else AutoTokenizer).from_pretrained(name, revision=revision)
     if images and not isinstance(processing, ProcessorMixin):
         raise ConfigError(f"model_name_or_path={name!r} takes no images, and the data has some; leave the column out")
@@ -109,23 +104,27 @@ def run_recipe(
         script: of the recipe.
         test: held-out prompts; `None` where `skip_accuracy` is set and nothing is held out.
         resume: `resume_from_checkpoint`.
-
-    Returns:
-        The record, as in `metrics.json`.
     """
     with trainer.checkpointing.alone():
         args, card = trainer.args, trainer.card_info
         record = RunRecord(args.output_dir)
         resume = trainer.checkpointing.resume_from(resume)
         if is_finished(record, trainer, script, resume):
-            _say_finished(trainer, script)
+            adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
+            goal = (
+                f"max_steps={args.max_steps}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
+            )
+            say(
+                f"the run in {args.output_dir} is finished ({goal}): nothing is trained, and what it left stays as it is\n"
+                f"  train further:  the same command with a larger --{goal.partition('=')[0]}\n"
+                f"  measure it:     {evaluate_line(args.output_dir, script, adapter)}"
+            )
             return record.content
         if resume is None:
             record.content = {}  # of a run that left no checkpoint
         elif not script.skip_accuracy and "before" not in record.content:
             say(
-                f"{record.path} does not hold the accuracy from before training, and a run that resumes cannot measure it: the "
-                "record, the card and the last line go without"
+                f"{record.path} does not hold the accuracy from before training, which a run that resumes cannot measure"
             )
         record.put(
             hardware=hardware(),
@@ -176,15 +175,3 @@ def run_recipe(
         if results:
             say(results)
         return record.content
-
-
-def _say_finished(trainer: Any, script: ScriptArguments) -> None:
-    """What a run with no steps left prints instead of training."""
-    args, adapter = trainer.args, is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
-    goal = f"max_steps={args.max_steps}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
-    say(
-        f"the run in {args.output_dir} is finished ({goal}): nothing is trained, and what it left stays as it is\n"
-        f"  train further:  the same command with a larger --{goal.partition('=')[0]}\n"
-        f"  train another:  the same command with another --output_dir\n"
-        f"  measure it:     {evaluate_line(args.output_dir, script, adapter)}"
-    )

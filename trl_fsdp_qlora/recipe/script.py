@@ -25,11 +25,10 @@ PATIENCE = 20.0
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script; a [`~trl_fsdp_qlora.errors.UserError`] is one line, anything else keeps its traceback.
+    """Run a script; a [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank and exit status 2.
 
-    The exit status then is 2. With several ranks the first one prints. `--debug_errors` shows the traceback. Ctrl-C is one
-    line, too, while training with the command that resumes; the exit status then is 130. Where nobody reads on what is
-    printed (`| head -1`), it is 141.
+    Anything else keeps its traceback, as `--debug_errors` shows that of the former. Ctrl-C is one line and 130, and where nobody
+    reads on what is printed (`| head -1`) the status is 141.
     """
     signals.stop_by_exception()
     terminal.no_bars_in_files()

@@ -1,4 +1,4 @@
-"""One adapter on its way from the trainer to an inference engine: what can be served, and versions of it on disk.
+"""How the policy gets into a vLLM engine: decided, and refused where it cannot work, before a model is loaded; and the adapter's way.
 
 vLLM takes a LoRA adapter from a folder. Every version gets a name and a folder of its own: the engine keys its prefix cache
 by the adapter's name, and loading in place is sticky before vLLM 0.33, so a name that is used twice may answer from the
@@ -8,7 +8,11 @@ policy before.
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -17,9 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..checkpoints.disk import written_whole
+from ..compat.vllm import adapter_misfits, trl_starts
 from ..errors import UserError
 from ..fsdp2_qlora.adapters import gather_adapter
+from ..fsdp2_qlora.launch_checks import is_fsdp_launch
 
+CHOICES = ("auto", "adapter", "merge")
+# Where a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
+LONG_COMPLETION = 512
+# Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
+LOW_ADAPTER_RATE = 5e-6
 # Initialisations that move part of the base's weights into the adapter: an engine that serves the untouched base with such
 # an adapter counts that part twice.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
@@ -30,6 +41,79 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 class RolloutError(UserError):
     """Completions could not be drawn from the policy; says what to do."""
+
+
+class Sync(NamedTuple):
+    """`"adapter"`, `"merge"` or `"off"` (no vLLM), and why."""
+
+    mode: str
+    reason: str
+
+    def describe(self) -> str:
+        """A line for a start-up report."""
+        sent = "the adapter alone" if self.mode == "adapter" else "all weights, the adapter merged"
+        return f"vLLM gets {sent}: {self.reason}"
+
+
+def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any], dict] | None = None) -> Sync:
+    """What `rollout_sync` comes to for a run.
+
+    Args:
+        args: of the trainer.
+        peft_config: of the adapter that is trained, or `None`.
+        quantized: the base is quantized.
+        ask: gives what the server of `args` was started with ([`trl_fsdp_qlora.rollout.engine.server_info`]), where the
+            choice hangs on it; `None` to choose without.
+
+    Raises:
+        RolloutError: the choice cannot work; names the line to change.
+    """
+    if not args.use_vllm:
+        return Sync("off", "use_vllm is off")
+    if args.rollout_sync == "merge" or peft_config is None:
+        if args.rollout_sync == "adapter":
+            served_rank(peft_config)  # says that there is no adapter
+        if quantized:
+            raise RolloutError(
+                "rollout_sync='merge' with a quantized base: merging into packed weights is not possible "
+                "(trl#4973). Remove rollout_sync, or load the base unquantized"
+            )
+        return Sync("merge", "asked for" if args.rollout_sync == "merge" else "there is no adapter to send alone")
+    try:
+        served_rank(peft_config)
+        if problems := adapter_misfits():
+            raise RolloutError("the installed TRL differs from 1.16 in " + "; ".join(problems))
+    except RolloutError as error:
+        if args.rollout_sync == "adapter" or quantized:
+            raise
+        return Sync("merge", str(error))
+    if args.rollout_sync == "adapter":
+        return Sync("adapter", "asked for")
+    if quantized:
+        return Sync("adapter", "the base is quantized")
+    on_gpu = torch.cuda.is_available()
+    if args.vllm_mode == "server" and ask is not None:
+        info = ask(args)
+        if info["lora_config"] is None:
+            return Sync("merge", "the server was started without --enable-lora")
+        if info["weight_transfer_config"] is not None and on_gpu:
+            return Sync("merge", "the server was started with --weight-transfer-config")
+    if is_fsdp_launch() or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None) == 3:
+        return Sync("adapter", "the base is sharded")
+    if args.vllm_mode == "server":
+        return Sync("adapter", "the engine is a server" + (" (if it was started to take them)" if ask is None else ""))
+    if not on_gpu:
+        return Sync("adapter", "there is no GPU, where pushing whole weights does not work")
+    return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
+
+
+def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
+    """Inside, TRL's trainer starts the engine of `sync`, with an adapter [`trl_fsdp_qlora.rollout.engine.start_engine`]'s."""
+    if sync.mode == "off":
+        return nullcontext()
+    from . import engine
+
+    return trl_starts(partial(engine.start_engine, args) if sync.mode == "adapter" else None, args.vllm_engine_kwargs)
 
 
 def served_rank(peft_config: LoraConfig | None) -> int:
@@ -43,35 +127,77 @@ def served_rank(peft_config: LoraConfig | None) -> int:
     reason = _why_not_served(peft_config)
     if reason is not None:
         raise RolloutError(f"vLLM cannot serve this adapter by itself: {reason}")
-    rank = max([peft_config.r, *(peft_config.rank_pattern or {}).values()])
-    return next(served for served in _RANKS if served >= rank)
+    return next(rank for rank in _RANKS if rank >= _rank(peft_config))
+
+
+def _rank(config: LoraConfig) -> int:
+    return max([config.r, *(config.rank_pattern or {}).values()])
 
 
 def _why_not_served(config: LoraConfig) -> str | None:
     # vLLM holds lora_A and lora_B beside linear layers, and leaves out in silence whatever else a folder has.
     if not isinstance(config, LoraConfig):
         return f"a {type(config).__name__} is no LoraConfig"
-    if config.use_dora:
-        return "use_dora=True adds a magnitude, which vLLM's adapters have no place for; use use_dora=False"
-    if config.modules_to_save:
-        return f"modules_to_save={config.modules_to_save} are trained whole; vLLM would serve the base's"
-    if config.bias != "none":
-        return f"bias={config.bias!r} trains biases; use bias='none'"
-    if config.target_parameters:
-        return (
-            f"target_parameters={sorted(config.target_parameters)} are adapters of whole parameters, as PEFT makes of `all-linear` "
-            "on a mixture of experts; name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']"
-        )
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
-    if any(name in target for target in targets for name in ("lm_head", "embed_tokens")):
-        return f"target_modules={config.target_modules} has the LM head or the embeddings, where vLLM's LoRA is not PEFT's"
-    if str(config.init_lora_weights).lower().startswith(_CHANGES_BASE):
-        return (
-            f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves the "
-            "whole base beside it; use init_lora_weights=True"
+    experts = config.target_parameters and sorted(config.target_parameters)
+    refused = {
+        "use_dora=True adds a magnitude; use use_dora=False": config.use_dora,
+        f"modules_to_save={config.modules_to_save} are trained whole": config.modules_to_save,
+        f"bias={config.bias!r} trains biases; use bias='none'": config.bias != "none",
+        f"target_parameters={experts} are adapters of whole parameters, as PEFT makes of `all-linear` on a mixture of experts; name "
+        "linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']": experts,
+        f"target_modules={config.target_modules} has the LM head or the embeddings, where vLLM's LoRA is not PEFT's": any(
+            name in target for target in targets for name in ("lm_head", "embed_tokens")
+        ),
+        f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves the whole base "
+        "beside it; use init_lora_weights=True": str(config.init_lora_weights).lower().startswith(_CHANGES_BASE),
+        f"its rank {_rank(config)} is above {_RANKS[-1]}": _rank(config) > _RANKS[-1],
+    }
+    return next((reason for reason, found in refused.items() if found), None)
+
+
+def truncations(args: Any) -> dict[str, Any]:
+    """Settings under which vLLM leaves tokens out of the distribution that it draws from, by name."""
+    kwargs = args.generation_kwargs or {}
+    given = {name: kwargs.get(name, getattr(args, name)) for name in ("top_p", "top_k", "min_p")}
+    kept = {"top_p": given["top_p"] in (None, 1.0), "top_k": (given["top_k"] or 0) <= 0, "min_p": not given["min_p"]}
+    return {name: value for name, value in given.items() if not kept[name]}
+
+
+def low_adapter_rate(rate: float) -> str | None:
+    """Why an adapter learns little at a learning rate; `None` where it may learn."""
+    if rate >= LOW_ADAPTER_RATE:
+        return None
+    return f"learning_rate={rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
+
+
+def warnings_for(args: Any, sync: Sync) -> list[str]:
+    """What is likely to go wrong in a run with vLLM, each with the line to change; for the log before the first step."""
+    if sync.mode == "off":
+        return []
+    found = []
+    corrected = args.vllm_importance_sampling_correction
+    by_sequence = args.vllm_importance_sampling_mode.startswith("sequence")
+    if corrected and by_sequence and (args.max_completion_length or 0) > LONG_COMPLETION:
+        found.append(
+            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} with completions of up to "
+            f"{args.max_completion_length} tokens: the weight is exp(sum of all differences), which long completions push "
+            "out of any clip; consider token_truncate"
         )
-    rank = max([config.r, *(config.rank_pattern or {}).values()])
-    return f"its rank {rank} is above {_RANKS[-1]}" if rank > _RANKS[-1] else None
+    if corrected and (cuts := truncations(args)):
+        product = ", in a sequence mode by the product over all of its tokens" if by_sequence else ""
+        found.append(
+            f"under {', '.join(f'{name}={value}' for name, value in cuts.items())} vLLM's log-probabilities are of the tokens "
+            "that are left, and the trainer's of all tokens: importance weights are too small by the probability of what "
+            f"was left{product} (trl#6789). Leave {' and '.join(cuts)} out, or set vllm_importance_sampling_correction: false"
+        )
+    if args.vllm_engine_kwargs and args.vllm_mode == "server":
+        found.append(
+            "vllm_engine_kwargs is for an engine in this process; give a server its options where it is started"
+        )
+    if sync.mode == "adapter" and (low := low_adapter_rate(args.learning_rate)) is not None:
+        found.append(low)
+    return found
 
 
 def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -91,14 +217,12 @@ class AdapterVersions:
 
     Args:
         prefix: of the names; unique to this run, so that two runs can share a server.
-        folder: for the scratch folder.
+        folder: for the scratch folder, which goes when the process ends.
         in_memory: use `/dev/shm` instead, where it has room for four versions.
     """
 
     def __init__(self, prefix: str, folder: str | Path, in_memory: bool = False):
-        self.prefix = prefix
-        self.folder = Path(folder)
-        self.in_memory = in_memory
+        self.prefix, self.folder, self.in_memory = prefix, Path(folder), in_memory
         self.root: Path | None = None
         self.bytes = 0
 
@@ -131,12 +255,6 @@ class AdapterVersions:
 
     def forget_before(self, version: int) -> None:
         """Remove the folders of versions older than `version`."""
-        for folder in self.root.glob(f"{self.prefix}-v*") if self.root is not None else ():
+        for folder in self.root.glob(f"{self.prefix}-v*"):
             if int(folder.name.rpartition("-v")[2]) < version:
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Remove every version; happens by itself when the process ends."""
-        if self.root is not None:
-            self._scratch.cleanup()
-            self.root = None

@@ -32,12 +32,6 @@ def has_packed_base(model: nn.Module) -> bool:
     return any(type(module).__name__ == "Linear4bit" for module in model.modules())
 
 
-def _tensors(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """`(name, dense weight)` in the checkpoint's own layout, which may have a tensor for each expert; a layer at a time."""
-    for _, layer in groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):
-        yield from revert_weight_conversion(base, dict(layer)).items()
-
-
 def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """`(name in transformers' model, dense weight)`, one at a time."""
     from bitsandbytes.functional import dequantize_4bit
@@ -112,7 +106,10 @@ def dequantized_base(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(folder) as scratch:
         scratch.mkdir()
-        index = _write_shards(_tensors(base, dtype), scratch, progress)
+        # In the checkpoint's own layout, which may have a tensor for each expert; a layer at a time.
+        layers = groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0])
+        tensors = (pair for _, layer in layers for pair in revert_weight_conversion(base, dict(layer)).items())
+        index = _write_shards(tensors, scratch, progress)
         (scratch / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         config = base.config.to_dict()
         config.pop("quantization_config", None)
@@ -128,7 +125,7 @@ def _write_shards(tensors: Iterator, folder: Path, progress: bool) -> dict[str, 
     """Write `(name, tensor)` into files of [`SHARD_BYTES`]; returns the index that transformers looks them up in."""
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
-    held = total = 0
+    total = 0
 
     def flush() -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
@@ -136,13 +133,10 @@ def _write_shards(tensors: Iterator, folder: Path, progress: bool) -> dict[str, 
         weight_map.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    with tqdm(unit="B", unit_scale=True, desc="dequantizing the base", disable=not progress) as bar:
-        for name, tensor in tensors:
-            if shard and held + tensor.nbytes > SHARD_BYTES:
-                flush()
-                held = 0
-            shard[name] = tensor
-            held, total = held + tensor.nbytes, total + tensor.nbytes
-            bar.update(tensor.nbytes)
-        flush()
-        return {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, tensor in tqdm(tensors, unit=" weights", desc="dequantizing the base", disable=not progress):
+        if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        shard[name] = tensor
+        total += tensor.nbytes
+    flush()
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -6,21 +6,23 @@ random order before any prompt comes a second time; what training draws by itsel
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from .rewards import combine
-
 logger = get_logger(__name__)
 
 
-@dataclass
-class DrawnRow:
+def combine(rewards_NK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
+    """`(N,)`: weighted sum over the functions that gave one; NaN where none did (as in TRL)."""
+    total_N = (rewards_NK * weights_K.to(rewards_NK)).nansum(1)
+    return total_N.masked_fill(rewards_NK.isnan().all(1), torch.nan)
+
+
+class DrawnRow(NamedTuple):
     """One completion of `GRPOTrainer._generate`, and what its reward functions logged for it."""
 
     prompt_ids: list[int]
@@ -31,13 +33,7 @@ class DrawnRow:
 
 
 def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
-    """What `GRPOTrainer._generate` returned for text prompts, by row.
-
-    Args:
-        generated: prompt ids, completion ids, tool mask, completions, log-probabilities, fields of a rollout function,
-            images, images of tools.
-        extras: columns that reward functions logged, one value for each row.
-    """
+    """What `GRPOTrainer._generate` returned for text prompts, and the columns that reward functions logged, by row."""
     prompt_ids, completion_ids, _, completions, logprobs, *_ = generated
     logprobs = [None] * len(prompt_ids) if logprobs is None else logprobs
     columns = {name: values for name, values in extras.items() if len(values) == len(prompt_ids)}
@@ -46,15 +42,10 @@ def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
 
 
 class ScoredRows(list):
-    """Dataset rows of this rank, one for each completion, with what was drawn for them and the rewards of all ranks.
+    """Dataset rows of this rank, one for each completion, with what was drawn for them, `drawn`, and all ranks' `rewards_NK`.
 
     Groups are whole, spread over the ranks in equal parts and in order. In the place of the inputs of TRL's
     `_generate_and_score_completions`.
-
-    Args:
-        rows: the dataset rows.
-        drawn: one value for each.
-        rewards_NK: of the completions of all ranks, by reward function.
     """
 
     def __init__(self, rows: list[dict], drawn: list, rewards_NK: torch.Tensor):

@@ -5,21 +5,29 @@ untouched base and is given each version of the adapter under a name of its own:
 sharded base needs no merging, and putting the engine to sleep frees its cache and keeps its weights.
 """
 
+import logging
 import os
 import time
+import uuid
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from requests.adapters import HTTPAdapter, Retry
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..compat.replaced import replaced
 from ..compat.trl import ensure_master_addr_port
 from ..compat.vllm import leave_groups_that_are_gone
-from .adapter_sync import AdapterVersions, RolloutError, adapter_weights
-from .server import AdapterServer
+from ..run.ranks import on_main
+from ..run.shipped import cache_folder
+from .adapter_sync import AdapterVersions, RolloutError, adapter_weights, served_rank
+from .dequantized_base import DONE, dequantized_base, has_packed_base
+
+logger = logging.getLogger(__name__)
 
 
 class _Serving:
@@ -56,14 +64,72 @@ class _Serving:
         self._llm.wake_up(tags=["kv_cache"])
 
 
+def server_info(args: Any) -> dict[str, Any]:
+    """What the server of a trainer's arguments was started with; waits for `vllm_server_timeout`, as TRL does."""
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
+
+
+class AdapterServer(VLLMClient):
+    """TRL's client of a vLLM server, for a server that is given adapters.
+
+    Args:
+        url: of the server.
+        patience: seconds to wait until the server is up.
+        max_lora_rank: the adapter's, as vLLM counts ranks.
+
+    Attributes:
+        base, folder: the name under which it serves the base, and what it loaded that from.
+
+    Raises:
+        RolloutError: it cannot take such adapters; names what to start it with.
+    """
+
+    def __init__(self, url: str, patience: float, max_lora_rank: int):
+        super().__init__(base_url=url, connection_timeout=patience)
+        models = self.session.get(f"{self.base_url}/v1/models").json()["data"]
+        # Adapters of earlier runs are listed too, with the base as their parent.
+        base = next(model for model in models if not model.get("parent"))
+        self.model = self.base = base["id"]
+        self.folder = base.get("root") or base["id"]
+        lora = self.get_server_info()["lora_config"]
+        if lora is None or lora["max_lora_rank"] < max_lora_rank:
+            started = "without --enable-lora" if lora is None else f"with --max-lora-rank {lora['max_lora_rank']}"
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} was started {started}. Restart it with --enable-lora --max-lora-rank "
+                f"{max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+            )
+        # TRL asks again after a 500, and forgets what it said: here that is why vLLM did not take an adapter.
+        tries = Retry(total=5, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST"])
+        for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
+            self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=tries))
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load `folder` and answer with it from now on; raises [`RolloutError`] with the server's reason."""
+        self.ask("load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        self.model = name
+
+    def ask(self, endpoint: str, content: dict) -> None:
+        response = self.session.post(f"{self.base_url}/v1/{endpoint}", json=content)
+        if response.status_code == 200:
+            return
+        if response.status_code == 404 and response.json().get("detail") == "Not Found":  # no such endpoint
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} takes no adapters at run time. Restart it with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+            )
+        raise RolloutError(
+            f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): {response.text[:500]} (the server "
+            f"has to see {content.get('lora_path', 'the folder')} (vllm_adapter_dir), and to serve the model that is trained)"
+        )
+
+
 class AdapterEngine(VLLMGeneration):
     """[`trl.generation.vllm_generation.VLLMGeneration`] that serves an adapter over an untouched base.
 
     Args:
-        base: folder or Hub id of the weights that the engine loads (colocated): the checkpoint that is trained, or the
-            dequantized copy of a 4-bit one.
-        peft_config: of the adapter.
-        max_lora_rank: from [`trl_fsdp_qlora.rollout.adapter_sync.served_rank`].
+        base: folder or Hub id of what a colocated engine loads: the checkpoint, or the dequantized copy of a 4-bit one.
+        peft_config, max_lora_rank: of the adapter, see [`trl_fsdp_qlora.rollout.adapter_sync.served_rank`].
         versions: where versions of the adapter are written; used by rank 0.
         engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
         **options: of `VLLMGeneration`.
@@ -82,12 +148,9 @@ class AdapterEngine(VLLMGeneration):
         engine_kwargs: dict[str, Any] | None = None,
         **options,
     ):
-        self.base = base
-        self.peft_config = peft_config
-        self.max_lora_rank = max_lora_rank
-        self.versions = versions
+        self.base, self.peft_config, self.max_lora_rank = base, peft_config, max_lora_rank
+        self.versions, self.version = versions, 0
         self.engine_kwargs = engine_kwargs or {}
-        self.version = 0
         self.last_sync = {"seconds": 0.0, "bytes": 0}
         super().__init__(**options)
 
@@ -183,7 +246,7 @@ class AdapterEngine(VLLMGeneration):
         if self.accelerator.is_main_process:
             self.vllm_client.load_adapter(name, folder)
             if self.version:
-                self.vllm_client.unload_adapter(before)
+                self.vllm_client.ask("unload_lora_adapter", {"lora_name": before})
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         answer = super().generate(prompts, images, num_generations, profiler)
@@ -200,3 +263,37 @@ class AdapterEngine(VLLMGeneration):
         if self.mode == "colocate":
             return replaced(self.llm, adapter=None)
         return replaced(self.vllm_client, model=self.vllm_client.base)
+
+
+def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, **options: Any):
+    """An [`AdapterEngine`] holding the base that `model` trains on, given what TRL gives its own. Collective.
+
+    The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet.
+
+    Raises:
+        RolloutError: the server cannot take adapters, or a 4-bit base cannot be dequantized.
+    """
+    peft_config = model.peft_config[model.active_adapters[0]]
+    rank = served_rank(peft_config)  # what PEFT made of the targets, before anything is written
+    base, packed = model.name_or_path, has_packed_base(model)
+    if packed and mode == "colocate":
+        # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
+        dtype = torch.float32 if accelerator.device.type == "cpu" else torch.bfloat16
+        cache = cache_folder() / "dequantized"
+        try:
+            base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
+        except OSError as error:
+            raise RolloutError(str(error)) from error
+    one_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) == accelerator.num_processes
+    folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
+    in_memory = args.vllm_adapter_dir is None and mode == "colocate" and one_node
+    versions = AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", folder, in_memory)
+    ours = {"peft_config": peft_config, "max_lora_rank": rank, "engine_kwargs": args.vllm_engine_kwargs}
+    options |= {"model": model, "accelerator": accelerator, "processing_class": processing_class, "mode": mode}
+    engine = AdapterEngine(base=base, versions=versions, **ours, **options)
+    if packed and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
+        logger.warning(
+            f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy instead, "
+            "which `trl-fsdp-qlora dequantize --model_name_or_path ...` writes, or rollouts come from another rounding"
+        )
+    return engine

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import astuple, fields
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -18,43 +18,26 @@ from ..compat.trl import unwrap_model_for_generation
 from ..fsdp2_qlora.generation import choose, gathered, is_gathered
 from ..scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
-from .decoding import Decoding, DecodingWork
+from .decoding import Decoding, DecodingWork, why_stock
 from .shared_prompts import why_per_row
-from .support import why_stock
 
 logger = get_logger(__name__)
 
 
-@dataclass
-class GenerateSettings:
-    """What a trainer gives to transformers' `generate`.
-
-    Attributes:
-        config: the generation config.
-        overrides: settings that take precedence over the model's own generation config.
-        eos_token_ids: a completion is cut behind the first of them.
-    """
+class GenerateSettings(NamedTuple):
+    """What a trainer gives to transformers' `generate`; a completion is cut behind the first of `eos_token_ids`."""
 
     config: GenerationConfig
-    overrides: dict[str, Any]
+    overrides: dict[str, Any]  # take precedence over the model's own generation config
     eos_token_ids: list[int]
 
 
 class Rollout:
-    """Where completions come from, on whatever the model is wrapped in.
-
-    Args:
-        args: of the trainer.
-        accelerator: of the trainer.
-        backend: TRL's `DistributedBackend`, which knows what shards the parameters.
-    """
+    """Where completions come from, on whatever the model is wrapped in; `backend` is TRL's `DistributedBackend`."""
 
     def __init__(self, args: Any, accelerator: Accelerator, backend: Any):
-        self.args = args
-        self.accelerator = accelerator
-        self.backend = backend
+        self.args, self.accelerator, self.backend = args, accelerator, backend
         self._work = DecodingWork()
-        self._told: set[str] = set()
 
     @property
     def is_sharded(self) -> bool:
@@ -62,16 +45,12 @@ class Rollout:
         return self.accelerator.num_processes > 1 and (self.backend.is_fsdp or self.backend.is_zero3)
 
     def refuse_unprepared(self, what: str, model: nn.Module, wrapped: nn.Module) -> None:
-        """Raise where `what` needs a forward of a model that is still to be sharded.
-
-        Raises:
-            RuntimeError: says what to do instead.
-        """
+        """A `RuntimeError` where `what` needs a forward of a model that is still to be sharded; says what to do instead."""
         prepared = wrapped is not model or any(isinstance(p, DTensor) for p in model.parameters())
         if self.is_sharded and not prepared:
             raise RuntimeError(
-                f"{what} needs a forward of a model that is sharded over ranks, and only train() prepares it: let train() "
-                f"run stage 1 in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
+                f"{what} needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 in its first "
+                "step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
             )
 
     def training_turn(
@@ -80,9 +59,7 @@ class Rollout:
         """Completions of a generation batch, one per prompt row, and their log-probabilities where vLLM drew them.
 
         Args:
-            stock: `GRPOTrainer._generate_single_turn`.
-            turn: its arguments: token ids of the prompts, images, multimodal fields, completions per prompt, whether
-                tools returned images.
+            stock, turn: `GRPOTrainer._generate_single_turn` and its arguments.
             wrapped: the policy as it was prepared.
             settings: of transformers' `generate`; `None` where something else generates.
         """
@@ -97,7 +74,7 @@ class Rollout:
         if settings is None or of_tools or self.why_stock(wrapped, settings) is not None:
             return stock(*turn)
         if vision and (reason := self.why_stock(wrapped, settings, vision)) is not None:
-            self._tell(f"a batch with images generates as in stock TRL ({reason})")
+            logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
             return stock(*turn)
         with self.generating(wrapped, settings.overrides) as (model, lockstep):
             decoding, ends = Decoding(lockstep), settings.eos_token_ids
@@ -106,14 +83,8 @@ class Rollout:
             )
         self._work += work
         if decoding.found:  # the start-up block said that prompts are attended to once
-            self._tell(_prompts(decoding.per_row))
+            logger.warning_once(f"decoding: {_prompts(decoding.per_row)}")
         return completions, None
-
-    def _tell(self, line: str) -> None:
-        """Say once what only completions show."""
-        if line not in self._told:
-            self._told.add(line)
-            logger.warning("decoding: %s", line)  # on the main rank
 
     def why_stock(self, wrapped: nn.Module, settings: GenerateSettings, vision: dict | None = None) -> str | None:
         """Why training's completions come from transformers' own decoding loop; `None` where they do not."""
@@ -139,19 +110,15 @@ class Rollout:
         with nullcontext() if adapted else self.accelerator.autocast():
             reason = why_per_row(model.get_base_model() if adapted else model)
         products = "; float32 products by oneDNN" if beats_mkl() else ""
-        return [
-            *found,
-            ("on" if reason is None or products else "as stock TRL", f"decoding: {_prompts(reason)}{products}"),
-        ]
+        heading = "on" if reason is None or products else "as stock TRL"
+        return [*found, (heading, f"decoding: {_prompts(reason)}{products}")]
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
-        names = [item.name for item in fields(DecodingWork)]
-        figures = torch.tensor([getattr(self._work, name) for name in names])
-        self._work = DecodingWork()
-        figures = self.accelerator.reduce(figures.to(self.accelerator.device), reduction="sum")
-        found = zip(names, figures.tolist(), strict=True) if figures.any() else ()
-        return {f"generation/{name}": float(value) for name, value in found}
+        figures = torch.tensor(astuple(self._work), device=self.accelerator.device)
+        figures, self._work = self.accelerator.reduce(figures, reduction="sum"), DecodingWork()
+        found = zip(fields(DecodingWork), figures.tolist(), strict=True) if figures.any() else ()
+        return {f"generation/{item.name}": float(value) for item, value in found}
 
     @contextmanager
     def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:

@@ -6,7 +6,7 @@ from accelerate.utils import gather_object
 from ..grpo.arguments import own_config
 from ..grpo.passes import loss_pass
 from ..grpo.trainer import EfficientGRPOTrainer
-from ..rollout.rewards import combine
+from ..rollout.dynamic_sampling import combine
 from .config import TSPMOConfig
 from .credit import group_credit
 
