@@ -122,7 +122,7 @@ def test_a_file_of_ones_own_trains_unmeasured_and_is_measured_whole(tmp_path, ca
     train, test = load_data(ScriptArguments(dataset=path, skip_accuracy=True))
     assert len(train) == 2 and test is None
     assert len(load_held_out(ScriptArguments(dataset=path))) == 2
-    assert "--held_out as in its recipe" in capsys.readouterr().out
+    assert "measuring on all of" in capsys.readouterr().out
     _, test = load_data(ScriptArguments(dataset=path, held_out=1))
     assert load_held_out(ScriptArguments(dataset=path, held_out=1)).to_list() == test.to_list()
 
