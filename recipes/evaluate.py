@@ -22,10 +22,10 @@ import torch
 from accelerate import PartialState
 from transformers import BitsAndBytesConfig
 
-from trl_fsdp_qlora.checkpoints.disk import disk_errors, read_json, write_json
+from trl_fsdp_qlora.checkpoints.disk import read_json, write_json
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.publishing.loading import load_model
+from trl_fsdp_qlora.publishing.merge import load_model
 from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.datasets import load_held_out
@@ -135,9 +135,8 @@ def main() -> None:
             "dataset": script.dataset,
             "seed": args.seed,
         }
-        with disk_errors(Path(args.output).parent):
-            machine = {"hardware": hardware(), "software": software()}
-            write_json(Path(args.output), {**about, **result.as_dict(), **machine})
+        machine = {"hardware": hardware(), "software": software()}
+        write_json(Path(args.output), {**about, **result.as_dict(), **machine})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import json
 import sys
 import types
 
@@ -65,39 +64,3 @@ def test_both_sides_train_on_the_same(beside, tmp_path, monkeypatch):
     assert "Unsloth's seconds over ours" in said
     rows["unsloth"]["completion_tokens"] = 2.5
     assert "not comparable" in beside.said(rows)
-
-
-def test_out_of_memory_is_a_row_and_both_sides_are_written_one_by_one(beside, tmp_path, monkeypatch, capsys):
-    output, on_disk = tmp_path / "rows.json", []
-
-    def start(command, check):
-        if "--side" not in command:  # the look whether Unsloth is there
-            return types.SimpleNamespace(returncode=0)
-        on_disk.append(list(json.loads(output.read_text())["rows"]) if output.is_file() else [])
-        side, given = command[3], argparse.Namespace(**json.loads(command[5]))
-        assert (command[0] == "other") == (side == "unsloth")
-        if side == "ours":
-            beside.one_side(side, given)
-        return types.SimpleNamespace(returncode=1)
-
-    def short(side, args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 200.00 GiB.\nmore lines")
-
-    monkeypatch.setattr(beside, "measure", short)
-    monkeypatch.setattr(beside, "subprocess", types.SimpleNamespace(run=start))
-    monkeypatch.setattr(
-        "sys.argv", ["beside_unsloth.py", "--model", "m", "--unsloth", "other", "--output", str(output)]
-    )
-    beside.main()
-    assert on_disk == [[], ["ours"]], "what a killed call would have left"
-    assert capsys.readouterr().out == "ours: out of memory\nunsloth: exit code 1\n"
-    assert json.loads(output.read_text())["rows"]["ours"]["out_of_memory"].endswith("200.00 GiB.")
-
-
-def test_without_unsloth_nothing_is_measured(beside, tmp_path, monkeypatch, capsys):
-    """Nor where the Python that is named has none."""
-    monkeypatch.setattr(beside.subprocess, "run", lambda command, check: types.SimpleNamespace(returncode=1))
-    monkeypatch.setattr("sys.argv", ["beside_unsloth.py", "--model", "m", "--unsloth", "other"])
-    with pytest.raises(SystemExit):
-        beside.main()
-    assert "other has no unsloth" in capsys.readouterr().err

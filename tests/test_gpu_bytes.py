@@ -55,17 +55,6 @@ def test_rows_are_written_one_by_one_and_taken_over_by_the_next_run(gpu_bytes, t
     assert "grid" not in gpu_bytes.Results(path, {"torch": "2"}).content, "of other versions"
 
 
-def test_the_table_says_what_was_not_run(gpu_bytes):
-    gib = 2**30
-    grid = {
-        "7B lora checkpointing 8/4/2": {"stock": {"step": 4 * gib}, "ours": {"step": 2 * gib}},
-        "7B lora no checkpointing 8/4/2": {"stock": {"out_of_memory": "all"}},
-    }
-    lines = gpu_bytes.gpu_bytes_pictures.grid_table(grid).splitlines()
-    assert "| 7B lora checkpointing | 4.0 → 2.0 (2.00×) |" in lines
-    assert "| 7B lora no checkpointing | out of memory → not run |" in lines
-
-
 @pytest.mark.parametrize("largest", [0, 2, 3, 9, 57, 64])
 @pytest.mark.parametrize("guess", [-4, 0, 2, 9, 40, 300])
 def test_the_largest_group_is_found_from_any_guess(gpu_bytes, largest, guess):
@@ -97,18 +86,6 @@ def test_tables_of_groups_and_ranks(gpu_bytes):
     assert "| 7B qlora checkpointing 8/4 | none → 7 | 5 → not run |" in lines
     assert "| 7B | 2.00 | 0.50 | 3.00 | 6.00 | 9.0 |" in lines
     assert "| 32B | not run | not run | not run | not run | not run |" in lines
-
-
-def test_a_picture_of_whatever_there_is(gpu_bytes, tmp_path):
-    """Also where a part failed, or had no time: what was measured must not be lost to its picture."""
-    pytest.importorskip("matplotlib")
-    draw, failed = gpu_bytes.gpu_bytes_pictures.draw, {"error": "exit code 1"}
-    setting = {"setting": {"device": "none"}}
-    assert draw(setting | {"ranks": {"7B": failed}}) is None
-    for content in ({"grid": {"7B lora 8/4/2": failed}}, {"groups": {"7B stock": failed}}):
-        draw(setting | content).savefig(tmp_path / "some.png")
-    whole = {"grid": {"7B lora 8/4/2": {"stock": {"step": 2}}}, "groups": {"7B ours": {"16 GiB": {"largest": 3}}}}
-    assert len(draw(setting | whole).axes) == 2
 
 
 def test_the_picture_is_of_the_largest_shape_and_left_out_where_nothing_can_draw_it(gpu_bytes, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -64,41 +63,6 @@ def test_what_a_part_started_ends_with_it(gpu, tmp_path, interruptible):
             break
         time.sleep(0.1)
     assert not is_running(int(pid.read_text()))
-
-
-CALL = """
-import importlib.util, sys, types
-from pathlib import Path
-spec = importlib.util.spec_from_file_location("gpu_call", {file!r})
-gpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gpu)
-cuda = types.SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "none")
-sys.modules["torch"] = types.SimpleNamespace(cuda=cuda, __version__="0")
-hangs = gpu.Part([sys.executable, "-c", {script!r}], None, 1.0)
-gpu.parts = lambda *given: {{"hangs": hangs}}
-sys.argv = ["gpu.py", "--output", {output!r}]
-gpu.main()
-"""
-
-
-@pytest.mark.processes
-def test_a_call_that_is_ended_ends_its_part(tmp_path):
-    """As `timeout 10m` and schedulers end it. The part has a process group of its own, which no signal to the call reaches."""
-    pid = tmp_path / "pid"
-    script = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    call = CALL.format(file=str(FILE), script=script, output=str(tmp_path / "out"))
-    process = subprocess.Popen([sys.executable, "-c", call])
-    try:
-        while not (pid.exists() and pid.read_text()):
-            assert process.poll() is None, "the call ended before its part had begun"
-            time.sleep(0.1)
-        process.terminate()
-        assert process.wait(timeout=120) == 128 + signal.SIGTERM
-        assert not is_running(int(pid.read_text()))
-    finally:
-        process.kill()
-        if pid.exists() and pid.read_text() and is_running(int(pid.read_text())):
-            os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.processes

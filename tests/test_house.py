@@ -44,22 +44,11 @@ def name_of(path: Path) -> tuple[str, ...]:
 MODULES = {name_of(path) for path in FILES}
 
 
-def imports_of(path: Path, only_at_import: bool = False) -> set[tuple[str, ...]]:
-    """Modules of the package that a file imports, also inside functions unless `only_at_import`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def imports_of(path: Path) -> set[tuple[str, ...]]:
+    """Modules of the package that a file imports, also inside functions."""
     here = path.relative_to(PACKAGE).parent.parts
-    nodes = list(ast.walk(tree))
-    if only_at_import:
-        inside = [
-            child
-            for node in nodes
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
-            for child in ast.walk(node)
-        ]
-        nodes = [node for node in nodes if node not in inside]
     found = set()
-    for node in nodes:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom):
             continue
         if node.level:
@@ -81,35 +70,6 @@ def test_a_room_imports_only_from_rooms_below_it():
             if target[0] != room and HEIGHT[target[0]] >= HEIGHT[room]:
                 upwards.append(f"{path.relative_to(PACKAGE)} imports {'.'.join(target)}")
     assert not upwards
-
-
-def test_no_import_cycle():
-    graph = {name_of(path): imports_of(path, only_at_import=True) for path in FILES}
-    done, open_ = set(), []
-
-    def visit(module):
-        assert module not in open_, " -> ".join(".".join(name) for name in [*open_[open_.index(module) :], module])
-        if module in done:
-            return
-        open_.append(module)
-        for target in graph.get(module, ()):
-            if target != module:
-                visit(target)
-        open_.pop()
-        done.add(module)
-
-    for module in graph:
-        visit(module)
-
-
-def test_no_two_classes_share_a_name():
-    """A name in an import or a traceback says which it is."""
-    found: dict[str, list[str]] = {}
-    for path in FILES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
 ROOT = PACKAGE.parent

@@ -47,22 +47,6 @@ def test_a_kernel_out_of_memory_leaves_the_point_to_the_others(lm_head, tmp_path
     assert "trl: out of memory: CUDA out of memory. Tried to allocate 200.00 GiB." in said and "more lines" not in said
 
 
-def test_a_point_out_of_memory_is_a_row(lm_head, tmp_path, monkeypatch, capsys):
-    compare = lm_head.compare
-
-    def short(tokens, *given):
-        if tokens < 16:
-            raise torch.OutOfMemoryError(FULL)
-        return compare(tokens, *given)
-
-    monkeypatch.setattr(lm_head, "compare", short)
-    lm_head.main()
-    first, _, last = rows_of(tmp_path)
-    assert first == {"tokens": 8, "hidden": 4, "vocabulary": 32, "dtype": "float32", "out_of_memory": ["ours", "trl"]}
-    assert last["speedup"] > 0
-    assert "N 8, V 32: out of memory" in capsys.readouterr().out
-
-
 def test_what_ran_out_of_memory_holds_nothing_afterwards():
     """Else every later point would have less memory than the first."""
     held, gave_up = [], benchmark("synthetic").unless_out_of_memory

@@ -5,24 +5,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import yaml
 
 import trl_fsdp_qlora
 from trl_fsdp_qlora.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
-
-
-def test_configs_by_name(capsys):
-    assert main(["config", "ddp_cpu"]) == 0
-    path = Path(capsys.readouterr().out.strip())
-    assert yaml.safe_load(path.read_text())["num_processes"] == 2
-    assert main(["config"]) == 0
-    assert {"cpu", "ddp", "ddp_cpu", "single_gpu"} <= set(capsys.readouterr().out.split())
-    assert main(["config", "cpi"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: no accelerate config named 'cpi'; did you mean 'cpu'?; there are cpu, ddp,")
-    assert len(said.splitlines()) == 1
 
 
 def test_every_command_is_there_and_help_names_it(capsys):
@@ -31,14 +18,6 @@ def test_every_command_is_there_and_help_names_it(capsys):
     for name, command in COMMANDS.items():
         assert f"\n  {name} " in said
         assert callable(getattr(import_module(f"trl_fsdp_qlora.{command.module}"), command.function))
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("gpro", "grpo"), ("t_spmo", "t-spmo"), ("recipe", "recipes"), ("small_base", "small-base")]
-)
-def test_an_unknown_command_is_answered_with_the_nearest(typed, meant, capsys):
-    assert main([typed, "--config", "x.yaml"]) == 2
-    assert capsys.readouterr().err == f"error: trl-fsdp-qlora has no command {typed!r}; did you mean {meant!r}?\n"
 
 
 @pytest.mark.processes

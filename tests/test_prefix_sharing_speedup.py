@@ -45,13 +45,3 @@ def test_out_of_memory_is_a_row_and_rows_are_written_one_by_one(speedup, tmp_pat
     table = (tmp_path / "rows.md").read_text()
     assert "| 64/4/2 | out of memory |" in table and "| 16/4/2 | 1.50 | 2000 ms | 2.00× | 3.00× |" in table
     assert "64/4/2: out of memory: CUDA out of memory" in capsys.readouterr().out
-
-
-def test_the_picture_is_left_out_where_nothing_can_draw_it(speedup, tmp_path, monkeypatch):
-    """On the day there is a GPU, the part would count as failed after all its rows were measured."""
-    monkeypatch.setattr(speedup, "measure", lambda point, args, contestants: row(point[0]))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(speedup, "plot", lambda rows, path: pytest.fail("drawn"))
-    monkeypatch.setattr("sys.argv", ["prefix_sharing_speedup.py", "--output", "rows"])
-    speedup.main()
-    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 3

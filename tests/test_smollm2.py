@@ -46,8 +46,10 @@ def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smol
             "4",
             "--num_generations",
             "4",
+            "--eval_problems",
+            "2",
         ],
-        *["--eval_problems", "2", "--save_strategy", "no", "--learning_rate", "1e-3", "--rewards", "tag_format"],
+        *["--save_strategy", "no", "--learning_rate", "1e-3", "--rewards", "tag_format"],
         cwd=tmp_path,
     )
     assert run.returncode == 0, run.stdout + run.stderr

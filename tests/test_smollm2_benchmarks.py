@@ -66,31 +66,6 @@ def test_every_method_is_measured_at_the_seconds_of_the_one_that_a_limit_ended(m
     assert whole.startswith("| GRPO, as far as it ran | 3,000 | 100 |") and "24.0%" in whole
 
 
-def test_what_is_written_is_the_table_between_the_markers_and_every_step(methods, runs, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    page = tmp_path / "README.md"
-    page.write_text(f"# head\n{methods.BEGIN}old\n{methods.END}tail\n")
-    monkeypatch.setattr(methods, "PAGE", page)
-    monkeypatch.setattr(methods, "RESULTS", tmp_path / "methods.json")
-    words = ["--runs", str(runs), "--write", "--stage_one", "70", "--note", "one thread"]
-    for _ in range(2):  # and again over itself
-        monkeypatch.setattr(sys, "argv", ["smollm2_methods.py", *words])
-        methods.main()
-    text = page.read_text()
-    assert text.startswith(f"# head\n{methods.BEGIN}Measured on ") and text.endswith(f"\n{methods.END}tail\n")
-    assert text.count("| GRPO | 1,500 | 50 |") == 1 and "old" not in text and ", one thread; one seed each." in text
-    kept = json.loads((tmp_path / "methods.json").read_text())
-    assert len(kept["runs"]["grpo"]["steps"]) == 100 and kept["equal_seconds"] == pytest.approx(1510)
-    assert "learning_rate" not in kept["runs"]["grpo"]["steps"][0]
-    assert (tmp_path / "methods.png").stat().st_size > 10_000
-    page.write_text("# no markers\n")
-    with pytest.raises(SystemExit, match="has lost its markers"):
-        methods.main()
-    monkeypatch.setattr(sys, "argv", ["smollm2_methods.py", "--runs", str(tmp_path / "none")])
-    with pytest.raises(SystemExit, match="holds no run"):
-        methods.main()
-
-
 @pytest.mark.parametrize("hits", [0, 1, 3, 5, 6])
 def test_groups_of_equal_rewards_are_counted_over_all_ways_to_draw_one(ceiling, hits):
     rewards = [1] * hits + [0] * (6 - hits)

@@ -29,27 +29,12 @@ def place(tmp_path_factory):
         json.dumps({"question": f"{i}+{3 * i}=", "answer": str(4 * i)}) for i in range(10)
     ]  # fewer than are asked for: they begin anew
     (folder / "sums.jsonl").write_text("\n".join(rows))
-    settings = {
-        "model_name_or_path": "base",
-        "dataset": "sums.jsonl",
-        "held_out": 4,
-        "output_dir": "runs/mine",
-        "rewards": ["my_rewards.py:many"],
-        "use_peft": True,
-        "lora_target_modules": ["all-linear"],
-        "lora_r": 4,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "learning_rate": 1e-2,
-        "beta": 0.1,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "logging_steps": 1,
-    }
-    (folder / "mine.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    (folder / "mine.yaml").write_text(
+        "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/mine\nrewards: ['my_rewards.py:many']\n"
+        "use_peft: true\nlora_target_modules: [all-linear]\nlora_r: 4\nper_device_train_batch_size: 8\nbeta: 0.1\n"
+        "gradient_accumulation_steps: 2\nnum_generations: 4\nmax_completion_length: 6\nlearning_rate: 1e-2\nlogging_steps: 1\n"
+        "gradient_checkpointing: false\nbf16: false\nuse_cpu: true\n"
+    )
     return folder
 
 

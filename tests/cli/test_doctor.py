@@ -148,21 +148,7 @@ def levels(found) -> list[str]:
     return [item.level for item in found]
 
 
-def test_versions_and_devices(monkeypatch):
-    lines = ["torch<2.14,>=2.11", "trl>=1.16", "peft>=0.21", 'vllm>=0.22; extra == "vllm"', 'ruff>=9; extra == "dev"']
-    installed = {"torch": "2.10.1+cu126", "trl": "1.16.0", "vllm": "0.21", "ruff": "0.1"}
-
-    def version(name):
-        if name not in installed:
-            raise doctor.PackageNotFoundError
-        return installed[name]
-
-    monkeypatch.setattr(doctor, "version", version)
-    found = list(doctor.versions(lines))
-    errors = [item.text for item in found if item.level == "error"]
-    assert [error.split(" is ")[0] for error in errors] == ["torch 2.10.1+cu126", "peft", "vllm 0.21"]
-    assert errors[0].endswith("pip install 'torch<2.14,>=2.11'")
-    assert found[-1] == ("ok", "versions", "trl 1.16.0")
+def test_devices():
     assert levels(doctor.devices("2.13.0+cpu", None, True, [])) == ["error", "ok"]
     assert levels(doctor.devices("2.13.0", "12.8", True, [])) == ["error", "ok"]
     assert levels(doctor.devices("2.13.0+cpu", None, False, [])) == ["ok"]

@@ -6,7 +6,6 @@ from accelerate.commands.launch import launch_command_parser
 
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.cli import scripts
-from trl_fsdp_qlora.run.one_line import take
 from trl_fsdp_qlora.run.shipped import accelerate_config
 
 ROOT = Path(__file__).parents[2]
@@ -66,37 +65,9 @@ def test_the_users_own_accelerate_config_comes_first(launched, tmp_path, capsys)
     (tmp_path / "default_config.yaml").write_text("num_processes: 1")
     assert main(["evaluate", "--model", "m"]) == 0
     script = str(ROOT / "recipes" / "evaluate.py")
-    assert launched[0] == [
-        "--config_file",
-        str(accelerate_config("cpu")),
-        "--num_processes",
-        "1",
-        script,
-        "--model",
-        "m",
-    ]
+    default = ["--config_file", str(accelerate_config("cpu")), "--num_processes", "1"]
+    assert launched[0] == [*default, script, "--model", "m"]
     assert launched[1] == [script, "--model", "m"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--config", "--config: expected one argument"),
-        (
-            "--config small-base/grpo/s_gpro",
-            "there is no recipe 'small-base/grpo/s_gpro'; did you mean 'small-base/grpo/s_grpo'?",
-        ),
-        ("--config mine.yml", "--config mine.yml: no such file; did you mean 'mine.yaml'?"),
-        ("--num_processes two", "--num_processes two is not a number of processes; try 2"),
-        ("--accelerate_config dpp", "no accelerate config named 'dpp'; did you mean 'ddp'?"),
-    ],
-)
-def test_what_is_wrong_is_one_line_before_anything_starts(launched, tmp_path, words, said, capsys):
-    (tmp_path / "mine.yaml").write_text("seed: 1")
-    assert main(["grpo", *words.split()]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {said}") and len(err.splitlines()) == 1
-    assert launched == []
 
 
 def test_help_has_the_launchers_options_and_the_fields(monkeypatch, capsys):
@@ -107,10 +78,3 @@ def test_help_has_the_launchers_options_and_the_fields(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.startswith("Of the launcher: --accelerate_config, ")
     assert {"--learning_rate", "--token_selection", "--held_out", "--lora_r"} <= set(re.findall(r"--\w+", said))
-
-
-def test_words_taken_apart():
-    assert take(["--a", "1", "x", "--b=2", "--c", "--a"][:5], ("--a", "--b")) == (
-        {"--a": "1", "--b": "2"},
-        ["x", "--c"],
-    )

@@ -8,17 +8,9 @@ LAYERS = 5
 
 
 def config(**changes) -> LlamaConfig:
-    shape = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
-    return LlamaConfig(**{**shape, **changes})
+    shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    return LlamaConfig(**{"architectures": ["LlamaForCausalLM"], **shape, **heads, **changes})
 
 
 def folder(path, **changes) -> str:
@@ -27,17 +19,7 @@ def folder(path, **changes) -> str:
 
 
 def settings(path, launch: Launch | None = None, prompt_tokens: int = 48, **changes) -> Settings:
-    fields = {
-        "model_name_or_path": str(path),
-        "use_peft": True,
-        "lora_r": 8,
-        "lora_target_modules": ["all-linear"],
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 40,
-        "gradient_accumulation_steps": 1,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "beta": 0.0,
-    }
+    fields = {"model_name_or_path": str(path), "use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"]}
+    fields |= {"per_device_train_batch_size": 8, "num_generations": 4, "gradient_accumulation_steps": 1, "beta": 0.0}
+    fields |= {"max_completion_length": 40, "bf16": False, "gradient_checkpointing": False}
     return from_yaml(None, {**fields, **changes}, launch or Launch(use_cpu=True), prompt_tokens=prompt_tokens)

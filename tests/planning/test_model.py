@@ -60,12 +60,7 @@ def test_4_bit_bytes_are_those_of_a_quantized_model(tmp_path, nested):
     from transformers import BitsAndBytesConfig
 
     AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
     built = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.float32
     )
@@ -119,15 +114,9 @@ def test_experts_in_4_bits_are_those_that_this_package_loads(tmp_path, nested):
     from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
     from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 
-    shape = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 32,
-    }
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(tmp_path)
     fields = {"load_in_4bit": True, "use_bnb_nested_quant": nested, "dtype": "float32"}
     run = settings(tmp_path, lora_target_modules=["q_proj", "v_proj"], **fields)

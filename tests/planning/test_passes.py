@@ -145,22 +145,13 @@ def hybrid() -> Qwen3_5TextConfig:
     """Recurrent layers and attention, as many as [`config`] has layers."""
     shape = {name: getattr(config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     delta = {f"linear_{kind}_head_dim": 32 for kind in ("key", "value")}
-    heads = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 8,  # wider than the model, as Qwen3.5's are
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+    heads = {"linear_num_key_heads": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    heads |= {"linear_num_value_heads": 8}  # wider than the model, as Qwen3.5's are
+    kinds = {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"],
+        "num_hidden_layers": LAYERS,
     }
-    kinds = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
-    return Qwen3_5TextConfig(
-        architectures=["Qwen3_5ForCausalLM"],
-        **shape,
-        **delta,
-        **heads,
-        layer_types=kinds,
-        num_hidden_layers=LAYERS,
-        head_dim=32,
-    )
+    return Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **shape, **delta, **heads, **kinds)
 
 
 def shared_block() -> Zamba2Config:

@@ -7,12 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
-from datasets import Dataset
-from PIL import Image
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError, position_limit, scope, sharing
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
@@ -213,13 +210,3 @@ def test_nothing_to_score_still_reaches_every_parameter():
     assert result[0].abs().sum() == 0
     result[0].sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in model.parameters())
-
-
-def test_images_for_a_class_of_text_are_one_line_before_the_first_step(tmp_path):
-    """TRL stops after the first rollout, on `KeyError: 'pixel_values'`."""
-    picture = Image.new("RGB", (8, 8))
-    rows = [{"prompt": [{"role": "user", "content": "A+B="}], "image": picture}] * 16
-    with pytest.raises(UserError, match=r"'image' holds images, and LlamaForCausalLM is trained with a tokenizer"):
-        make_trainer(EfficientGRPOTrainer, build(SUPPORTED["llama"]), tmp_path, train_dataset=Dataset.from_list(rows))
-    rows = [{"prompt": "A+B=", "image": None}] * 16  # TRL takes these for text
-    make_trainer(EfficientGRPOTrainer, build(SUPPORTED["llama"]), tmp_path, train_dataset=Dataset.from_list(rows))

@@ -144,26 +144,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._commit(repo, dict(files), [json.loads(line) for line in body.splitlines()])
         if rest[:1] == ["tree"]:
             found = self.hub.repos[repo].get(rest[1], files)
-            entries = [
-                {"type": "file", "path": name, "size": len(data), "oid": git_oid(data)} for name, data in found.items()
-            ]
+            entries = [{"type": "file", "path": n, "size": len(d), "oid": git_oid(d)} for n, d in found.items()]
             return lambda: self._answer(entries)
         card = files.get("README.md", b"").decode()
         data = yaml.safe_load(card.split("---\n")[1]) if card.startswith("---\n") else None
-        siblings = [
-            {"rfilename": name}
-            | ({"size": len(data), "lfs": _lfs(data)} if name.endswith(LFS) and "blobs=" in self.path else {})
-            for name, data in files.items()
-        ]
-        info = {
-            "id": repo,
-            "modelId": repo,
-            "sha": self.hub.heads[repo],
-            "siblings": siblings,
-            "tags": [],
-            "cardData": data,
-        }
-        return lambda: self._answer(info)
+        siblings = [{"rfilename": name} for name in files]
+        for item in siblings if "blobs=" in self.path else ():
+            if item["rfilename"].endswith(LFS):
+                content = files[item["rfilename"]]
+                item |= {"size": len(content), "lfs": _lfs(content)}
+        info = {"id": repo, "modelId": repo, "sha": self.hub.heads[repo], "siblings": siblings, "tags": []}
+        return lambda: self._answer(info | {"cardData": data})
 
     def _mode(self, file: dict, files: dict[str, bytes]) -> dict:
         sample = base64.b64decode(file["sample"])
@@ -201,12 +192,13 @@ class _Handler(BaseHTTPRequestHandler):
 
         def send():
             self.send_response(200)
-            for header, value in (
-                ("X-Repo-Commit", oid),
-                ("ETag", f'"{git_oid(data)}"'),
-                ("Content-Length", len(data)),
-                ("Connection", "close"),
-            ):
+            headers = {
+                "X-Repo-Commit": oid,
+                "ETag": f'"{git_oid(data)}"',
+                "Content-Length": len(data),
+                "Connection": "close",
+            }
+            for header, value in headers.items():
                 self.send_header(header, str(value))
             self.end_headers()
             self._write(data)

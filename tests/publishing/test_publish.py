@@ -138,8 +138,10 @@ def test_other_weights_are_not_what_was_trained(folder):
         prove(folder, base)
 
 
-@pytest.mark.parametrize("how", [403, "middle", "answer"])
-@pytest.mark.parametrize("stage", ["POST /api/repos/create", "PUT /lfs/", "/commit/", "/resolve/"])
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [("POST /api/repos/create", 403), ("PUT /lfs/", "middle"), ("/commit/", "answer"), ("/resolve/", 403)],
+)
 def test_whatever_fails_is_one_line_and_a_repeat_completes_it(folder, server, stage, how):
     (folder / LOGITS).unlink()  # which takes a process each time
     server.breaks = lambda line: how if stage in line else None
@@ -171,22 +173,16 @@ def edit(path, old, new):
     path.write_text(text.replace(old, new))
 
 
+NAN = {"x": torch.tensor([float("nan")])}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json: name the folder"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"broken"), "cannot be read"),
-        (lambda f: (f / "adapter_config.json").write_text("{}"), "cannot be read: KeyError"),
-        (lambda f: (f / "README.md").unlink(), "has no README.md"),
-        (
-            lambda f: edit(f / "README.md", "base_model: base\n", "base_model: owner/wrong\n"),
-            "says base_model: owner/wrong",
-        ),
-        (lambda f: edit(f / "README.md", "license: mit", "license: [mit"), "cannot be read: "),
-        (
-            lambda f: save_file({"x": torch.tensor([float("nan")])}, f / "adapter_model.safetensors"),
-            "holds values that are not finite, in x",
-        ),
+        (lambda f: edit(f / "README.md", "base_model: base\n", "base_model: o/wrong\n"), "says base_model: o/wrong"),
+        (lambda f: save_file(NAN, f / "adapter_model.safetensors"), "holds values that are not finite, in x"),
     ],
 )
 def test_a_folder_that_is_not_fit_is_refused_before_the_hub_is_asked(folder, server, change, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.tiny import lora, trainer
+from tests.tiny import trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.run import input_checks as checks
 
@@ -87,13 +87,6 @@ def test_the_trainer_checks_before_it_loads_a_model(tmp_path):
     empty = Dataset.from_dict({"prompt": []})
     with pytest.raises(ValueError, match="has 0 rows"):
         trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=str(tmp_path / "missing"), dataset=empty)
-
-
-def test_lora_targets_that_match_nothing(tmp_path):
-    peft_config = lora()
-    peft_config.target_modules = {"query"}
-    with pytest.raises(ValueError, match=r"query.*Linear layers of this model: .*q_proj.*all-linear"):
-        trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=peft_config)
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):

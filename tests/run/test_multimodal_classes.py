@@ -11,9 +11,8 @@ from trl import ModelConfig
 from tests.prefix_sharing.helpers import MULTIMODAL, awkward_batch, build, make_trainer, tokenizer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.transformers import model_class
-from trl_fsdp_qlora.publishing.loading import load_model
 from trl_fsdp_qlora.publishing.logits import prove, record_logits
-from trl_fsdp_qlora.publishing.merge import merge_adapter
+from trl_fsdp_qlora.publishing.merge import load_model, merge_adapter
 from trl_fsdp_qlora.recipe.checks import skeleton
 from trl_fsdp_qlora.run.input_checks import language_model_only
 

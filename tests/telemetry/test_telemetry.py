@@ -73,15 +73,8 @@ def test_efficiency_of_a_batch_by_hand():
 
 
 def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
-    made = trainer(
-        EfficientGRPOTrainer,
-        EfficientGRPOConfig,
-        tmp_path,
-        peft_config=lora(),
-        beta=0.1,
-        num_iterations=2,
-        max_steps=2,
-    )
+    more = {"peft_config": lora(), "beta": 0.1, "num_iterations": 2, "max_steps": 2}
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **more)
     made.train()
     first = made.state.log_history[0]
     for phase in ("generate", "reward", "old_policy_pass", "reference_pass", "forward_backward", "optimizer"):

@@ -30,7 +30,7 @@ from ..compat.transformers import model_name
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.ranks import on_main
-from .disk import CheckpointError, disk_errors, read_json, write_json
+from .disk import CheckpointError, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,6 @@ _LAYOUT = [
 _BESIDE = re.compile(
     r"vllm_(?!importance)|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|model_init"
 )
-
-
-# --- which checkpoint to go on from ----------------------------------------------------------------------------------
 
 
 def step_of(checkpoint: str | Path) -> int:
@@ -119,10 +116,8 @@ def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
 def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | None:
     """Turn `resume_from_checkpoint` into the folder to resume from, or `None` for a fresh start.
 
-    Args:
-        output_dir: of the run.
-        resume: `None`/`False`: fresh; `True`: the newest whole checkpoint, which must exist; `"auto"`: the newest whole
-            checkpoint, or a fresh start where there is none; otherwise a folder, which must be whole.
+    `True` is the newest whole checkpoint in `output_dir`, which must exist; `"auto"` the same, or a fresh start where there is none;
+    a folder must be whole.
 
     Raises:
         CheckpointError: nothing to resume from, or the named folder is not whole.
@@ -147,9 +142,6 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | N
             + (f" The last complete one is {last}." if last else " No complete one lies beside it.")
         )
     return str(resume)
-
-
-# --- the output folder -----------------------------------------------------------------------------------------------
 
 
 def hold(lock: FileLock) -> None:
@@ -190,18 +182,11 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
         )
 
 
-# --- what a run is ---------------------------------------------------------------------------------------------------
-
-
 def describe_rollouts(
     args: TrainingArguments, model: Any, dataset: Any, rewards: Sequence[str], trainer: str
 ) -> dict[str, Any]:
-    """What completions were made with: base, data, rewards, the cut into micro-batches, and the method's own settings.
-
-    Args:
-        args, model, dataset: of the trainer, the model unwrapped.
-        rewards, trainer: names of the functions and of the class.
-    """
+    """What completions were made with: base (`model` unwrapped), data, names of the rewards and of the trainer's class, the cut into
+    micro-batches, and the method's own settings."""
     own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
     names = {*_LAYOUT, *(name for name in own if not _BESIDE.match(name))}
     run = {name: getattr(args, name, None) for name in names} | {"processes": args.world_size, "seed": args.seed}
@@ -235,9 +220,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in sorted(before.keys() & now.keys())
         if before[name] != now[name]
     ]
-
-
-# --- writing and resuming --------------------------------------------------------------------------------------------
 
 
 def rotate(newest: Path, limit: int | None, best: str | None = None) -> None:
@@ -335,10 +317,8 @@ class WholeCheckpoints:
 
     def say_finished(self, steps: int) -> None:
         if self.accelerator.is_main_process:
-            run = f"the run in {self.args.output_dir} is finished ({steps} steps)"
-            logger.warning(
-                "%s: nothing is trained. Raise max_steps or num_train_epochs, or set another output_dir", run
-            )
+            run = f"the run in {self.args.output_dir} is finished ({steps} steps): nothing is trained"
+            logger.warning("%s. Raise max_steps or num_train_epochs, or set another output_dir", run)
 
     @contextmanager
     def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any]) -> Iterator[None]:
@@ -348,34 +328,30 @@ class WholeCheckpoints:
             checkpoint: folder that is there when the block has ended; older ones are removed only then.
             state: of the trainer; its best checkpoint is named as it will be called.
             rollouts: this rank's unused completions, as [`load_rollouts`] gives them back.
-
-        Raises:
-            CheckpointError: the disk is full.
         """
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         staging = checkpoint.parent / STAGING / checkpoint.name
-        with disk_errors(checkpoint):
+        if self.args.should_save:
+            shutil.rmtree(staging.parent, ignore_errors=True)  # of a run that was killed
+            staging.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        self.staging = staging.parent
+        try:
+            yield
+        finally:
+            self.staging = None
+        if not self.args.save_only_model:
+            torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
+        if state.best_global_step:
+            best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
+            if best == checkpoint or best.is_dir():
+                state.best_model_checkpoint = str(best)
             if self.args.should_save:
-                shutil.rmtree(staging.parent, ignore_errors=True)  # of a run that was killed
-                staging.mkdir(parents=True)
-            self.accelerator.wait_for_everyone()
-            self.staging = staging.parent
-            try:
-                yield
-            finally:
-                self.staging = None
-            if not self.args.save_only_model:
-                torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
-            if state.best_global_step:
-                best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
-                if best == checkpoint or best.is_dir():
-                    state.best_model_checkpoint = str(best)
-                if self.args.should_save:
-                    state.save_to_json(str(staging / TRAINER_STATE_NAME))
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
-                rotate(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
+                state.save_to_json(str(staging / TRAINER_STATE_NAME))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
+            rotate(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
 
     def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
@@ -383,7 +359,7 @@ class WholeCheckpoints:
         if checkpoint is None:
             return None
         file = _rollout_file(Path(checkpoint), self.accelerator.process_index, self.accelerator.num_processes)
-        state, reason = None, None
+        state, reason = {}, None
         if not file.is_file():
             reason = "none are there for this rank (stock TRL's checkpoint, or another number of processes)"
         else:
@@ -391,10 +367,8 @@ class WholeCheckpoints:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:  # whatever a damaged file is to torch and pickle
                 reason = f"{file.name} cannot be read: {type(error).__name__}"
-        if state is not None and state.get("buffer") is not None:
-            changed = differences(state.get("shape") or {}, self.run[0])
-            if changed:
-                reason = f"they were made with other settings: {'; '.join(changed)}"
+        if state.get("buffer") is not None and (changed := differences(state.get("shape") or {}, self.run[0])):
+            reason = f"they were made with other settings: {'; '.join(changed)}"
         # One rank alone must not generate while the others do not.
         reason = next((each for each in gather_object([reason]) if each is not None), None)
         if reason is None:

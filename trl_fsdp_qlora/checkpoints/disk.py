@@ -1,9 +1,7 @@
-"""Files and folders that are there whole or not at all; a full disk said as such."""
+"""Files and folders that are there whole or not at all."""
 
-import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-
-# torch and safetensors write in C++ and Rust and raise their own types; these are their words for a failed write.
-_WORDS = re.compile(r"no space left|disk quota|file too large|PytorchStreamWriter|inline_container", re.IGNORECASE)
 
 
 class CheckpointError(UserError):
@@ -50,24 +45,3 @@ def read_json(path: str | Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:  # JSON and UTF-8 that do not decode are value errors
         raise CheckpointError(f"its {path.name} cannot be read: {error}") from error
-
-
-@contextmanager
-def disk_errors(folder: str | Path) -> Iterator[None]:
-    """Around writing to `folder`: what a full disk raises in the libraries below becomes one line.
-
-    Raises:
-        CheckpointError: names the folder; the library's own error is its cause.
-    """
-    try:
-        yield
-    except Exception as error:
-        link: BaseException | None = error
-        while link is not None and not (getattr(link, "errno", None) == errno.ENOSPC or _WORDS.search(str(link))):
-            link = link.__cause__ or link.__context__
-        if link is None or isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"the disk did not take what was to be written to {folder}: {str(link).splitlines()[0]}. "
-            "Make room, or set another output_dir; a run goes on from its last checkpoint with resume_from_checkpoint=auto"
-        ) from error

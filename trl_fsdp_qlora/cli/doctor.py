@@ -13,14 +13,12 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from packaging.requirements import Requirement
 
 from ..errors import UserError
 from ..run.one_line import refuse, take
@@ -79,10 +77,10 @@ def machine() -> Iterator[Finding]:
     """What can be found without a recipe."""
     import torch
 
-    try:
-        yield from versions(requires("trl-fsdp-qlora"))
-    except PackageNotFoundError:
-        yield Finding("warning", "versions", "trl-fsdp-qlora is only found on the path: pip install it")
+    from ..publishing.card import software
+
+    optional = [f"{name} {version(name)}" for name in _OPTIONAL if find_spec(name.replace("-", "_"))]
+    yield Finding("ok", "versions", ", ".join([software(), *optional]))
     driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     count = range(torch.cuda.device_count())
     gpus = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in count]
@@ -95,26 +93,6 @@ def machine() -> Iterator[Finding]:
     if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < 2**30:  # a container's default is 64 MiB
         reason = "less than 1 GiB is free, and NCCL and data loaders use it: docker run --shm-size=8g"
         yield Finding("warning", "/dev/shm", reason)
-
-
-def versions(lines: Iterable[str]) -> Iterator[Finding]:
-    """Installed versions against the declared ranges (lines as `importlib.metadata.requires` gives them); of optional
-    packages where they are there."""
-    fine = []
-    for requirement in map(Requirement, lines):
-        optional = "extra" in str(requirement.marker)
-        if optional and requirement.name not in _OPTIONAL:
-            continue
-        found = None
-        with contextlib.suppress(PackageNotFoundError):
-            found = version(requirement.name)
-        if found is not None and requirement.specifier.contains(found.split("+")[0], prereleases=True):
-            fine.append(f"{requirement.name} {found}")
-        elif found is not None or not optional:
-            what = "is not installed" if found is None else f"{found} is outside {requirement.specifier}"
-            install = f"pip install '{requirement.name}{requirement.specifier}'"
-            yield Finding("error", "versions", f"{requirement.name} {what}: {install}")
-    yield Finding("ok", "versions", ", ".join(dict.fromkeys(fine)))
 
 
 def devices(

@@ -32,11 +32,6 @@ def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
     return [("on", f"LoRA on the language model's linear layers, {where}")]
 
 
-def targets_not_found(error: ValueError) -> bool:
-    """Whether PEFT says with `error` that no layer of the model is one of the LoRA targets."""
-    return "arget modules" in str(error) and "not found" in str(error)
-
-
 def lora_factors_beside_the_weight() -> None:
     """Let PEFT adapt parameters (`LoraConfig.target_parameters`) that hold no numbers, but packed bytes.
 

@@ -40,7 +40,6 @@ from ..rollout.correction import (
 )
 from ..rollout.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollout.rollout import GenerateSettings, Rollout
-from ..run import input_checks as checks
 from ..run.nonfatal import nonfatal
 from ..scoring.contexts import with_tied_entropies
 from ..scoring.cpu_linear import fast_linears
@@ -82,9 +81,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         given.pop("self")
         call, self.sync = checked_arguments(given)
         engine = trl_starts_engine(call["args"], self.sync)
-        with checks.explained_lora_targets(call["model"]), experts_in_4bit(), engine:
+        with experts_in_4bit(), engine:
             super().__init__(**call)
-        checks.check_images(self.train_dataset, self.processing_class, self.accelerator.unwrap_model(self.model))
         self.aux_loss_enabled = self.aux_loss_enabled and counts_experts(self.model.config.get_text_config())
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)

@@ -59,17 +59,12 @@ def decoding_bytes(settings: Settings, config: PretrainedConfig) -> int:
 
 
 class Gathered(NamedTuple):
-    """Bytes of weights that a rank of a sharded model has together at a time, beside its shards.
+    """Bytes of weights that a rank of a sharded model has together at a time, beside its shards."""
 
-    Attributes:
-        layers: the embeddings, head and norms, which the root keeps, two layers (one computing, the next on its way), and what
-            one is received in.
-        root: what the root's weights are received in and copied to, before any layer comes.
-        whole: the whole model.
-    """
-
-    layers: int = 0
-    root: int = 0
+    layers: int = (
+        0  # what the root keeps, two layers (one computing, the next on its way), and what one is received in
+    )
+    root: int = 0  # what the root's weights are received in and copied to, before any layer comes
     whole: int = 0
 
 

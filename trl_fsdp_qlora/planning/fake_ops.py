@@ -122,16 +122,15 @@ class FrozenHead(torch.autograd.Function):
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for start in range(0, len(hidden_NH), TOKEN_TILE):
-                tile_TH = hidden_NH[start : start + TOKEN_TILE].to(dtype)
-                logits = [log_probs_N.new_empty(len(tile_TH), min(columns, len(weight_VH))) for _ in range(2)]
-                sums_TH = torch.empty_like(tile_TH, dtype=torch.float32) if keep_jacobian else None
-                chunk_CH = weight_VH[:columns].to(dtype)
-                if dtype != torch.float32 and not on_gpu:  # a CPU computes a product in half precision in float32
-                    wide = tile_TH.float(), chunk_CH.float()
-                    del wide
-                targets_TH = torch.empty_like(tile_TH, dtype=weight_VH.dtype)  # their rows of the head
-                del logits, sums_TH, chunk_CH, targets_TH
+            tile_TH, chunk_CH = hidden_NH[:TOKEN_TILE].to(dtype), weight_VH[:columns].to(dtype)
+            there = [log_probs_N.new_empty(len(tile_TH), len(chunk_CH)) for _ in range(2)]
+            if keep_jacobian:
+                there.append(torch.empty_like(tile_TH, dtype=torch.float32))
+            if dtype != torch.float32 and not on_gpu:  # a CPU computes a product in half precision in float32
+                wide = tile_TH.float(), chunk_CH.float()
+                del wide
+            there.append(torch.empty_like(tile_TH, dtype=weight_VH.dtype))  # the targets' rows of the head
+            del tile_TH, chunk_CH, there
         ctx.dtype = hidden_NH.dtype
         if keep_jacobian:
             ctx.save_for_backward(jacobian_NH)

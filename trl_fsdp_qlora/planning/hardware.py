@@ -21,14 +21,7 @@ SLACK = 0.05  # share of what comes and goes that the caching allocator holds be
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a rank computes on.
-
-    Attributes:
-        name: as it is printed.
-        memory: bytes of one card; on a CPU, of the host that all ranks share.
-        cards: how many there are.
-        gpu: a card, with its own memory.
-    """
+    """What ranks compute on: `cards` of `memory` bytes each, or a CPU (no `gpu`), whose memory they share."""
 
     name: str
     memory: int
@@ -47,12 +40,8 @@ def split_name(text: str) -> tuple[str, int | None]:
 
 
 def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -> Hardware:
-    """The hardware that `text` names.
-
-    Args:
-        text: `h100`, `24GB`, either with ` xN`, `cpu`, or `None` for what is there.
-        processes: cards where `text` names no number.
-        use_cpu: the run is on the host: `None` then is `cpu`.
+    """The hardware that `text` names: `h100`, `24GB`, either with ` xN` (`processes` cards by default), `cpu`; `None` is what is
+    there, the CPU where the run is to `use_cpu`.
 
     Raises:
         ConfigError: the name is not known; says the nearest.

@@ -14,7 +14,7 @@ from ..compat.peft import lora_factors_beside_the_weight
 from ..compat.transformers import model_class
 from ..recipe.arguments import ConfigError
 from ..recipe.checks import lora_config
-from ..run.input_checks import explained_lora_targets, language_model_only
+from ..run.input_checks import language_model_only
 from . import fake_ops
 from .settings import Settings
 
@@ -57,9 +57,7 @@ def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
 def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
     """The dtype that the base is loaded in."""
     name = str(settings.model.dtype or "float32").removeprefix("torch.")
-    if name == "auto":
-        return config.dtype or torch.float32
-    found = getattr(torch, name, None)
+    found = config.dtype or torch.float32 if name == "auto" else getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype={name!r} is not known; use float32, bfloat16, float16 or auto")
     return found
@@ -129,8 +127,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
         adapter = lora_config(model_args)
         if adapter is not None:
             try:
-                with explained_lora_targets(model):
-                    model = get_peft_model(model, language_model_only(adapter, model))
+                model = get_peft_model(model, language_model_only(adapter, model))
             except ValueError as error:
                 raise ConfigError(f"lora_target_modules: {error}") from None
             if model_args.load_in_4bit or model_args.load_in_8bit:

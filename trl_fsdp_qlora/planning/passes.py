@@ -20,18 +20,12 @@ from .settings import Settings
 
 
 class Shape(NamedTuple):
-    """What a pass is run on.
-
-    Attributes:
-        rows, length: of the input; a packed row is one row of its tokens.
-        scored: positions whose log-probability is taken; 0 for a pass without head.
-        packed: rows need no mask, and a kernel of `scoring/` scores.
-    """
+    """What a pass is run on."""
 
     rows: int
-    length: int
-    scored: int
-    packed: bool
+    length: int  # of the input; a packed row is one row of its tokens
+    scored: int  # positions whose log-probability is taken; 0 for a pass without head
+    packed: bool  # rows need no mask, and a kernel of `scoring/` scores
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
@@ -64,14 +58,8 @@ def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
 
 
 def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: bool, grad: bool = False) -> int:
-    """Bytes of a pass of the whole model at its peak, above what lies there.
-
-    Args:
-        settings, config: of the run and its base.
-        shape: of the input.
-        on_gpu: whose kernels' tiles are counted.
-        grad: forward and backward; otherwise a forward alone.
-    """
+    """Bytes of a pass of the whole model at its peak, above what lies there: forward and, with `grad`, backward; `on_gpu` says
+    whose kernels' tiles are counted."""
     key = *_modules_key(settings, config), shape, on_gpu, grad
     if key not in _measured:
         # Layers by what they are: attention with or without a window, recurrent, both, an MLP alone.

@@ -86,13 +86,8 @@ def plan_recipe(
     processes: int | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan a recipe's YAML, as the command does.
-
-    Args:
-        path: of the YAML; `None` where `overrides` say it all.
-        accelerate_config: file or name; one process without it.
-        hardware: as [`read_hardware`] takes it; the number of cards in it is that of ranks unless `processes` is given.
-        overrides, more: see [`from_yaml`].
+    """Plan a recipe's YAML, as the command does: see [`read_launch`], [`from_yaml`], [`read_hardware`], whose number of cards is
+    that of ranks unless `processes` is given.
 
     Raises:
         UserError: one line on what cannot be read or built.

@@ -25,21 +25,13 @@ _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_ge
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is spread.
+    """How a run is spread."""
 
-    Attributes:
-        kind: `"single"`, `"ddp"`, `"fsdp2"`, `"zero2"` or `"zero3"`.
-        processes: ranks, one per card.
-        offload: FSDP2's shards lie in host memory.
-        use_cpu: the ranks compute on the host.
-        mixed_precision: `"bf16"`, `"fp16"` or `"no"`; `None` where the accelerate config is silent.
-    """
-
-    kind: str = "single"
-    processes: int = 1
-    offload: bool = False
-    use_cpu: bool = False
-    mixed_precision: str | None = None
+    kind: str = "single"  # or ddp, fsdp2, zero2, zero3
+    processes: int = 1  # ranks, one per card
+    offload: bool = False  # FSDP2's shards lie in host memory
+    use_cpu: bool = False  # the ranks compute on the host
+    mixed_precision: str | None = None  # bf16, fp16, no; `None` where the accelerate config is silent
 
 
 @dataclass(frozen=True)
@@ -119,11 +111,7 @@ def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
 
 
 def read_launch(path: str | None, processes: int | None = None) -> Launch:
-    """The launch that an accelerate config describes.
-
-    Args:
-        path: a file or a name; `None` is one process.
-        processes: instead of the file's `num_processes`.
+    """The launch that an accelerate config (a file or a name; `None` is one process) describes, with `processes` if given.
 
     Raises:
         UserError: no such file or name.
@@ -146,14 +134,8 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
 def from_yaml(
     path: str | None, overrides: dict[str, Any], launch: Launch, types: Sequence[type] = (), **more: Any
 ) -> Settings:
-    """The settings of a recipe's YAML, with `overrides` over it.
-
-    Args:
-        path: the recipe; `None` where `overrides` say it all.
-        overrides: field -> value, as text or typed.
-        launch: how it is spread.
-        types: dataclasses of the algorithms, whose fields are known too. Without them an unknown key is let pass.
-        more: `prompt_tokens` and `prompt_source`.
+    """The settings of a recipe's YAML at `path`, with `overrides` (as text or typed) over it; `more`: `prompt_tokens`,
+    `prompt_source`. Fields of the dataclasses `types` are known too; without them an unknown key is let pass.
 
     Raises:
         ConfigError: the file cannot be read; a key that none of the types has; a value of the wrong kind.

@@ -94,39 +94,30 @@ Every setting that differs from its default{{ ", as `recipes/` take it with `--c
 
 @dataclass
 class CardInfo:
-    """What a trainer cannot know by itself and a recipe fills in.
+    """What a trainer cannot know by itself and a recipe fills in."""
 
-    Args:
-        dataset: Hub id or file name of the training data.
-        license: SPDX id; looked up in the base model's card where it is `None`.
-        results: lines such as `"greedy pass@1 97.0% (n=1000, ...)"` by what was measured.
-        accuracy: of greedy decoding after training, for the Hub's evaluation metadata: `pass_at_1`, `n` and `interval`.
-        accuracy_on: `"test"` or `"validation"`: on which problems.
-        accuracy_step: optimizer step that `accuracy` is of; a card of other weights does not claim it.
-        picture: file name of the curve, beside the card.
-        data_license: SPDX id of the training data.
-        recipe_file: the YAML that was run.
-        settings: dataclasses of arguments beside the trainer's config: data, prompt and rewards, model and adapter.
-        command: the words of the launch line; quoted, and without its secrets and machine paths, in the card.
-        quickstart_prompt: a prompt (text, or messages) for the quick start.
-        max_new_tokens: of the quick start.
-        method: the algorithm, as a reader knows it.
-    """
-
-    dataset: str | None = None
-    license: str | None = None
-    results: dict[str, str] = field(default_factory=dict)
-    accuracy: dict[str, Any] | None = None
-    accuracy_on: str = "test"
-    accuracy_step: int | None = None
-    picture: str | None = None
-    data_license: str | None = None
-    recipe_file: str | None = None
-    settings: Sequence[Any] = ()
-    command: Sequence[str] | None = None
-    quickstart_prompt: Any = None
-    max_new_tokens: int = 64
-    method: str = "GRPO"
+    dataset: str | None = None  # Hub id or file name of the training data
+    license: str | None = None  # SPDX id; looked up in the base model's card where it is `None`
+    results: dict[str, str] = field(
+        default_factory=dict
+    )  # lines such as "greedy pass@1 97.0% (n=1000, ...)" by what was measured
+    accuracy: dict[str, Any] | None = (
+        None  # greedy, after training, for the Hub's metadata: `pass_at_1`, `n` and `interval`
+    )
+    accuracy_on: str = "test"  # or "validation": on which problems
+    accuracy_step: int | None = None  # optimizer step that `accuracy` is of; a card of other weights does not claim it
+    picture: str | None = None  # file name of the curve, beside the card
+    data_license: str | None = None  # SPDX id of the training data
+    recipe_file: str | None = None  # the YAML that was run
+    settings: Sequence[
+        Any
+    ] = ()  # dataclasses of arguments beside the trainer's config: data, prompt, rewards, model, adapter
+    command: Sequence[str] | None = (
+        None  # words of the launch line; quoted, without its secrets and machine paths, in the card
+    )
+    quickstart_prompt: Any = None  # a prompt (text, or messages) for the quick start
+    max_new_tokens: int = 64  # of the quick start
+    method: str = "GRPO"  # the algorithm, as a reader knows it
 
 
 def hardware() -> str:
@@ -197,7 +188,6 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     args, state, info = trainer.args, trainer.state, trainer.card_info
     model, name = trainer.accelerator.unwrap_model(trainer.model), name or Path(args.output_dir).name
     base_model, is_adapter = model_name(model), is_peft_model(model)
-    peft_config = model.peft_config["default"] if is_adapter else None
     base, data = portable(base_model), portable(info.dataset)
     # The Hub takes owner/name or a bare name: of a folder on this machine, only the name.
     base_id = Path(base).name if Path(base_model).exists() else base
@@ -233,10 +223,22 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         model_name=name,
         eval_results=evaluation,
     )
-    folder, to_fill_in = trainer.hub_model_id if args.push_to_hub else None, "  # fill in: the folder "
-    is_local = os.path.isabs(base_model) or Path(base_model).exists()
+    to_fill_in, is_local = "  # fill in: the folder ", os.path.isabs(base_model) or Path(base_model).exists()
+    folder_code = f"{portable(args.output_dir)!r}{to_fill_in}that this card is in"
+    if args.push_to_hub and trainer.hub_model_id:
+        folder_code = repr(trainer.hub_model_id)
     taken, asked = state.global_step, max(state.max_steps, state.global_step)
     s_grpo = info.method == "GRPO" and args.token_selection == "s_grpo"
+    made = {
+        "data": data and f"`{data}`, licence {info.data_license or 'not stated'}",
+        "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
+        "software": software(),
+        "processor": processor and f"`{processor}`, the base's; images in prompts",
+        "seed": str(args.seed),
+        "optimizer steps": str(taken) if taken == asked else f"{taken} of {asked}",
+        "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",
+    }
+    recipe = _recipe(args, info.settings, model.peft_config["default"] if is_adapter else None)
     values = {
         "accuracy": accuracy,
         "command": info.command and command_line(info.command),
@@ -246,23 +248,13 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
         "is_adapter": is_adapter,
         "auto_class": auto_class_of(model),
         "base_code": repr(base) + (f"{to_fill_in}of the base model" if is_local else ""),
-        "folder_code": repr(folder)
-        if folder
-        else repr(portable(args.output_dir)) + f"{to_fill_in}that this card is in",
+        "folder_code": folder_code,
         "prompt": prompt,
         "prompt_code": prompt_code,
         "processor": processor,
         "problems": problems,
-        "made": {
-            "data": data and f"`{data}`, licence {info.data_license or 'not stated'}",
-            "hardware": f"{hardware()}; {args.world_size} process{'es' if args.world_size > 1 else ''}",
-            "software": software(),
-            "processor": processor and f"`{processor}`, the base's; images in prompts",
-            "seed": str(args.seed),
-            "optimizer steps": str(taken) if taken == asked else f"{taken} of {asked}",
-            "recipe": info.recipe_file and f"`{portable(info.recipe_file)}`",
-        },
-        "recipe": yaml.safe_dump(_recipe(args, info.settings, peft_config), sort_keys=True, allow_unicode=True),
+        "made": made,
+        "recipe": yaml.safe_dump(recipe, sort_keys=True, allow_unicode=True),
     }
     return ModelCard.from_template(card_data, template_str=_TEMPLATE, **vars(info) | values)
 

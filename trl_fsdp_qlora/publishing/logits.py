@@ -49,11 +49,8 @@ def record_logits(
 ) -> None:
     """Write `logits.json` (some 5 kB): what the adapter in `model` gives for a few fixed tokens, and what the base alone does.
 
-    Args:
-        model: not wrapped; where it is sharded, every rank calls this at the same time. Its training mode is restored.
-        folder: that the adapter was saved in.
-        writes: this rank writes the file.
-        device, dtype: that the model computes on and in, by default those of its weights.
+    Where `model` is sharded, every rank calls this at the same time, and one `writes`. It computes on `device` in `dtype`, by
+    default those of its weights. Its training mode is restored.
     """
     size = model.config.get_text_config().vocab_size
     ids, entries = ([(2 * i + 1) * size // (2 * n) for i in range(n)] for n in (_TOKENS, min(_ENTRIES, size)))
@@ -116,11 +113,8 @@ print("LOGITS " + json.dumps(logits))
 
 
 def prove(adapter: str | Path, base: str) -> str:
-    """Load `adapter` on `base` with plain PEFT in a fresh process, on the CPU, and compare with `logits.json`.
-
-    Args:
-        adapter: folder with the adapter and its recorded logits.
-        base: Hub id or folder of the base model.
+    """Load the folder `adapter` on `base` (Hub id or folder) with plain PEFT in a fresh process, on the CPU, and compare with its
+    `logits.json`.
 
     Returns:
         A line that says how close they are, and how far the adapter is from its base.
@@ -148,7 +142,5 @@ def prove(adapter: str | Path, base: str) -> str:
             f"plain PEFT's logits differ from the recorded ones by up to {difference:.2g}, more than {tolerance:.2g} "
             f"or than half of the adapter's own effect, {effect:.2g}"
         )
-    return (
-        f"plain PEFT in a fresh process gives the logits recorded when it was saved: largest difference {difference:.2g} "
-        f"({kept['dtype']}), adapter against base {effect:.2g}"
-    )
+    same = "plain PEFT in a fresh process gives the logits recorded when it was saved"
+    return f"{same}: largest difference {difference:.2g} ({kept['dtype']}), adapter against base {effect:.2g}"

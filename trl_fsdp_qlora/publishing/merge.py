@@ -1,17 +1,19 @@
-"""An adapter merged into its unquantized base: an ordinary model folder, for servers that take no adapters."""
+"""A base with an adapter on it, as a user names them; and merged into an ordinary folder, for servers that take no adapters."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from peft import PeftConfig
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from peft import PeftConfig, PeftModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
-from ..checkpoints.disk import disk_errors, written_whole
+from ..checkpoints.disk import written_whole
+from ..compat.transformers import model_class
 from ..errors import UserError
 from ..run.nonfatal import nonfatal
 from ..run.redaction import portable
-from .loading import load_model
 
 _CARD = """---
 {{ card_data }}
@@ -24,6 +26,26 @@ The adapter `{{ adapter }}` merged into `{{ base }}` in {{ dtype }} by trl-fsdp-
 An adapter that was trained on a 4-bit base corrects that base's rounding too. Merged into the unquantized one, the model is
 close to the one that was trained and measured, not equal to it: measure it before you rely on it.
 """
+
+
+def load_model(base: str, adapter: str | Path | None = None, **how: Any) -> PreTrainedModel | PeftModel:
+    """The class of `base`'s config, `.from_pretrained(base, **how)`, with `adapter` (folder or Hub id) on it.
+
+    Raises:
+        UserError: a file is missing or cut off, or the adapter belongs to another base.
+    """
+    name = f"the weights of {base}"
+    try:
+        config = AutoConfig.from_pretrained(base, revision=how.get("revision"))
+        model = model_class(config).from_pretrained(base, **how)
+        name = f"{adapter} on {base}"
+        return model if adapter is None else PeftModel.from_pretrained(model, adapter)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise UserError(f"{adapter} is an adapter of another base than {base}: its layers have other sizes") from error
 
 
 def merge_adapter(
@@ -67,13 +89,11 @@ def merge_adapter(
     names = {"name": output.name, "adapter": portable(str(adapter)), "base": portable(base)}
     card = ModelCard.from_template(data, template_str=_CARD, dtype=str(dtype).removeprefix("torch."), **names)
     try:
-        with disk_errors(output), written_whole(output) as scratch:
+        with written_whole(output) as scratch:
             scratch.mkdir(parents=True)
             merged.save_pretrained(scratch)
             AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
-            with nonfatal(
-                "the processor of images"
-            ):  # which may need torchvision; of a text model it is the tokenizer
+            with nonfatal("the processor of images"):  # may need torchvision; of a text model it is the tokenizer
                 AutoProcessor.from_pretrained(base, revision=revision).save_pretrained(scratch)
             card.save(scratch / "README.md")
     except OSError as error:

@@ -48,19 +48,18 @@ def stage(folder: str | Path, scratch: str | Path, repo: str, base: str | None =
         PublishError: no adapter, no card, a card of another base, values that are not finite.
     """
     folder, scratch = Path(folder), Path(scratch)
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise PublishError(f"--repo {repo}: {_one_line(error)}; name it owner/name") from error
     for name in (CONFIG, WEIGHTS, CARD):
         if not (folder / name).is_file():
             raise PublishError(f"{str(folder)!r} has no {name}: name the folder that save_model() wrote")
     try:
+        validate_repo_id(repo)
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         trained_on = str(config["base_model_name_or_path"])
         card = ModelCard.load(folder / CARD)
         with safe_open(folder / WEIGHTS, "pt") as file:
             broken = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118
+    except HFValidationError as error:
+        raise PublishError(f"--repo {repo}: {_one_line(error)}; name it owner/name") from error
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise PublishError(f"{folder} cannot be read: {type(error).__name__}: {_one_line(error)}") from error
     if broken:
@@ -132,14 +131,12 @@ def publish_adapter(
                 ) from error
         try:
             api.create_repo(repo, private=private, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo, folder_path=scratch, commit_message="Adapter, card and recorded logits"
-            )
+            message = "Adapter, card and recorded logits"
+            commit = api.upload_folder(repo_id=repo, folder_path=scratch, commit_message=message)
             api.snapshot_download(repo, revision=commit.oid, local_dir=back)
         except (HTTPError, OSError, ValueError, KeyError, RuntimeError, XetDownloadError) as error:
-            raise PublishError(
-                f"{repo}: {type(error).__name__}: {_one_line(error)}; nothing is lost, the same command again goes on"
-            ) from error
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            raise PublishError(f"{repo}: {reason}; nothing is lost, the same command again goes on") from error
         _, differ, missing = filecmp.cmpfiles(scratch, back, files, shallow=False)
         if differ or missing:
             raise PublishError(f"{repo} does not give back what was sent ({', '.join([*differ, *missing])})")
@@ -170,7 +167,7 @@ def run_publish(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             base = stage(given.adapter, scratch, given.repo, given.base)
             files, data = {path.name for path in Path(scratch).iterdir()}, ModelCard.load(Path(scratch) / CARD).data
-        left_out = sorted(path.name for path in Path(given.adapter).iterdir() if path.name not in files)
+        left_out = sorted({path.name for path in Path(given.adapter).iterdir()} - files)
         print(f"to be published as {given.repo}: {', '.join(sorted(files))}")
         print(f"left out: {', '.join(left_out) or 'nothing'}")
         licence, sets = data.license, ", ".join(data.datasets or ["not stated"])

@@ -22,7 +22,7 @@ from ..checkpoints.checkpoints import resolve_resume
 from ..compat.transformers import model_class
 from ..errors import mistyped_path
 from ..prefix_sharing.sharing import CHOICES
-from ..run.input_checks import explained_lora_targets, language_model_only
+from ..run.input_checks import language_model_only
 from .answers import extract_answer
 from .arguments import ConfigError, ScriptArguments
 from .datasets import check_template
@@ -123,7 +123,7 @@ def skeleton(model: ModelConfig) -> nn.Module | None:
     `None` under ZeRO-3, where transformers fills every model that it builds, and of a class that TRL loads by its name.
 
     Raises:
-        ConfigError: an attention implementation that is not there, or LoRA targets that match nothing; names the layers.
+        ConfigError: an attention implementation that is not there, or LoRA targets that match nothing.
     """
     if is_deepspeed_zero3_enabled():
         return None
@@ -142,8 +142,7 @@ def skeleton(model: ModelConfig) -> nn.Module | None:
             raise ConfigError(f"model_name_or_path={name!r} cannot be built: {_first_line(error)}") from error
         adapter = lora_config(model)
         try:
-            with explained_lora_targets(bare):
-                return bare if adapter is None else get_peft_model(bare, language_model_only(adapter, bare))
+            return bare if adapter is None else get_peft_model(bare, language_model_only(adapter, bare))
         except ValueError as error:
             raise ConfigError(f"lora_target_modules: {error}") from None
 

@@ -15,7 +15,6 @@ from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin, TrainingA
 from trl import ModelConfig, get_quantization_config
 
 from ..checkpoints.checkpoints import last_step, step_of
-from ..checkpoints.disk import disk_errors
 from ..compat.transformers import model_name
 from ..publishing.card import hardware, software
 from ..run import launch, redaction
@@ -151,8 +150,7 @@ def run_recipe(
         started = time.perf_counter()
         with resumable(trainer):
             trainer.train(resume_from_checkpoint=resume)
-        with disk_errors(args.output_dir):
-            trainer.save_model(_internal_call=True)  # before anything that is measured or drawn can fail
+        trainer.save_model(_internal_call=True)  # before anything that is measured or drawn can fail
         seconds = time.perf_counter() - started - accuracy.seconds_before
         record.put(train_seconds=seconds, history=trainer.state.log_history)
 

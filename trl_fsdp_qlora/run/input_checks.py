@@ -1,19 +1,16 @@
 """Bad input, refused before the first step: what is wrong, where, and which line to change."""
 
-import contextlib
 import copy
 import functools
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import AutoConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ..compat.peft import targets_not_found
 from ..compat.transformers import model_class
 from ..compat.trl import get_callable_name, is_async_callable
 from ..errors import UserError
@@ -62,19 +59,6 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         )
 
 
-def check_images(dataset: Any, processing_class: Any, model: PreTrainedModel) -> None:
-    """Refuse images in the first row that nothing processes: TRL generates from the words alone, then stops on a `KeyError`."""
-    columns = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
-    if isinstance(processing_class, ProcessorMixin) or not columns or not hasattr(dataset, "__getitem__"):
-        return
-    found = next((name for name in sorted(columns) if dataset[0][name]), None)
-    if found is not None:
-        raise UserError(
-            f"the dataset's column {found!r} holds images, and {type(model).__name__} is trained with a tokenizer, which takes none: "
-            f"train a class that takes images, or drop the column: dataset.remove_columns({found!r})"
-        )
-
-
 def guard_reward(function: Any) -> Any:
     """A reward function that is refused where it returns another number of values than completions.
 
@@ -108,12 +92,6 @@ def guard_reward(function: Any) -> Any:
     return guarded
 
 
-def without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """The modules of a model, on the meta device."""
-    with torch.device("meta"):
-        return model_class(config).from_config(config)
-
-
 def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision: str | None = None) -> Any:
     """`peft_config` where `all-linear` means the language model of a class that takes images, too.
 
@@ -134,29 +112,11 @@ def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision
         return peft_config  # whoever loads it says why
     if config.get_text_config() is config:
         return peft_config
-    model = without_weights(config) if isinstance(model, str) else model
+    if isinstance(model, str):
+        with torch.device("meta"):
+            model = model_class(config).from_config(config)
     decoder = model.get_decoder()
     name = next(name for name, module in model.named_modules() if module is decoder)
     peft_config = copy.copy(peft_config)
     peft_config.exclude_modules = rf"(?!{re.escape(name)}\.).*"
     return peft_config
-
-
-@contextlib.contextmanager
-def explained_lora_targets(model: Any) -> Iterator[None]:
-    """PEFT's error about targets that match nothing, raised inside, comes with the names that would match.
-
-    Args:
-        model: or the name of one.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if not targets_not_found(error):
-            raise
-        model = without_weights(AutoConfig.from_pretrained(model)) if isinstance(model, str) else model
-        linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        raise UserError(
-            f"{error} Linear layers of this model: {', '.join(sorted(linear))}. "
-            "Set lora_target_modules to some of these, or to all-linear."
-        ) from None
