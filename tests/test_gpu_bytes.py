@@ -67,32 +67,3 @@ def test_the_largest_group_is_found_from_any_guess(gpu_bytes, largest, guess):
     assert gpu_bytes.walk(guess, fits) == largest
     assert min(asked) >= 2, "a group of one completion has no advantage"
     assert largest + 1 in asked or largest == 0, "the next larger group was not seen to fail"
-
-
-def test_tables_of_groups_and_ranks(gpu_bytes):
-    gib = 2**30
-    base = {"quantized_local": 2 * gib, "other_local": gib // 2}
-    content = {
-        "groups": {
-            "7B qlora checkpointing 8/4 stock": {"16 GiB": {"largest": 0}, "24 GiB": {"largest": 5}},
-            "7B qlora checkpointing 8/4 ours": {"16 GiB": {"largest": 7}, "error": "out of time after 3 s"},
-        },
-        "ranks": {
-            "7B": {"rank 0": {"base": base, "held": 3 * gib, "gathered": 6 * gib, "step": 9 * gib}},
-            "32B": {"error": "exit code 1"},
-        },
-    }
-    lines = gpu_bytes.gpu_bytes_pictures.tables(content).splitlines()
-    assert "| 7B qlora checkpointing 8/4 | none → 7 | 5 → not run |" in lines
-    assert "| 7B | 2.00 | 0.50 | 3.00 | 6.00 | 9.0 |" in lines
-    assert "| 32B | not run | not run | not run | not run | not run |" in lines
-
-
-def test_the_picture_is_of_the_largest_shape_and_left_out_where_nothing_can_draw_it(gpu_bytes, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    pictures, row = gpu_bytes.gpu_bytes_pictures, {"stock": {"step": 2}}
-    content = {"setting": {"device": "none"}, "grid": {"7B lora 8/4/2": row, "7B lora 16/4/8": row}}
-    assert pictures.draw(content).axes[0].get_xlabel().endswith("16/4/8")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    pictures.show(content, tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()

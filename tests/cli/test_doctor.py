@@ -79,7 +79,7 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, place):
         ("--use_peft false", "warning", "learning_rate=0.0005 without an adapter"),
         ("--lora_target_modules nothing", "error", "lora_target_modules: "),
         ("--rewards exact_anser", "error", "unknown reward 'exact_anser'"),
-        ("--rewards rewards.py:few", "error", "reward function 'few' returned 1 values for"),
+        ("--rewards rewards.py:few", "error", "few returned 1 values for"),
         ("--rewards rewards.py:breaks", "error", "a reward failed on the first prompts: TypeError"),
         ("--rewards rewards.py:later", None, ""),
         ("--learning_rat 1", "error", "unknown key '--learning_rat'; did you mean '--learning_rate'?"),

@@ -1,7 +1,3 @@
-import asyncio
-import functools
-
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -9,39 +5,6 @@ from datasets import Dataset
 from tests.tiny import trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.run import input_checks as checks
-
-PROMPTS = ["a", [{"role": "user", "content": "the second prompt"}], "c"]
-COLUMNS = {"completions": ["1", "2", "3"], "row": [10, 11, 12]}
-
-
-def call(function, **extra):
-    return checks.guard_reward(function)(prompts=PROMPTS, **COLUMNS, **extra)
-
-
-def test_values_trl_accepts_pass_through():
-    assert call(lambda **_: [1, None, 0.5]) == [1, None, 0.5]
-    assert call(lambda **_: np.array([1.0, 2.0, 3.0])) == [1, 2, 3]
-    assert call(lambda **_: torch.ones(3)) == [1, 1, 1]
-    assert call(lambda **_: [True, False, True]) == [True, False, True]
-
-
-def test_a_wrong_number_of_values_names_the_function(tmp_path):
-    with pytest.raises(checks.RewardError, match=r"returned 2 values for 3 completions"):
-        call(lambda **_: [1.0, 2.0])
-    with pytest.raises(checks.RewardError, match=r"returned 1.0 for 3 completions"):
-        call(lambda **_: 1.0)
-
-    async def later(completions, **_):
-        return [1.0] * (len(completions) - 1)
-
-    guarded = checks.guard_reward(later)
-    assert asyncio.iscoroutinefunction(guarded)
-    with pytest.raises(checks.RewardError, match="'later' returned 2 values"):
-        asyncio.run(guarded(prompts=PROMPTS, **COLUMNS))
-    assert checks.guard_reward(functools.partial(later)).__name__ == "later"
-    model = torch.nn.Linear(1, 1)
-    assert checks.guard_reward(model) is model
-    assert checks.guard_reward("someone/reward-model") == "someone/reward-model"
 
 
 def test_training_stops_with_the_reward_functions_own_exception(tmp_path):

@@ -278,7 +278,7 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
 def _of_data(script: Any, config: Any) -> Iterator[Finding]:
     from ..recipe.datasets import load_data
     from ..recipe.runner import reward_functions
-    from ..run.input_checks import RewardError, check_dataset
+    from ..run.input_checks import check_dataset
 
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -290,15 +290,13 @@ def _of_data(script: Any, config: Any) -> Iterator[Finding]:
             rewards = reward_functions(script)
         yield from constant_rewards(rewards, train.select(range(min(8, len(train)))))
     except UserError as error:
-        yield Finding("error", "rewards" if isinstance(error, RewardError) else "data", str(error))
+        yield Finding("error", "data", str(error))
     except Exception as error:  # of a function of the user's own, which training would end in
         yield Finding("error", "rewards", f"a reward failed on the first prompts: {type(error).__name__}: {error}")
 
 
 def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding]:
     """Rewards that give every text the same on `rows` of the data, the right answer in each known place among them."""
-    from ..run.input_checks import guard_reward
-
     frames = (
         "so #### {}",
         "<reasoning>so</reasoning><answer>{}</answer>",
@@ -309,16 +307,20 @@ def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding
         "#### 123456789",
     )
     for reward in rewards:
-        guarded, seen = guard_reward(reward), set()  # as the trainer calls it
+        name, seen = getattr(reward, "__name__", type(reward).__name__), set()
         for row in rows:
             texts = [frame.format(row.get("answer", "")) for frame in frames]
             chat = not isinstance(row["prompt"], str)
             completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
             columns = {key: [value] * len(texts) for key, value in row.items() if key != "prompt"}
-            values = guarded(prompts=[row["prompt"]] * len(texts), completions=completions, **columns)
-            seen |= set(asyncio.run(values) if inspect.iscoroutine(values) else values)
+            values = reward(prompts=[row["prompt"]] * len(texts), completions=completions, **columns)
+            values = list(asyncio.run(values) if inspect.iscoroutine(values) else values)
+            if len(values) != len(texts):
+                reason = f"{name} returned {len(values)} values for {len(texts)} completions; it must return one each"
+                yield Finding("error", "rewards", reason)
+                break
+            seen |= set(values)
         if len(seen) == 1:
-            name = getattr(reward, "__name__", type(reward).__name__)
             tried = f"{seen.pop()} to every text tried on the first {len(rows)} prompts, the right answer among them"
             reason = "with equal rewards nothing is learned; look at answer_format, and at the column `answer`"
             yield Finding("warning", "rewards", f"{name} gives {tried}: {reason}")

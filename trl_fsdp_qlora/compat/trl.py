@@ -23,7 +23,6 @@ from trl.trainer.utils import (
     FusedCausalLMOutput,
     RepeatSampler,
     ensure_master_addr_port,
-    get_callable_name,
     is_async_callable,
     maybe_gather_lm_head_ctx,
     shuffle_sequence_dict,
@@ -61,7 +60,6 @@ EXPECTED = {
     "logit_scale outputs",
     "chunked_logprob._addmm_fp32": "acc a b",  # see `older_gpus.py`
     "RepeatSampler.__init__": "self data_source mini_repeat_count batch_size repeat_count shuffle seed",
-    "get_callable_name": "func",
     "is_async_callable": "func",
     "shuffle_sequence_dict": "seq_dict",
     "split_tensor_dict": "tensor_dict num_chunks",

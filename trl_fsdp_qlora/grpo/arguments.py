@@ -77,9 +77,6 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
                 f"dynamic_sampling draws single-turn completions of further text prompts, by their index in the dataset, and "
                 f"there is {', '.join([*given, *map(repr, columns)])}: set dynamic_sampling=False"
             )
-    rewards = call.get("reward_funcs")
-    if rewards is not None:
-        rewards = [checks.guard_reward(reward) for reward in (rewards if isinstance(rewards, list) else [rewards])]
     quantization_config = call.get("quantization_config")
     # Refuses what vLLM cannot serve before anything is loaded.
     adapter, is_quantized = adapter_and_base(call)
@@ -89,5 +86,5 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
     check_reference(args.beta != 0.0 and adapter is None)
     model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
-    loaded = {"model": model, "reward_funcs": rewards, "args": args, "quantization_config": quantization_config}
+    loaded = {"model": model, "args": args, "quantization_config": quantization_config}
     return {**call, **loaded}, sync

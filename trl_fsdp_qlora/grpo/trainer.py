@@ -69,8 +69,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     Completions of one prompt stay together in micro-batches, and bad input is reported before the first step.
 
     Raises:
-        ValueError: no `prompt` column, an empty or too small dataset, LoRA targets that match nothing.
-        trl_fsdp_qlora.run.input_checks.RewardError: (while training) a reward function that returns no rewards.
+        ValueError: no `prompt` column, an empty or too small dataset.
     """
 
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)

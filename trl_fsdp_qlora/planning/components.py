@@ -1,23 +1,15 @@
-"""What comes and goes beside activations: cache of generation, logits, gathered weights, the engine's share."""
+"""What comes and goes beside activations: cache of generation, logits, gathered weights."""
 
 from typing import NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..fsdp2_qlora.generation import FREE_SHARE
 from ..prefix_sharing.recurrent import recurrent_layers, state_bytes
 from ..prefix_sharing.support import keeps_keys, layer_types
-from .hardware import Hardware
 from .model import causal_model, compute_dtype
 from .passes import whole
 from .settings import Settings
-
-
-def prefill_rows(settings: Settings) -> int:
-    """Prompts that a rank computes at once before it generates: different ones, where it decodes compactly."""
-    rows = settings.rollout_rows
-    return max(1, rows // settings.num_generations) if settings.compact_generation else rows
 
 
 def _heads(text: PretrainedConfig, layers: int) -> list[tuple[int, int, int]]:
@@ -86,19 +78,3 @@ def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gather
     root, layer = total - sum(inside), max(inside, default=0)
     buffers = 0 if settings.launch.kind != "fsdp2" else 1 if on_gpu else 2
     return Gathered(root + (2 + buffers) * layer, (1 + buffers) * root, total)
-
-
-def gathers_once(settings: Settings, whole: int, free: int) -> bool:
-    """Whether generation and scoring gather the whole model (`fsdp_gather`); not beside vLLM (`fsdp2_qlora.trainer`)."""
-    if settings.launch.kind != "fsdp2" or settings.fsdp_gather == "per_layer" or settings.use_vllm:
-        return False
-    missing = whole - whole // settings.launch.processes
-    return settings.fsdp_gather == "once" or missing <= FREE_SHARE * free
-
-
-def engine_bytes(settings: Settings, hardware: Hardware) -> tuple[int, int]:
-    """`(while generating, while training)`: vLLM's share of a card; nothing where it serves elsewhere."""
-    if not settings.use_vllm or settings.vllm_mode != "colocate" or not hardware.gpu:
-        return 0, 0
-    share = int(hardware.memory * settings.vllm_gpu_memory_utilization)
-    return share, 0 if settings.vllm_enable_sleep_mode else share

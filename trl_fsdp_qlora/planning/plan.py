@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 from transformers import PretrainedConfig
 
+from ..fsdp2_qlora.generation import FREE_SHARE
 from . import components, model, passes
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware, split_name
 from .settings import Settings, from_yaml, read_launch
@@ -127,25 +128,31 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
     there = dict.fromkeys(held, 0) | {model.BUCKETS: held[model.BUCKETS]} if launch.offload else held
     gradients = {name: there[name] for name in (model.GRADIENTS, model.BUCKETS)}
     lies = {name: size for name, size in there.items() if name not in gradients}
-    drawing, resting = components.engine_bytes(settings, hardware)
+    engine = 0  # vLLM's share of a card; nothing where it serves elsewhere
+    if settings.use_vllm and settings.vllm_mode == "colocate" and gpu:
+        engine = int(hardware.memory * settings.vllm_gpu_memory_utilization)
+    resting = {ENGINE: 0 if settings.vllm_enable_sleep_mode else engine}
 
-    phases = {"generate": lies | _generation(settings, config, hardware) | {ENGINE: drawing}}
+    phases = {"generate": lies | _generation(settings, config, gpu) | {ENGINE: engine}}
     if settings.scores_again:
-        scoring = passes.measure(settings, config, shape, gpu)
-        phases["score"] = lies | {ACTIVATIONS: scoring, ENGINE: resting}
+        phases["score"] = lies | {ACTIVATIONS: passes.measure(settings, config, shape, gpu)} | resting
     loss = passes.measure(settings, config, shape, gpu, grad=True)
-    phases["forward_backward"] = lies | gradients | {ACTIVATIONS: loss, ENGINE: resting}
-    phases["optimizer"] = lies | gradients | {ENGINE: resting}
+    phases["forward_backward"] = lies | gradients | {ACTIVATIONS: loss} | resting
+    phases["optimizer"] = lies | gradients | resting
     if "fused" not in str(getattr(settings.optim, "value", settings.optim)):  # TRL's default updates in place
         phases["optimizer"]["optimizer's update"] = held[model.GRADIENTS]
 
     # On a CPU this process as it is, without the model: what planning leaves in it is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     gathered = components.gathered_bytes(skeleton, settings, gpu)
-    free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
+    # Whether generation and scoring gather the whole model; not beside vLLM (`fsdp2_qlora.trainer`).
+    once = launch.kind == "fsdp2" and settings.fsdp_gather == "once" and not settings.use_vllm
+    if launch.kind == "fsdp2" and settings.fsdp_gather == "auto" and not settings.use_vllm:
+        free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
+        once = gathered.whole - gathered.whole // launch.processes <= FREE_SHARE * free
     for name, parts in phases.items():
         coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TOKEN_STEP))
-        if name in ("generate", "score") and components.gathers_once(settings, gathered.whole, free):
+        if once and name in ("generate", "score"):
             parts[GATHERED] = gathered.whole
         elif name != "optimizer":
             # The root's weights are received before a pass has anything else.
@@ -156,16 +163,17 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
 
 
-def _generation(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> dict[str, int]:
+def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict[str, int]:
     """Of all completions at full length."""
     if settings.use_vllm:
         return {}
     cache, _, prompt = components.cache_bytes(settings, config)
-    step = components.decoding_bytes(settings, config)
+    step, rows = components.decoding_bytes(settings, config), settings.rollout_rows
+    if settings.compact_generation:  # different prompts are computed once
+        rows = max(1, rows // settings.num_generations)
     # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
-    rows = components.prefill_rows(settings)
     shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
-    prefill = passes.measure(settings, config, shape, hardware.gpu) + rows * prompt
+    prefill = passes.measure(settings, config, shape, gpu) + rows * prompt
     return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
 
 

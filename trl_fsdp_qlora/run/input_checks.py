@@ -1,23 +1,16 @@
 """Bad input, refused before the first step: what is wrong, where, and which line to change."""
 
 import copy
-import functools
 import os
 import re
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..compat.transformers import model_class
-from ..compat.trl import get_callable_name, is_async_callable
 from ..errors import UserError
-
-
-class RewardError(UserError):
-    """A reward function that returned something that is no list of rewards."""
 
 
 def check_processes(world_size: int) -> None:
@@ -57,39 +50,6 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
             "different prompts, so not one step could be taken. Lower generation_batch_size (or "
             "per_device_train_batch_size, gradient_accumulation_steps), raise num_generations, or add rows."
         )
-
-
-def guard_reward(function: Any) -> Any:
-    """A reward function that is refused where it returns another number of values than completions.
-
-    TRL would spread a single value over all of them (trl#6533). What the function raises is raised as it is. Models and model
-    ids are left alone.
-    """
-    if isinstance(function, (str, nn.Module)) or not callable(function):
-        return function
-    name = get_callable_name(function)
-
-    def checked(values: Any, completions: list) -> list:
-        if not hasattr(values, "__len__") or len(values) != len(completions):
-            got = f"{len(values)} values" if hasattr(values, "__len__") else repr(values)
-            raise RewardError(
-                f"reward function {name!r} returned {got} for {len(completions)} completions; it must return one each"
-            )
-        return list(values)
-
-    if is_async_callable(function):
-
-        @functools.wraps(function, updated=())
-        async def guarded(completions, **columns):
-            return checked(await function(completions=completions, **columns), completions)
-    else:
-
-        @functools.wraps(function, updated=())
-        def guarded(completions, **columns):
-            return checked(function(completions=completions, **columns), completions)
-
-    guarded.__name__ = name
-    return guarded
 
 
 def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision: str | None = None) -> Any:
