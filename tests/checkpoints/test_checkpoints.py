@@ -75,20 +75,6 @@ def test_a_checkpoint_of_stock_trl_is_taken_as_transformers_takes_it(tmp_path):
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
 
 
-def test_rotation_goes_by_step_whatever_the_clock_said(tmp_path):
-    for step, time in ((2, 900), (10, 300), (9, 800), (30, 100), (40, 50)):
-        os.utime(make(tmp_path, step), (time, time))
-    (tmp_path / "checkpoint-3-copy").mkdir()
-    # 40 is of a run that went further; this one went on from an older checkpoint.
-    checkpoints.rotate(tmp_path / "checkpoint-30", 2)
-    left = {path.name for path in tmp_path.glob("checkpoint-*")}
-    assert left == {"checkpoint-10", "checkpoint-30", "checkpoint-40", "checkpoint-3-copy"}
-    checkpoints.rotate(tmp_path / "checkpoint-40", 2, best=str(tmp_path / "checkpoint-10"))
-    assert [path.name for path in checkpoints.checkpoints_in(tmp_path)] == ["checkpoint-10", "checkpoint-40"]
-    checkpoints.rotate(tmp_path / "checkpoint-40", None)
-    assert len(checkpoints.checkpoints_in(tmp_path)) == 2
-
-
 def test_a_checkpoint_written_anew_replaces_the_old_one(tmp_path):
     (make(tmp_path, 3) / "old.bin").touch()
     folder = make(tmp_path, 3)

@@ -25,6 +25,7 @@ from datasets import Dataset
 from filelock import FileLock, Timeout
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import rotate_checkpoints
 
 from ..compat.transformers import model_name
 from ..run.nonfatal import nonfatal
@@ -222,29 +223,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def rotate(newest: Path, limit: int | None, best: str | None = None) -> None:
-    """Remove the oldest checkpoints up to `newest`, by their steps, until `limit` are left; `best` stays.
-
-    Later steps, which a run that went on from an older checkpoint has not reached again, are left alone.
-    """
-    if not limit or limit < 0:
-        return
-    stay = {newest.resolve(), *([] if best is None else [Path(best).resolve()])}
-    past = [path for path in checkpoints_in(newest.parent) if step_of(path) <= step_of(newest)]
-    removable = [path for path in past if path.resolve() not in stay]
-    for checkpoint in removable[: max(0, len(past) - limit)]:
-        _remove(checkpoint)
-
-
-def _remove(checkpoint: Path) -> None:
-    # Under another name first: a run killed in the middle leaves nothing that looks like a checkpoint.
-    removed = checkpoint.parent / STAGING / f"removed-{checkpoint.name}"
-    removed.parent.mkdir(exist_ok=True)
-    shutil.rmtree(removed, ignore_errors=True)
-    os.replace(checkpoint, removed)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
 def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
     """Give what was written into `staging` the name `checkpoint`. Call when every rank has written its files."""
     files = [path for path in sorted(staging.rglob("*")) if path.is_file()]
@@ -253,8 +231,12 @@ def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
             os.fsync(file.fileno())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
     write_json(staging / MANIFEST, {"format": _FORMAT, "files": sizes, "run": run})
-    if checkpoint.exists():
-        _remove(checkpoint)
+    if (
+        checkpoint.exists()
+    ):  # under another name first: a run killed in the middle leaves nothing that looks like a checkpoint
+        removed = staging.with_name(f"removed-{checkpoint.name}")
+        os.replace(checkpoint, removed)
+        shutil.rmtree(removed, ignore_errors=True)
     os.replace(staging, checkpoint)
 
 
@@ -351,7 +333,8 @@ class WholeCheckpoints:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
-            rotate(checkpoint, self.args.save_total_limit, state.best_model_checkpoint)
+            kept = self.args.save_total_limit, state.best_model_checkpoint
+            rotate_checkpoints(str(checkpoint.parent), *kept, use_mtime=True)
         self.accelerator.wait_for_everyone()
 
     def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
