@@ -140,7 +140,7 @@ def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing
     trainer.estimate_values()
     assert len(count_prompts) == 24 - kept  # the error's own batch is drawn again, finished ones are not
     trainer = make_trainer(rewards=lambda completions, **_: [1.0])
-    with pytest.raises(ValueError, match="returned 1 values for 64"):
+    with pytest.raises(ValueError, match="returned 1 rewards, but 64"):
         trainer.estimate_values()
 
 

@@ -23,7 +23,6 @@ from trl.trainer.utils import (
     FusedCausalLMOutput,
     RepeatSampler,
     ensure_master_addr_port,
-    is_async_callable,
     maybe_gather_lm_head_ctx,
     shuffle_sequence_dict,
     split_pixel_values_by_grid,
@@ -60,7 +59,6 @@ EXPECTED = {
     "logit_scale outputs",
     "chunked_logprob._addmm_fp32": "acc a b",  # see `older_gpus.py`
     "RepeatSampler.__init__": "self data_source mini_repeat_count batch_size repeat_count shuffle seed",
-    "is_async_callable": "func",
     "shuffle_sequence_dict": "seq_dict",
     "split_tensor_dict": "tensor_dict num_chunks",
     "split_pixel_values_by_grid": "batch",
