@@ -42,14 +42,6 @@ def test_a_recipe_by_each_of_its_names(text):
     assert find(text).path == ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml"
 
 
-@pytest.mark.parametrize("text", ["small-base/grpo/quikstart", "quickstart"])
-def test_an_unknown_recipe_is_answered_with_the_nearest(text, capsys):
-    assert main(["recipes", text]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: there is no recipe '{text}'; did you mean 'small-base/grpo/quickstart'?")
-    assert len(said.splitlines()) == 1
-
-
 def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     copy = ["recipes", "small-base/t_spmo/quick", "--copy"]
