@@ -19,9 +19,8 @@ NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0
 
 @dataclass
 class Evaluation:
-    """Result of [`evaluate`]; accuracies are shares of `n` problems.
+    """Result of [`evaluate`]; accuracies are shares of `n` problems, `None` where nothing was sampled, `interval` Wilson's 95%.
 
-    `pass_at_k` and `majority_at_k` are `None` where nothing was sampled. `interval` is Wilson's 95% of `pass_at_1`.
     Two more counts of right greedy completions tell the format from the arithmetic: `strict` wants the answer where
     [`required_answer`] looks for it, `lenient` takes the last number anywhere. Records of older versions have neither.
     """

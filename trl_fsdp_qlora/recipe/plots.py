@@ -37,12 +37,7 @@ def _stack_phases(axes, history: list[dict]) -> None:
 
 
 def draw_run(record: dict[str, Any], path: Path) -> Path:
-    """Reward, held-out accuracy and seconds of each phase over the optimizer steps.
-
-    Args:
-        record: as in `metrics.json`: `history` (the Trainer's log), and `before`/`after` where they were measured.
-        path: PNG to write.
-    """
+    """Reward, held-out accuracy and seconds of each phase over the optimizer steps of a `metrics.json`, as a PNG."""
     history = record["history"]
     figure, (reward, accuracy, seconds) = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
     steps, values = _curve(history, "reward")

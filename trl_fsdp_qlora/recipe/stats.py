@@ -4,15 +4,9 @@ from math import comb, sqrt
 
 
 def wilson_interval(correct: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson score interval of a proportion (E. B. Wilson, JASA 22, 1927), 95% by default.
+    """Wilson score interval `(low, high)` of `correct` of `n` trials (E. B. Wilson, JASA 22, 1927), 95% by default.
 
-    Args:
-        correct: successes, `0 <= correct <= n`.
-        n: trials.
-        z: normal quantile.
-
-    Returns:
-        `(low, high)`, both in [0, 1]; `(0, 1)` for n = 0.
+    `z` is the normal quantile; the interval is `(0, 1)` for n = 0.
 
     Raises:
         ValueError: `correct` outside [0, n].

@@ -175,14 +175,13 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
     """What is likely to go wrong in a run with vLLM, each with the line to change; for the log before the first step."""
     if sync.mode == "off":
         return []
+    mode, longest = args.vllm_importance_sampling_mode, args.max_completion_length or 0
+    corrected, by_sequence = args.vllm_importance_sampling_correction, mode.startswith("sequence")
     found = []
-    corrected = args.vllm_importance_sampling_correction
-    by_sequence = args.vllm_importance_sampling_mode.startswith("sequence")
-    if corrected and by_sequence and (args.max_completion_length or 0) > LONG_COMPLETION:
+    if corrected and by_sequence and longest > LONG_COMPLETION:
         found.append(
-            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} with completions of up to "
-            f"{args.max_completion_length} tokens: the weight is exp(sum of all differences), which long completions push "
-            "out of any clip; consider token_truncate"
+            f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is exp(sum of all "
+            "differences), which long completions push out of any clip; consider token_truncate"
         )
     if corrected and (cuts := truncations(args)):
         product = ", in a sequence mode by the product over all of its tokens" if by_sequence else ""
