@@ -63,7 +63,7 @@ QUICK, SLOW = "gpu and not slow", "gpu and slow"
 # A rehearsal shows that the calls work; on an emulated device all tests take longer than it has, and each of them longer
 # than it may: the part's own limit ends it.
 TINY_TESTS = {
-    QUICK: "tests/grpo/test_cuda.py tests/prefix_sharing/test_windowed.py --timeout 0",
+    QUICK: "tests/grpo/test_cuda.py tests/prefix_sharing/test_attention.py --timeout 0",
     SLOW: "tests/recipes/test_on_gpu.py -k checkpointing --timeout 0",
 }
 TINY = {

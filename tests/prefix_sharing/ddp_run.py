@@ -1,4 +1,4 @@
-"""Run by test_passes.py in two processes: train under DDP, then one step in which rank 1 has nothing to score."""
+"""Run by test_equals_stock.py in two processes: train under DDP, then one step in which rank 1 has nothing to score."""
 
 import sys
 from pathlib import Path

@@ -29,31 +29,35 @@ _SHAPE = {
     "bos_token_id": 2,
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _shape(**changes):
+    """`_SHAPE` with some of its values changed, or left out where `None`."""
+    return {name: value for name, value in (_SHAPE | changes).items() if value is not None}
+
+
+def _causal(name, config="Config", **changes):
+    """Makes a causal language model of a family, of `_SHAPE` but for these changes."""
+    return lambda: getattr(tf, f"{name}ForCausalLM")(getattr(tf, name + config)(**_shape(**changes)))
+
+
 # Windows shorter than the prompt, so that a window by row distance, or none, is wrong.
 SUPPORTED = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SHAPE)),
-    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_SHAPE)),
-    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_SHAPE)),
-    "qwen3_sliding": lambda: tf.Qwen3ForCausalLM(
-        tf.Qwen3Config(**_SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    ),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(
-        tf.Gemma2Config(**_SHAPE, sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=9.0)
-    ),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**_SHAPE, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
-    ),
-    "mistral_sliding": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_SHAPE, sliding_window=6)),
-    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**_SHAPE, **_MOE)),
-    "gpt_oss": lambda: tf.GptOssForCausalLM(
-        tf.GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
-    ),
-    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"})),
-    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_SHAPE)),
-    "smollm3": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**_SHAPE)),
+    "llama": _causal("Llama"),
+    "qwen2": _causal("Qwen2"),
+    "qwen3": _causal("Qwen3"),
+    "qwen3_sliding": _causal("Qwen3", use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "gemma2": _causal("Gemma2", sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=9.0),
+    "gemma3": _causal("Gemma3", "TextConfig", sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
+    "mistral_sliding": _causal("Mistral", sliding_window=6),
+    "qwen3_moe": _causal("Qwen3Moe", **_MOE),
+    "gpt_oss": _causal("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
+    "phi3": _causal("Phi3", head_dim=None),
+    "olmo2": _causal("Olmo2"),
+    "smollm3": _causal("SmolLM3"),
     # Their layers drop the keywords of the model call.
-    "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**_SHAPE)),
-    "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_SHAPE)),
+    "stablelm": _causal("StableLm"),
+    "nemotron": _causal("Nemotron"),
 }
 _LINEAR = {
     "linear_key_head_dim": 8,
@@ -64,135 +68,68 @@ _LINEAR = {
 }
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-
-
-def _shape(**changes):
-    """`_SHAPE` with some of its values changed, or left out where `None`."""
-    return {name: value for name, value in (_SHAPE | changes).items() if value is not None}
-
-
+_NO_ATTENTION = {"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None}
+_GRANITE_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 8, "n_groups": 2}
+_NEMOTRON_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
+_KIMI_HEADS = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8}
+_KIMI_MOE = {"moe_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "linear_num_heads": 4}
+_ZAMBA = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8}
+LFM3_LAYERS = ["conv", "sliding_attention", "full_attention"]
+_HYBRID = ["recurrent", "cascade"]
 # Layers that carry a state from token to token; what each layer of a packed row is computed by.
 RECURRENT = {
-    "qwen3_5": (lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**_SHAPE, **_LINEAR)), ["recurrent", "cascade"]),
-    "qwen3_5_moe": (
-        lambda: tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**_SHAPE, **_LINEAR, **_MOE, **_SHARED_EXPERT)),
-        ["recurrent", "cascade"],
-    ),
-    "qwen3_next": (
-        lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**_SHAPE, **_MOE, **_LINEAR, **_SHARED_EXPERT)),
-        ["recurrent", "cascade"],
-    ),
-    "lfm2": (
-        lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**_SHAPE, layer_types=["conv", "full_attention"])),
-        ["recurrent", "cascade"],
-    ),
+    "qwen3_5": (_causal("Qwen3_5", "TextConfig", **_LINEAR), _HYBRID),
+    "qwen3_5_moe": (_causal("Qwen3_5Moe", "TextConfig", **_LINEAR, **_MOE, **_SHARED_EXPERT), _HYBRID),
+    "qwen3_next": (_causal("Qwen3Next", **_MOE, **_LINEAR, **_SHARED_EXPERT), _HYBRID),
+    "lfm2": (_causal("Lfm2", layer_types=["conv", "full_attention"]), _HYBRID),
     "lfm3": (
-        lambda: tf.Lfm3ForCausalLM(
-            tf.Lfm3Config(**_shape(num_hidden_layers=3), sliding_window=6, layer_types=LFM3_LAYERS)
-        ),
+        _causal("Lfm3", num_hidden_layers=3, sliding_window=6, layer_types=LFM3_LAYERS),
         ["recurrent", "two_part", "cascade"],
     ),
     "granitemoehybrid": (
-        lambda: tf.GraniteMoeHybridForCausalLM(
-            tf.GraniteMoeHybridConfig(
-                **_SHAPE,
-                **_MAMBA,
-                layer_types=["mamba", "attention"],
-                num_local_experts=4,
-                num_experts_per_tok=2,
-                shared_intermediate_size=48,
-            )
-        ),
-        ["recurrent", "cascade"],
+        _causal("GraniteMoeHybrid", **_MAMBA, layer_types=["mamba", "attention"], **_GRANITE_MOE),
+        _HYBRID,
     ),
-    "falcon_h1": (
-        lambda: tf.FalconH1ForCausalLM(tf.FalconH1Config(**_SHAPE, **_MAMBA, mamba_d_ssm=64)),
-        ["recurrent", "cascade"] * 2,
-    ),
-    "bamba": (
-        lambda: tf.BambaForCausalLM(tf.BambaConfig(**_SHAPE, **_MAMBA, attn_layer_indices=[1])),
-        ["recurrent", "cascade"],
-    ),
+    "falcon_h1": (_causal("FalconH1", **_MAMBA, mamba_d_ssm=64), _HYBRID * 2),
+    "bamba": (_causal("Bamba", **_MAMBA, attn_layer_indices=[1]), _HYBRID),
     "mamba2": (
-        lambda: tf.Mamba2ForCausalLM(
-            tf.Mamba2Config(
-                **_shape(num_attention_heads=None, num_key_value_heads=None, intermediate_size=None),
-                num_heads=8,
-                state_size=8,
-                n_groups=2,
-                chunk_size=8,
-            )
-        ),
+        _causal("Mamba2", **_NO_ATTENTION, num_heads=8, state_size=8, n_groups=2, chunk_size=8),
         ["recurrent"] * 2,
     ),
     # Mamba-1, whose kernel goes on from no state.
-    "mamba": (
-        lambda: tf.MambaForCausalLM(
-            tf.MambaConfig(
-                **_shape(num_attention_heads=None, num_key_value_heads=None, intermediate_size=None), state_size=8
-            )
-        ),
-        ["recurrent"] * 2,
-    ),
+    "mamba": (_causal("Mamba", **_NO_ATTENTION, state_size=8), ["recurrent"] * 2),
     "jamba": (
-        lambda: tf.JambaForCausalLM(
-            tf.JambaConfig(**_SHAPE, attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=8)
-        ),
-        ["recurrent", "cascade"],
+        _causal("Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=8),
+        _HYBRID,
     ),
-    "olmo_hybrid": (
-        lambda: tf.OlmoHybridForCausalLM(tf.OlmoHybridConfig(**_SHAPE, **_LINEAR)),
-        ["recurrent", "cascade"],
-    ),
+    "olmo_hybrid": (_causal("OlmoHybrid", **_LINEAR), _HYBRID),
     "nemotron_h": (
-        lambda: tf.NemotronHForCausalLM(
-            tf.NemotronHConfig(
-                **_shape(num_hidden_layers=None),
-                layers_block_type=["mamba", "attention", "mlp", "moe", "mamba"],
-                mamba_num_heads=8,
-                mamba_head_dim=8,
-                ssm_state_size=8,
-                chunk_size=8,
-                n_groups=2,
-                n_routed_experts=4,
-                moe_intermediate_size=24,
-                moe_shared_expert_intermediate_size=24,
-            )
+        _causal(
+            "NemotronH",
+            num_hidden_layers=None,
+            layers_block_type=["mamba", "attention", "mlp", "moe", "mamba"],
+            **_NEMOTRON,
+            **_NEMOTRON_MOE,
         ),
         ["recurrent", "cascade", "recurrent"],
     ),
     "kimi_linear": (
-        lambda: tf.KimiLinearForCausalLM(
-            tf.KimiLinearConfig(
-                **_shape(num_key_value_heads=4, head_dim=None),
-                moe_intermediate_size=24,
-                num_local_experts=4,
-                num_experts_per_tok=2,
-                kv_lora_rank=8,
-                qk_rope_head_dim=8,
-                qk_nope_head_dim=8,
-                v_head_dim=8,
-                linear_head_dim=8,
-                linear_num_heads=4,
-                layer_types=["linear_attention", "full_attention"],
-            )
+        _causal(
+            "KimiLinear",
+            num_key_value_heads=4,
+            head_dim=None,
+            layer_types=["linear_attention", "full_attention"],
+            **_KIMI_HEADS,
+            **_KIMI_MOE,
         ),
         ["recurrent", "two_part"],
     ),
     "zamba2": (
-        lambda: tf.Zamba2ForCausalLM(
-            tf.Zamba2Config(
-                **_shape(num_hidden_layers=4, num_key_value_heads=4, head_dim=None),
-                layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-                mamba_d_state=8,
-                n_mamba_heads=8,
-                chunk_size=8,
-            )
-        ),
-        ["recurrent", "cascade", "recurrent", "recurrent", "cascade", "recurrent"],
+        _causal("Zamba2", num_hidden_layers=4, num_key_value_heads=4, head_dim=None, **_ZAMBA),
+        ["recurrent", "cascade", "recurrent"] * 2,
     ),
 }
-LFM3_LAYERS = ["conv", "sliding_attention", "full_attention"]
 _PATCHES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 _SIGLIP = {**_PATCHES, "image_size": 16, "patch_size": 8}
 _QWEN_VISION = {
@@ -207,85 +144,56 @@ _QWEN_VISION = {
 }
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 _GEMMA_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA4_TEXT = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+_GEMMA4_VISION = {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 16}
+
+
+def sees(name, text, vision, **more):
+    """Makes a class of a family that could take images, of `_SHAPE` and these parts of its config."""
+    shape = _shape(**{key: value for key, value in text.items() if value is None})
+    text = shape | {key: value for key, value in text.items() if value is not None}
+    return lambda: getattr(tf, f"{name}ForConditionalGeneration")(
+        getattr(tf, f"{name}Config")(text_config=dict(text), vision_config=dict(vision), **more)
+    )
+
+
 # Classes that could take images, for text.
 MULTIMODAL = {
-    "gemma3": lambda: tf.Gemma3ForConditionalGeneration(
-        tf.Gemma3Config(text_config=_SHAPE | _GEMMA_LAYERS, vision_config=_SIGLIP, mm_tokens_per_image=4)
+    "gemma3": sees("Gemma3", _GEMMA_LAYERS, _SIGLIP, mm_tokens_per_image=4),
+    "gemma4": sees("Gemma4", _GEMMA_LAYERS | _GEMMA4_TEXT, _PATCHES | _GEMMA4_VISION, audio_config=None),
+    "qwen2_5_vl": sees("Qwen2_5_VL", {"head_dim": None, "rope_parameters": _MROPE}, _QWEN_VISION),
+    "qwen3_vl": sees("Qwen3VL", {"rope_parameters": _MROPE}, _QWEN_VISION),
+    "qwen3_5": sees("Qwen3_5", _LINEAR, _QWEN_VISION),
+    "mistral3": sees(
+        "Mistral3", {"model_type": "mistral"}, _SIGLIP | {"model_type": "pixtral", "head_dim": 8, "image_size": 32}
     ),
-    "gemma4": lambda: tf.Gemma4ForConditionalGeneration(
-        tf.Gemma4Config(
-            text_config=_SHAPE
-            | _GEMMA_LAYERS
-            | {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-            vision_config=_PATCHES | {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 16},
-            audio_config=None,
-        )
+    "glm4v": sees(
+        "Glm4v", {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}}, _QWEN_VISION | {"image_size": 16}
     ),
-    "qwen2_5_vl": lambda: tf.Qwen2_5_VLForConditionalGeneration(
-        tf.Qwen2_5_VLConfig(
-            text_config=_shape(head_dim=None) | {"rope_parameters": _MROPE}, vision_config=_QWEN_VISION
-        )
-    ),
-    "qwen3_vl": lambda: tf.Qwen3VLForConditionalGeneration(
-        tf.Qwen3VLConfig(text_config=_SHAPE | {"rope_parameters": _MROPE}, vision_config=_QWEN_VISION)
-    ),
-    "qwen3_5": lambda: tf.Qwen3_5ForConditionalGeneration(
-        tf.Qwen3_5Config(text_config=_SHAPE | _LINEAR, vision_config=_QWEN_VISION)
-    ),
-    "mistral3": lambda: tf.Mistral3ForConditionalGeneration(
-        tf.Mistral3Config(
-            text_config=_SHAPE | {"model_type": "mistral"},
-            vision_config=_SIGLIP | {"model_type": "pixtral", "head_dim": 8, "image_size": 32},
-        )
-    ),
-    "glm4v": lambda: tf.Glm4vForConditionalGeneration(
-        tf.Glm4vConfig(
-            text_config=_SHAPE | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
-            vision_config=_QWEN_VISION | {"image_size": 16},
-        )
-    ),
-    "internvl": lambda: tf.InternVLForConditionalGeneration(
-        tf.InternVLConfig(
-            text_config=_SHAPE | {"model_type": "qwen2"},
-            vision_config=_PATCHES | {"image_size": [16, 16], "patch_size": [8, 8]},
-        )
-    ),
-    "smolvlm": lambda: tf.SmolVLMForConditionalGeneration(
-        tf.SmolVLMConfig(text_config=_SHAPE | {"model_type": "llama"}, vision_config=_SIGLIP, scale_factor=2)
-    ),
+    "internvl": sees("InternVL", {"model_type": "qwen2"}, _PATCHES | {"image_size": [16, 16], "patch_size": [8, 8]}),
+    "smolvlm": sees("SmolVLM", {"model_type": "llama"}, _SIGLIP, scale_factor=2),
 }
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_LEARNED = {"max_position_embeddings": 64, "ffn_dim": 48, "word_embed_proj_dim": 32}
-_BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 48,
-}
+_BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
 # Positions of the model's own counting.
 COUNTING = {
-    "opt": lambda: tf.OPTForCausalLM(tf.OPTConfig(**_shape(head_dim=None) | _LEARNED | {"dropout": 0.0})),
-    "xlm_roberta": lambda: tf.XLMRobertaForCausalLM(
-        tf.XLMRobertaConfig(**_SHAPE | _NO_DROPOUT | {"pad_token_id": 1}, is_decoder=True)
-    ),
-    "bart": lambda: tf.BartForCausalLM(tf.BartConfig(**_BART, max_position_embeddings=64, dropout=0.0)),
+    "opt": _causal("OPT", head_dim=None, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    "xlm_roberta": _causal("XLMRoberta", **_NO_DROPOUT, pad_token_id=1, is_decoder=True),
+    "bart": lambda: tf.BartForCausalLM(tf.BartConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **_BART)),
 }
 # Attention of their own, which takes a mask of all pairs.
 MASKED = {
-    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**_shape(head_dim=None))),
+    "falcon": _causal("Falcon", head_dim=None),
     "gptj": lambda: tf.GPTJForCausalLM(
         tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, **_NO_PDROP)
     ),
 }
 UNSUPPORTED = {
-    "falcon": lambda: tf.FalconForCausalLM(tf.FalconConfig(**_shape(head_dim=None), alibi=True)),
+    "falcon": _causal("Falcon", head_dim=None, alibi=True),
     "bloom": lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
     # Its cache is a class of its own.
-    "minimax": lambda: tf.MiniMaxForCausalLM(
-        tf.MiniMaxConfig(**_SHAPE, num_local_experts=4, layer_types=["linear_attention", "full_attention"])
-    ),
+    "minimax": _causal("MiniMax", num_local_experts=4, layer_types=["linear_attention", "full_attention"]),
 }
 
 

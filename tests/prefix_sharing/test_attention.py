@@ -1,10 +1,13 @@
 """Backends on their own: float64 gradients by finite differences, and a dense mask as oracle."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from trl_fsdp_qlora.prefix_sharing import cascade
+from trl_fsdp_qlora.prefix_sharing import attention, cascade, two_part, windowed
 from trl_fsdp_qlora.prefix_sharing.layout import pack
 
 from .helpers import make_batch
@@ -78,18 +81,22 @@ def test_cascade_gradient_by_finite_differences():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash kernels")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash kernels, with a window or without")
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_cuda_kernels_equal_dense_mask(name):
+def test_cuda_kernels_equal_dense_mask(name, window):
     prompts, completions = LAYOUTS[name]
     ids, mask = make_batch(prompts, completions, prompt=5, completion=3)
     layout = pack(ids.cuda(), mask.cuda(), 3)
     leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in draw(layout, 4, 2, size=32)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    expected = sdpa(*exact, attn_mask=dense_mask(layout).cuda(), scale=0.4, enable_gqa=True).transpose(1, 2)
+    seen = dense_mask(layout, window).cuda()
+    expected = sdpa(*exact, attn_mask=seen, scale=0.4, enable_gqa=True).transpose(1, 2)
     weight = torch.randn_like(expected)
     reference = torch.autograd.grad((expected * weight).sum(), exact)
     call = Call(*leaves, layout)
+    call.window = window
+    assert cascade.refuses(call) is None
     out = cascade.attend(call)
     # bfloat16 has 8 bits of mantissa.
     torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
@@ -118,3 +125,122 @@ def test_cascade_merges_in_float32_in_half_precision(monkeypatch):
     rounded = cascade.attend(Call(*leaves, layout))
     error_rounded = ((rounded.double() - exact)[:, tail].norm() / exact[:, tail].norm()).item()
     assert error < 0.7 * error_rounded  # 0.0026 and 0.0048
+
+
+# --- sliding windows by the flash call's own: what it is given, with a dense stand-in for the kernel ---
+
+
+def dense_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """`torch.nn.attention.varlen.varlen_attn` as documented: each stretch alone, aligned at the end, (left, right) seen."""
+    outs = []
+    left, right = window_size
+    for q, k, v in zip(
+        query.split(cu_seq_q.diff().tolist()),
+        key.split(cu_seq_k.diff().tolist()),
+        value.split(cu_seq_k.diff().tolist()),
+        strict=True,
+    ):
+        assert len(q) <= max_q and len(k) <= max_k
+        place = torch.arange(len(k) - len(q), len(k)).unsqueeze(1) - torch.arange(len(k))
+        seen = (place <= left) & (place >= -right)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        outs.append(sdpa(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 6])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_windows_equal_dense_mask(name, window, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", dense_varlen)
+    layout = make_layout(name)
+    leaves = [x.requires_grad_() for x in draw(layout, 4, 2)]
+    expected = sdpa(*leaves, attn_mask=dense_mask(layout, window), scale=0.4, enable_gqa=True).transpose(1, 2)
+    weight = torch.randn_like(expected)
+    reference = torch.autograd.grad((expected * weight).sum(), leaves)
+    call = Call(*leaves, layout)
+    call.window = window
+    out = cascade.attend(call)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad((out * weight).sum(), leaves), reference, atol=1e-12, rtol=1e-12)
+
+
+def test_a_completion_copies_what_it_can_see_of_its_prompt_and_no_more(monkeypatch):
+    layout = pack(*make_batch([9] * 3, [4, 2, 3], prompt=9, completion=4), 4)
+    given = []
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **more: given.append(args) or dense_varlen(*args, **more))
+    call = Call(*draw(layout, 2, 1), layout)
+    call.window = 4
+    cascade.attend(call)
+    ((_, key, _, cu_q, cu_k, _, longest),) = given
+    # A shared prompt of eight tokens; completions see three of them and themselves.
+    assert cu_q.diff().tolist() == [8, 4, 2, 3] and cu_k.diff().tolist() == [8, 7, 5, 6]
+    assert longest == 8 and len(key) == 26
+
+
+def test_gradients_of_a_prompt_are_summed_in_float32():
+    """Four parts of 1/256 beside 1: each alone is lost in bfloat16."""
+    x = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([0, 0, 0, 0, 0, 1])
+    grad = torch.full((6, 1, 1), 1 / 256).bfloat16()
+    grad[0] = 1.0
+    windowed._Repeat.apply(x, index).backward(grad)
+    assert x.grad.flatten().tolist() == [1 + 4 / 256, 1 / 256]
+
+
+def test_a_cpu_has_no_kernel_with_a_window():
+    call = Call(*draw(make_layout("one ragged group"), 2, 1), None)
+    call.window = 3
+    assert cascade.refuses(call) == "sliding window of 3 tokens"
+
+
+# --- what depends on the device a layer lies on ---
+
+META = torch.device("meta")
+
+
+def tensors(value):
+    """All tensors in nested tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors(part)
+
+
+def call_on(layout, device):
+    query = torch.empty(1, 2, layout.tokens, 4, device=device)
+    return SimpleNamespace(layout=layout, query=query, base="sdpa", window=2)
+
+
+@pytest.mark.parametrize(
+    "derived",
+    [
+        lambda layout, device: two_part._families(layout, device),
+        lambda layout, device: two_part._mask(call_on(layout, device), 2, 4, torch.empty(1, device=device)),
+        lambda layout, device: cascade._varlen._lengths(layout, device),
+    ],
+    ids=["two_part_blocks", "two_part_mask", "cascade_lengths"],
+)
+def test_layers_on_two_devices_get_tensors_of_their_own(derived):
+    """A model split over devices: the second device's layers must not be given what the first one's were."""
+    layout = make_layout("ragged groups")
+    for device in (torch.device("cpu"), META):
+        found = list(tensors(derived(layout, device)))
+        assert found and {x.device for x in found} == {device}
+
+
+def test_the_mask_of_a_nested_row_too():
+    layout = make_layout("nothing shared")
+    layout.end_T = torch.full((layout.tokens,), layout.tokens).numpy()
+    for device in (torch.device("cpu"), META):
+        assert attention._tree_mask(call_on(layout, device), 0, 3).device == device
+
+
+@pytest.mark.parametrize(("capability", "served"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_cascade_asks_for_the_compute_capability(capability, served, monkeypatch):
+    """Volta and Turing have no flash kernel in torch: `auto` must take another backend before it is called."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 4, 8, 64))
+    reason = cascade.refuses(SimpleNamespace(query=query, value=query, window=None, softcap=None, sinks=None))
+    assert (reason is None) == served
+    assert served or f"has {capability[0]}.{capability[1]}" in reason

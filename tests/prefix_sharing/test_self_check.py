@@ -1,10 +1,13 @@
 """Faults planted in the packed pass, one of each kind, are caught; a right pass is not; nothing is left behind."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from peft import get_peft_model
 from torch.distributed.fsdp import FSDPModule
 
+from tests.distributed.launch import launch
 from tests.tiny import lora
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, cascade
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout
@@ -270,3 +273,9 @@ def test_missing_values_and_first_tokens_by_hand():
     assert judged(tail, padded, 40 * moved) is None  # where rounding moves tokens that far
     assert "not finite" in judged(padded * float("nan"), padded, moved)
     assert judged(missing, padded, moved, scored=missing != 0) is None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", ["ddp qwen3", "fsdp2 qwen3", "fsdp2 qwen3_5", "fsdp2 falcon_h1"])
+def test_two_ranks_answer_together_what_one_of_them_meets_alone(case):
+    launch(Path(__file__).with_name("agreement_worker.py"), *case.split(), timeout=120)

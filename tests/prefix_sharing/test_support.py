@@ -15,13 +15,16 @@ from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (
     COMPLETION,
+    MASKED,
+    MULTIMODAL,
     SUPPORTED,
     UNSUPPORTED,
     assert_equal_gradients,
     awkward_batch,
     build,
-    gradients,
     loss_inputs,
+    losses_of,
+    make_batch,
     make_trainer,
     stock_log_probs,
     with_stock_head,
@@ -37,25 +40,23 @@ REASONS = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_models_run_padded_and_say_why(name, tmp_path, caplog):
     inputs = loss_inputs(*awkward_batch())
-    results = []
     with caplog.at_level(logging.WARNING, logger=sharing.__name__):
-        for cls in (GRPOTrainer, EfficientGRPOTrainer):
-            trainer = make_trainer(cls, build(UNSUPPORTED[name]), tmp_path)
-            loss = trainer._compute_loss(trainer.model, inputs)
-            loss.backward()
-            results.append((loss.item(), gradients(trainer.model)))
-    assert results[0][0] == results[1][0]
-    assert_equal_gradients(results[1][1], results[0][1], tolerance=1e-6)
+        trainers = [
+            make_trainer(cls, build(UNSUPPORTED[name]), tmp_path) for cls in (GRPOTrainer, EfficientGRPOTrainer)
+        ]
+        stock, ours = losses_of(trainers, inputs)
+    assert ours[0] == stock[0]
+    assert_equal_gradients(ours[1], stock[1], tolerance=1e-6)
     lines = [record.getMessage() for record in caplog.records if record.name == sharing.__name__]
     assert len(lines) == 1 and REASONS[name] in lines[0], lines
-    assert REASONS[name] in trainer.prefix_sharing.describe()
+    assert REASONS[name] in trainers[1].prefix_sharing.describe()
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", [*UNSUPPORTED, "gptj"])
 def test_naming_a_backend_makes_it_an_error(name, tmp_path):
-    with pytest.raises(PrefixSharingError, match=REASONS[name]):
-        trainer = make_trainer(EfficientGRPOTrainer, build(UNSUPPORTED[name]), tmp_path, prefix_sharing="cascade")
-        trainer._compute_loss(trainer.model, loss_inputs(*awkward_batch()))
+    make = UNSUPPORTED.get(name) or MASKED[name]
+    with pytest.raises(PrefixSharingError, match=REASONS.get(name, "keeps attn_implementation")):
+        make_trainer(EfficientGRPOTrainer, build(make), tmp_path, prefix_sharing="cascade")
 
 
 def test_unknown_choice_lists_the_known_ones():
@@ -126,12 +127,31 @@ def test_cascade_by_name_refuses_a_window():
         run(build(SUPPORTED["mistral_sliding"]), "cascade")
 
 
-def test_attention_dropout_is_refused():
-    config = build(SUPPORTED["llama"]).config
-    config.attention_dropout = 0.1
-    packed = PrefixSharing()
-    packed.prepare("policy", tf.LlamaForCausalLM(config))
-    assert "attention_dropout=0.1" in packed.describe()
+def test_a_mask_of_more_pairs_than_stock_computes_is_not_made(tmp_path, caplog):
+    """Short prompts, long completions: 2 + 8 * 9 tokens of a row against 8 rows of 12."""
+    inputs = loss_inputs(*make_batch([3] * 8, [9] * 8, prompt=3))
+    trainers = [make_trainer(cls, build(MASKED["falcon"]), tmp_path) for cls in (GRPOTrainer, EfficientGRPOTrainer)]
+    with caplog.at_level(logging.WARNING, logger=sharing.__name__):
+        stock, ours = losses_of(trainers, inputs)
+    assert trainers[1].prefix_sharing.active() and "larger than stock's" in caplog.text
+    assert "prefix_sharing/policy/tokens_fraction" not in trainers[1]._metrics["train"]
+    assert ours[0] == stock[0]
+    assert_equal_gradients(ours[1], stock[1], tolerance=1e-6)
+
+
+def test_a_batch_with_images_runs_as_stock_where_the_class_takes_none():
+    model = with_stock_head(build(MULTIMODAL["gemma3"]))
+    packed = PrefixSharing(temperature=0.9)
+    packed.prepare("policy", model)
+    ids, mask = awkward_batch()
+
+    def padded(request):
+        return *stock_log_probs(model, request.input_ids, request.attention_mask), None
+
+    images = {"pixel_values": torch.zeros(len(ids), 3, 4, 4), "num_images": [1] * len(ids)}
+    for fields, is_packed in ((images, False), ({"mm_token_type_ids": ids * 0}, True)):
+        request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **fields)
+        assert bool(packed.log_probs(request, padded).figures) == is_packed
 
 
 def test_batches_that_cannot_be_packed_run_padded(caplog):
@@ -141,9 +161,14 @@ def test_batches_that_cannot_be_packed_run_padded(caplog):
     ids, mask = awkward_batch()
     mask[0, -COMPLETION + 2] = 0  # a hole
     stock = stock_log_probs(model, ids, mask)
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION)
-    padded = lambda request: (*stock_log_probs(model, request.input_ids, request.attention_mask), None)  # noqa: E731
+    request, calls = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION), []
+
+    def padded(request):
+        calls.append(request)
+        return *stock_log_probs(model, request.input_ids, request.attention_mask), None
+
     values, figures = packed.log_probs(request, padded)
+    assert calls == [request]  # there is nothing to compare
     assert torch.equal(values[0], stock[0]) and figures == {}
     assert "left padding" in caplog.text
     assert packed.active()  # the next batch is packed again
@@ -171,6 +196,15 @@ def test_rotary_tables_of_single_layer_types_count_too():
         assert position_limit(SimpleNamespace(config=config)) == limit
     config.rope_parameters = {"full_attention": default}
     assert position_limit(SimpleNamespace(config=config)) == float("inf")
+
+
+def test_generation_sees_the_models_own_implementation(tmp_path, monkeypatch):
+    """transformers' continuous batching refuses implementations whose name it does not know."""
+    trainer = make_trainer(EfficientGRPOTrainer, build(SUPPORTED["qwen3"]), tmp_path)
+    config, seen = trainer.model.config, []
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: seen.append(config._attn_implementation))
+    trainer._generate([])
+    assert seen == ["sdpa"] and config._attn_implementation == "prefix_sharing_sdpa"
 
 
 def test_generation_uses_the_models_own_attention():

@@ -234,8 +234,7 @@ def pack(
     """Pack a padded batch into one row.
 
     Args:
-        input_ids, attention_mask: `(B, P + C)`, prompts left-padded, completions right-padded.
-        logits_to_keep: C.
+        input_ids, attention_mask, logits_to_keep: `(B, P + C)`, prompts left-padded, completions right-padded; C.
         score_mask_BC: completion tokens whose log-probability is wanted; the completion mask where absent. What lies
             behind the last of them in a completion stays out of the row, and a completion without any stays out
             altogether. A batch without any gives a row of one token, so that the forward still happens.

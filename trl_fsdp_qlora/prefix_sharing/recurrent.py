@@ -104,26 +104,22 @@ def _methods(cls: type) -> Iterator[types.CodeType]:
 
 def state_bytes(module: nn.Module, width: int) -> int:
     """Bytes of the states that a recurrent layer of `width` without data (on the meta device) keeps of one row."""
-    parameters = inspect.signature(type(module).forward).parameters
-    cache_name = next(name for name in _CACHE_NAMES if name in parameters)
     dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
     cache = StateCache()
-    module(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name: cache})
+    module(torch.empty(1, 8, width, dtype=dtype, device="meta"), **{cache_name(module): cache})
     return sum(state.nbytes for state in cache.after.values())
 
 
-def unserved_reason(module: nn.Module) -> str | None:
-    """Why a recurrent layer cannot be called twice, or `None`."""
+def cache_name(module: nn.Module) -> str | None:
+    """The argument that a recurrent layer takes its cache by; `None` where it is not known, so the layer cannot be called twice."""
     parameters = inspect.signature(type(module).forward).parameters
-    if any(name in parameters for name in _CACHE_NAMES):
-        return None
-    return f"{type(module).__name__} takes its cache under a name that is not known"
+    return next((name for name in _CACHE_NAMES if name in parameters), None)
 
 
 def install(model: nn.Module) -> None:
     """Let the recurrent layers of `model` compute packed rows. Without one their forward is what it was."""
     for module in recurrent_layers(model):
-        if getattr(module.forward, "__func__", None) is not _forward:
+        if not hasattr(module, "own_forward"):
             module.own_forward = module.forward
             module.forward = types.MethodType(_forward, module)
 
@@ -145,9 +141,8 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
         for name, x in named.items()
         if name in parameters and isinstance(x, torch.Tensor) and x.shape[:2] == (1, layout.tokens)
     }
-    cache_name = next(name for name in _CACHE_NAMES if name in parameters)
     try:
-        out = _compute(module.own_forward, tokens, cache_name, layout, not _goes_on_from_a_state(type(module)))
+        out = _compute(module.own_forward, tokens, cache_name(module), layout, not _goes_on_from_a_state(type(module)))
     except RuntimeError as error:
         note(layout, error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]
@@ -155,41 +150,31 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
     return out
 
 
-def _compute(forward, tokens: dict, cache_name: str, layout: PackedLayout, whole: bool) -> torch.Tensor:
-    """The layer's output `(1, T, ...)`.
+def _compute(forward, tokens: dict, takes_cache: str, layout: PackedLayout, whole: bool) -> torch.Tensor:
+    """The layer's output `(1, T, ...)` from its arguments that have one entry per token, `(1, T, ...)`.
 
-    Args:
-        forward: the layer's own.
-        tokens: its arguments that have one entry per token, `(1, T, ...)`.
-        cache_name: the argument it takes its cache by.
-        layout: of the row.
-        whole: each completion is computed behind its prompt, without a state.
+    With `whole`, each completion is computed behind its prompt, without a state.
     """
     root_runs, batches, order = _plan(layout, tokens["hidden_states"].device, whole)
     parts, prompt_states = [], []
     for start, count, length, are_prompts in root_runs:
         cache = None if whole else StateCache()
         run = {n: x[0].narrow(0, start, count * length).unflatten(0, (count, length)) for n, x in tokens.items()}
-        parts.append(forward(**run, **{cache_name: cache}).flatten(0, 1))
+        parts.append(forward(**run, **{takes_cache: cache}).flatten(0, 1))
         if are_prompts:
             prompt_states.append(cache.after)
     states = {kind: torch.cat([one[kind] for one in prompt_states]) for kind in (prompt_states or [()])[0]}
     for index, real, prompt in batches:
         before = {kind: state.index_select(0, prompt) for kind, state in states.items()}
         batch = {n: x[0].index_select(0, index.flatten()).unflatten(0, index.shape) for n, x in tokens.items()}
-        out = forward(**batch, **{cache_name: None if whole else StateCache(before)}).flatten(0, 1)
+        out = forward(**batch, **{takes_cache: None if whole else StateCache(before)}).flatten(0, 1)
         parts.append(out if real is None else out.index_select(0, real))
     out = join(parts)
     return (out if order is None else out.index_select(0, order)).unsqueeze(0)
 
 
 def _plan(layout: PackedLayout, device: torch.device, whole: bool):
-    """What to call a layer on; derived from the layout once.
-
-    Args:
-        layout: of the row.
-        device: of its tokens.
-        whole: completions stand behind their prompts, and the first of a group gives its prompt's outputs.
+    """What to call a layer on; derived from the layout once. With `whole`, the first of a group gives its prompt's outputs.
 
     Returns:
         `(root_runs, batches, order)`. `root_runs`: `(start, count, length, are prompts)` of neighbouring single rows, and of

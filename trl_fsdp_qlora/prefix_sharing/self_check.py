@@ -88,25 +88,21 @@ def compare(
     padded: Callable[[PassRequest], LogProbs],
     embeddings: torch.nn.Module,
     unit: float,
-) -> tuple[bool, str | None]:
+) -> str | None:
     """Compute the rows of `request` both ways and judge the difference. Every rank has to call it, with equally many rows.
 
     The packed pass is one forward of all rows, the padded one goes row by row, so neither holds more tokens than a step's own
     pass does. Gradients are those of a sum over the completion tokens with random weights; each pass is added to the others'
     with its sign, so there is never more than one copy of them, and what was in `.grad` is there again afterwards.
 
-    For R rows that is one packed pass and R padded ones, with backward where gradients are compared; with a rounding unit also
-    `NOISE_PASSES` forwards of all rows without gradients and, for gradients, another packed pass and R padded ones.
-
     Args:
         request: the rows; all completion tokens are compared. Dropout is the caller's.
         packed: gives log-probabilities `(R, C)`, or `None` where this rank's rows cannot be packed; it raises what goes wrong.
         padded: TRL's pass.
-        embeddings: module whose output is moved.
-        unit: of [`rounding_unit`].
+        embeddings: module whose output is moved by `unit`, of [`rounding_unit`].
 
     Returns:
-        Whether there was a token to compare, and what is wrong with the packed pass, `None` for nothing. The same on every rank.
+        What is wrong with the packed pass, the same verdict on every rank; `None` for nothing.
     """
     device, gradients = request.input_ids.device, compares_gradients(request.model)
     rows = [request.rows([row]) for row in range(len(request.input_ids))]
@@ -124,7 +120,7 @@ def compare(
             problem = reason_of(error)
         (failed,) = over_ranks([int(problem is not None)], device)
         if failed:
-            return True, problem or "another rank's packed pass failed"
+            return problem or "another rank's packed pass failed"
         draw = torch.Generator().manual_seed(0)  # not signs: equal rows would cancel
         weight_BC = torch.where(scored_BC, torch.randn(scored_BC.shape, generator=draw).to(device), 0.0)
 
@@ -154,18 +150,15 @@ def compare(
     # Of shards, or of ranks' own gradients: either way their squares add up.
     found |= {"gradient": size**2, "gradient_off": off**2, "gradient_noise": noise**2}
     found = dict(zip(found, over_ranks(list(found.values()), device, "SUM"), strict=True))
-    return found["tokens"] > 0, verdict(found, exact=not unit)
+    return verdict(found, exact=not unit)
 
 
 def statistics(
     packed_BC: torch.Tensor, padded_BC: torch.Tensor, noise_NBC: torch.Tensor | None, scored_BC: torch.Tensor
 ) -> dict[str, float]:
-    """Sums over this rank's tokens, which can be added over ranks and judged by [`verdict`].
+    """Sums over this rank's tokens to compare, which can be added over ranks and judged by [`verdict`].
 
-    Args:
-        packed_BC, padded_BC: log-probabilities of both passes.
-        noise_NBC: how far rounding alone moved the padded ones, N times.
-        scored_BC: tokens to compare. A value missing in the packed pass (a zero) is a difference like any other.
+    `noise_NBC` is how far rounding alone moved the padded log-probabilities, N times.
     """
 
     def clipped(values: torch.Tensor) -> torch.Tensor:
@@ -183,12 +176,10 @@ def statistics(
 
 
 def verdict(found: dict[str, float], exact: bool) -> str | None:
-    """What is wrong with a packed pass; `None` where rounding explains the difference.
+    """What is wrong with a packed pass; `None` where rounding explains the difference, or where fixed limits hold (`exact`).
 
-    Args:
-        found: [`statistics`], with the squares of the norms of the gradient of the packed pass, of its difference from the
-            padded one's, and of what rounding changed in that (`gradient`, `gradient_off`, `gradient_noise`).
-        exact: fixed limits serve.
+    `found`: [`statistics`], with the squares of the norms of the gradient of the packed pass, of its difference from the padded
+    one's, and of what rounding changed in that (`gradient`, `gradient_off`, `gradient_noise`).
     """
     if found["missing"]:
         return f"{found['missing']:.0f} log-probabilities are missing or not finite: a difference in log-probability"

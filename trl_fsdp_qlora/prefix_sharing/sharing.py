@@ -45,7 +45,6 @@ from .support import (
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "off", *BACKENDS)
-ONE_LEVEL = "recurrent layers share prompts (one level: no nested prefixes)"
 
 
 class PrefixSharingError(UserError):
@@ -154,7 +153,8 @@ class PrefixSharing:
         state = self._states["policy"]
         if state.reason is not None:
             return f"prefix sharing: off, {state.reason}"
-        notes = [state.recurrent_layers and ONE_LEVEL, state.dropout]
+        one_level = state.recurrent_layers and "recurrent layers share prompts (one level: no nested prefixes)"
+        notes = [one_level, state.dropout]
         return "; ".join([f"prefix sharing: {self.choice}", *filter(None, notes)])
 
     def feature(self) -> tuple[str, str]:
@@ -178,15 +178,14 @@ class PrefixSharing:
     def log_probs(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> PassResult:
         """What stock computes for this request, on packed rows where that is exact: pack, forward, unpack.
 
-        Ranks need not agree on anything here. A batch that is not cut is one forward of the root module on every rank,
-        packed or padded, which is all that FSDP's gathers and DDP's reductions ask for. Passes that stock cuts (old policy
-        and reference, once per generation batch) are cut by packed tokens, differently on each rank, so there ranks first
-        exchange how many forwards they need. What fails later than the first comparison raises, as it would in stock.
+        A batch that is not cut is one forward of the root module on every rank, packed or padded, so ranks need not agree on
+        anything. Passes that stock cuts (old policy and reference, once per generation batch) are cut by packed tokens, so there
+        ranks exchange how many forwards they need. What fails later than the first comparison raises, as it would in stock.
 
         Args:
             request: its model is called once per packed row; a row holds no more tokens than `batch_size` padded ones.
-            padded: the padded pass, which serves where packing does not. A few rows of the first pass of each model, and of
-                the first with gradients, are compared with it ([`trl_fsdp_qlora.prefix_sharing.self_check.compare`]).
+            padded: the padded pass, which serves where packing does not, and which a few rows of the first pass are compared with
+                ([`trl_fsdp_qlora.prefix_sharing.self_check.compare`]).
 
         Returns:
             `(B, C)` log-probabilities, `(B, C)` entropies in nats or `None`, router loss or `None`, with zeros where
@@ -252,26 +251,29 @@ class PrefixSharing:
         with self.autocast():
             unit = rounding_unit(state.base, device)
         sample = request.subsample(ROWS_HALF if unit else ROWS_FP32)
+        facts = self._read(sample)
+        if not over_ranks([int(facts is not None and facts.scored_BC.any())], device)[0]:
+            return  # nothing to compare on any rank
 
-        def compared(nested: bool) -> tuple[bool, str | None]:
+        def compared(nested: bool) -> str | None:
             few = replace(sample, nested=nested)
             with without_dropout(request.model), state.meeting or contextlib.nullcontext():
                 return compare(few, self._packed_sample, padded, state.base.get_input_embeddings(), unit)
 
-        found_tokens, problem = compared(False)
+        problem = compared(False)
         if problem and not state.masked and self.choice == "auto" and over_ranks([int(state.unserved)], device)[0]:
             uninstall(state.base)  # none of its layers goes through the interface
             state.masked, state.pairs_per_token = dense_reason(state.base) is None, None
-            problem = (compared(False)[1] and problem) if state.masked else problem
+            problem = (compared(False) and problem) if state.masked else problem
         if problem is None and nests and not state.masked:
-            problem = compared(True)[1]
+            problem = compared(True)
         problem = problem or attention_reason(state.base)  # somebody may have set dropout since
-        if problem is None and found_tokens:
+        if problem is None:
             state.checked.add((gradients, nests, with_images))
-        elif problem and with_images and self.choice == "auto":  # text may do
+        elif with_images and self.choice == "auto":  # text may do
             state.images_reason = problem
             self._log("Batches with images run padded as in stock TRL: %s.", problem)
-        elif problem:
+        else:
             self._give_up(request.role, problem)
 
     def _packed_sample(self, request: PassRequest) -> torch.Tensor | None:
@@ -354,15 +356,7 @@ class PrefixSharing:
         problems: list[str] | None = None,
         pairs_per_token: float | None = None,
     ) -> tuple[LogProbs, list[PackedLayout]]:
-        """The packed rows of a batch, one forward each.
-
-        Args:
-            request: of the pass.
-            facts: of its batch.
-            cuts: rows of the batch in each packed row; `(0, 0)` is a forward for other ranks' sake.
-            problems: see [`PackedLayout`].
-            pairs_per_token: instead of the model's.
-        """
+        """The packed rows of a batch, one forward each; `cuts` as from [`_cut`], `problems` as in [`PackedLayout`]."""
         state, logps, entropies, aux_losses, layouts = self._states[request.role], [], [], [], []
         for first, last in cuts:
             part = slice(first, last) if last > first else slice(0, 1)
@@ -375,9 +369,9 @@ class PrefixSharing:
                 pairs_per_token=pairs_per_token or state.pairs_per_token,
             )
             layout.backend, layout.problems = self.choice, problems
-            attention_mask, extra = no_mask(layout.input_ids.device), {}
+            extra = {"attention_mask": no_mask(layout.input_ids.device)}
             if state.masked:
-                attention_mask = dense_mask(layout, state.base.dtype)
+                extra["attention_mask"] = dense_mask(layout, state.base.dtype)
                 layout.layer_calls = ["dense"] * state.attention_layers
             if state.stock_positions is not None:
                 stock_BL = state.stock_positions(request.input_ids[part], request.attention_mask[part])
@@ -386,31 +380,24 @@ class PrefixSharing:
             position_ids = layout.position_ids
             if request.has_images:
                 few = request if len(cuts) == 1 else request.rows(list(range(part.start, part.stop)))
-                extra, position_ids = images.arguments(
-                    state.base, state.tower, few, layout, facts.rows(part), self.autocast
-                )
+                given = state.base, state.tower, few, layout, facts.rows(part), self.autocast
+                of_images, position_ids = images.arguments(*given)
+                extra |= of_images
+            if state.takes_positions:
+                extra["position_ids"] = position_ids
             if request.compute_aux_loss:
                 extra |= {"output_router_logits": True, "router_weights": layout.multiplicity_1T}
             if torch.is_grad_enabled() and state.recomputed is None:
                 state.recomputed = checkpointed(request.model)
             with self.autocast(), computing(layout, state.recomputed or ()):
-                outputs = request.model(
-                    input_ids=layout.input_ids,
-                    attention_mask=attention_mask,
-                    **({"position_ids": position_ids} if state.takes_positions else {}),
-                    score_index_N=layout.score_index_N,
-                    score_targets_N=layout.score_targets_N,
-                    **extra,
-                )
+                scored = {"score_index_N": layout.score_index_N, "score_targets_N": layout.score_targets_N}
+                outputs = request.model(input_ids=layout.input_ids, **scored, **extra)
             layout.is_computed = True
             layouts.append(layout)
             if last > first:
                 logps.append(layout.scatter(outputs.log_probs))
                 entropies.append(layout.scatter(outputs.entropy) if request.compute_entropy else None)
                 aux_losses.append(outputs.aux_loss)
-        values = (
-            torch.cat(logps),
-            torch.cat(entropies) if request.compute_entropy else None,
-            torch.stack(aux_losses).mean() if request.compute_aux_loss else None,
-        )
-        return values, layouts
+        entropies = torch.cat(entropies) if request.compute_entropy else None
+        aux_loss = torch.stack(aux_losses).mean() if request.compute_aux_loss else None
+        return (torch.cat(logps), entropies, aux_loss), layouts

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .dropout import attention_reason
-from .recurrent import recurrent_layers, unserved_reason
+from .recurrent import cache_name, recurrent_layers
 
 # What transformers calls the layers of a decoder: how many tokens one attends to, and whether it keeps a state.
 _ATTENTION = {"full_attention", "sliding_attention", "indexed_attention"}
@@ -62,7 +62,8 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
             f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
             "one completion into the next"
         )
-    return next(filter(None, map(unserved_reason, recurrent)), None)
+    unknown = [type(module).__name__ for module in recurrent if cache_name(module) is None]
+    return f"{unknown[0]} takes its cache under a name that is not known" if unknown else None
 
 
 def layer_types(text: PreTrainedConfig) -> list[str]:
