@@ -139,12 +139,13 @@ def test_fsdp(tmp_path):
         fully_shard(model)
         fsdp.initialise(model)
         assert fsdp.misfit() is None and len(fsdp.units(model)) == 2
-        (group,) = fsdp.param_groups(fsdp.units(model)[0][1])
+        group = fsdp.param_groups(model)[0]
         assert [p.sharded_param.shape for p in group.fsdp_params] == [(2, 2), (2,)]
         saved = fsdp.reshard_settings(model)
         model.set_reshard_after_forward(False)
         assert fsdp.reshard_settings(model) != saved
-        fsdp.restore_reshard_settings(model, saved)
+        for owner, name, value in saved:
+            setattr(owner, name, value)
         assert fsdp.reshard_settings(model) == saved
         weight, local = model[1].weight.data, torch.arange(4.0).view(2, 2)
         filled = fsdp.filled_shard(weight, local)

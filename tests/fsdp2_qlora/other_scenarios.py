@@ -122,7 +122,7 @@ def synced(model_path, out, world_size, quantized=0):
 
 def flags_of(model):
     """Each unit's reshard settings, as plain values."""
-    return [(automatic, [info is not None for info in infos]) for automatic, infos in reshard_settings(model)]
+    return [value if isinstance(value, bool) else value is None for _, _, value in reshard_settings(model)]
 
 
 def sft_trainer(model_path, out, world_size, **settings):

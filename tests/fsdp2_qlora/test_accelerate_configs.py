@@ -175,55 +175,30 @@ def test_a_rank_that_dies_ends_the_run_with_its_traceback(reference, tmp_path):
 CONFIGS_OF_GPUS = ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload", "zero2", "zero3", "ddp"]
 
 
-def launched_on_gpus(config, model, out, *scenarios):
-    """Rank 0's results of a launch on every GPU that there is."""
-    out.mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
-    command += ["--num_processes", str(torch.cuda.device_count()), "--main_process_port", str(free_port())]
-    command += [WORKER, model, str(out), *scenarios]
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
-    run_group([(command, rank_environment({"ON_GPU": "1", "CUDA_VISIBLE_DEVICES": devices}))], timeout=300)
-    return torch.load(out / "rank0.pt", weights_only=False)
-
-
-on_gpus = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs CUDA: NCCL and the bf16 of the configs themselves"
-)
-
-
 @pytest.mark.gpu
-@on_gpus
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: NCCL and the bf16 of the configs themselves")
 @pytest.mark.parametrize("config", CONFIGS_OF_GPUS)
-def test_the_config_itself_trains_on_gpus(tmp_path, config):
+def test_the_config_itself_trains_on_gpus(problems, tmp_path, config):
+    """On every GPU that there is; with the sharded base the recipe too: drawing, scoring, accuracy, and what is saved."""
     if config.startswith("zero"):
         pytest.importorskip("deepspeed")
     model, out = tiny.make_checkpoint(tmp_path / "model"), tmp_path / "out"
-    quantized = config not in ("fsdp2", "zero3")
-    found = launched_on_gpus(config, model, out, f"sft=sft:quantized={int(quantized)},final={out}/final")["sft"]
+    out.mkdir()
+    quantized, with_recipe = config not in ("fsdp2", "zero3"), config.startswith("fsdp2_qlora")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
+    command += ["--num_processes", str(torch.cuda.device_count()), "--main_process_port", str(free_port())]
+    command += [WORKER, model, str(out), f"sft=sft:quantized={int(quantized)},final={out}/final"]
+    command += [recipe(problems, True)] * with_recipe
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    run_group([(command, rank_environment({"ON_GPU": "1", "CUDA_VISIBLE_DEVICES": devices}))], timeout=300)
+    found = torch.load(out / "rank0.pt", weights_only=False)["sft"]
     assert len(found["loss"]) == 5 and torch.tensor(found["loss"]).isfinite().all()
     assert found["dtensors"] == config.startswith("fsdp2")
     if found["dtensors"]:
         assert found["devices"] == ["cpu" if config.endswith("offload") else "cuda"]
-    base = tiny.load(model) if quantized else tiny.load_whole(model)
-    loaded = PeftModel.from_pretrained(base, out / "final")
-    assert any(parameter.any() for name, parameter in loaded.named_parameters() if "lora_B" in name)
-
-
-@pytest.mark.gpu
-@on_gpus
-@pytest.mark.parametrize("config", ["fsdp2_qlora", "fsdp2_qlora_offload"])
-def test_the_recipe_runs_on_gpus(problems, tmp_path, config):
-    """Drawing, scoring, accuracy before, during and after, and what is saved."""
-    out = tmp_path / "out"
-    block = launched_on_gpus(config, problems[0], out, recipe(problems, True))["recipe"]
-    assert f"on {torch.cuda.device_count()} ranks" in block and "sharded over them by FSDP" in block
-    record = json.loads((out / "recipe" / "metrics.json").read_text())
-    assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
-    assert record["before"]["n"] == record["after"]["n"] == 9
-    losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
-    assert len(losses) == 4 and torch.tensor(losses).isfinite().all()
-    loaded = PeftModel.from_pretrained(tiny.load(problems[0]), out / "recipe")
-    assert any(parameter.any() for name, parameter in loaded.named_parameters() if "lora_B" in name)
+    for base, folder in ((model, "final"), *([(problems[0], "recipe")] * with_recipe)):
+        loaded = PeftModel.from_pretrained(tiny.load(base) if quantized else tiny.load_whole(base), out / folder)
+        assert any(parameter.any() for name, parameter in loaded.named_parameters() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("config", CONFIGS_OF_GPUS)

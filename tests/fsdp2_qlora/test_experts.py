@@ -8,7 +8,6 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
@@ -24,13 +23,12 @@ from transformers import (
 )
 
 pytest.importorskip("bitsandbytes")
-from trl import GRPOTrainer
-
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.parts import as_reference
 from tests.fsdp2_qlora.runs import scenarios_of
 from tests.fsdp2_qlora.test_hsdp import mesh_environment
+from tests.grpo.test_token_budget import assert_close, loss_and_gradients
 from tests.tiny import trainer as tiny_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
@@ -84,16 +82,6 @@ def save(folder, family="qwen3_moe", dtype=torch.float32, **changes):
     return folder
 
 
-def quantization(nested=True, compute=torch.float32, **more):
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=compute,
-        **more,
-    )
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def checkpoint(request, tmp_path_factory):
     return save(tmp_path_factory.mktemp(request.param), request.param, torch.bfloat16)
@@ -101,12 +89,12 @@ def checkpoint(request, tmp_path_factory):
 
 def loaded(folder, dtype=torch.float32, **how):
     with experts_in_4bit():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization(**how))
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=tiny.quantization(**how))
 
 
 def dequantized(model, folder, dtype=torch.float32, **how):
     """The same 4-bit model, its experts as numbers: transformers' own module and forward."""
-    quantized = quantization(**how, llm_int8_skip_modules=["lm_head", "shared_expert_gate"])
+    quantized = tiny.quantization(**how, llm_int8_skip_modules=["lm_head", "shared_expert_gate"])
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantized)
     experts = dense_experts(stock)
     packed = packed_experts(model)
@@ -118,7 +106,7 @@ def dequantized(model, folder, dtype=torch.float32, **how):
     return stock.requires_grad_(False)
 
 
-def loss_and_gradient(model, ids):
+def of_embeddings(model, ids):
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     logits = model(inputs_embeds=embedded).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
@@ -126,27 +114,26 @@ def loss_and_gradient(model, ids):
     return loss.detach(), embedded.grad
 
 
-def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint):
-    model = loaded(checkpoint)
-    stock = dequantized(model, checkpoint)
-    ids = torch.randint(0, 97, (3, 20))
-    (loss, gradient), (wanted_loss, wanted) = loss_and_gradient(model, ids), loss_and_gradient(stock, ids)
+def assert_equal(model, stock, ids):
+    (loss, gradient), (wanted_loss, wanted) = of_embeddings(model, ids), of_embeddings(stock, ids)
     torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
     assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
+def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint):
+    model = loaded(checkpoint)
+    assert_equal(model, dequantized(model, checkpoint), torch.randint(0, 97, (3, 20)))
+
+
 def test_packed_experts_are_the_checkpoints_rounded_to_nf4(checkpoint):
     """Normal weights in nf4 are some 9% off. Rows of 48 weights: what bitsandbytes' own product on AVX-512 gets wrong."""
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    for name, module in packed_experts(loaded(checkpoint)).items():
+    whole, model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), loaded(checkpoint)
+    for name, module in packed_experts(model).items():
         for projection in module.layouts:
             weight = getattr(whole.get_submodule(name), projection).detach()
             off = torch.linalg.vector_norm(module.dense(projection) - weight) / torch.linalg.vector_norm(weight)
             assert 0.05 < off < 0.12
-
-
-def test_routers_and_shared_gates_are_numbers(checkpoint):
-    packed = {name for name, module in loaded(checkpoint).named_modules() if type(module).__name__ == "Linear4bit"}
+    packed = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
     assert packed and not any(name.endswith((".gate", ".router", "shared_expert_gate")) for name in packed)
 
 
@@ -172,7 +159,7 @@ def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint):
     stock = dequantized(ours, checkpoint, torch.bfloat16, compute=torch.bfloat16)
     exact = dequantized(loaded(checkpoint), checkpoint)
     ids = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(0))
-    (_, gradient), (_, stocks), (_, wanted) = (loss_and_gradient(model, ids) for model in (ours, stock, exact))
+    (_, gradient), (_, stocks), (_, wanted) = (of_embeddings(model, ids) for model in (ours, stock, exact))
     off, stock_off = (torch.linalg.vector_norm(g.float() - wanted) for g in (gradient, stocks))
     assert off <= 1.5 * stock_off
 
@@ -215,16 +202,11 @@ def test_lora_on_experts(checkpoint, tmp_path, checkpointing):
         if checkpointing and m is ours:
             m.train()
             m.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-        loss, gradient = loss_and_gradient(m, ids)
-        values.append(
-            (loss, gradient, {n.replace(".default", ""): p.grad for n, p in m.named_parameters() if p.requires_grad})
-        )
-    (loss, _, of), (wloss, _, wof) = values
-    torch.testing.assert_close(loss, wloss, atol=1e-5, rtol=0)
-    assert of.keys() == wof.keys() and any("experts" in n for n in of)
-    largest = max(g.abs().max() for g in wof.values())
-    for name in of:
-        assert (of[name] - wof[name]).abs().max() <= 2e-5 * largest, name
+        loss, _ = of_embeddings(m, ids)
+        gradients = {n.replace(".default", ""): p.grad for n, p in m.named_parameters() if p.requires_grad}
+        values.append((loss.item(), gradients))
+    assert any("experts" in name for name in values[0][1])
+    assert_close(*values, 2e-5)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -239,7 +221,7 @@ def test_packed_rows_with_packed_experts(tmp_path, beta):
         tmp_path / "run",
         model=str(tmp_path / "model"),
         peft_config=tiny.lora(target_modules=["q_proj"], target_parameters=adapted, init_lora_weights=False),
-        model_init_kwargs={"dtype": "float32", "quantization_config": quantization()},
+        model_init_kwargs={"dtype": "float32", "quantization_config": tiny.quantization()},
         beta=beta,
         num_iterations=2,
         # A share of zero-variance groups would leave rows out of the router loss's count in stock as well as here.
@@ -248,21 +230,10 @@ def test_packed_rows_with_packed_experts(tmp_path, beta):
     assert len(packed_experts(trainer.model)) == 2
     as_reference(trainer.model)
     batch = trainer._prepare_inputs([trainer.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
-    results = []
-    for cls in (EfficientGRPOTrainer, GRPOTrainer):
-        trainer._get_per_token_logps_and_entropies = cls._get_per_token_logps_and_entropies.__get__(trainer)
-        trainer.model.zero_grad()
-        trainer.current_gradient_accumulation_steps = 1
-        loss = trainer._compute_loss(trainer.model, dict(batch))
-        loss.backward()
-        results.append(
-            (loss.item(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad})
-        )
-    (loss, gradients), (stock_loss, stocks) = results
-    assert loss == pytest.approx(stock_loss, rel=1e-5, abs=1e-7)
-    largest = max(gradient.abs().max() for gradient in stocks.values())
-    assert largest > 0 and any(gradient.abs().max() > 0 for name, gradient in stocks.items() if "experts" in name)
-    assert all(difference(gradients[name], stocks[name]) <= 2e-5 * largest for name in stocks)
+    trainer.current_gradient_accumulation_steps = 1
+    stock = loss_and_gradients(trainer, batch, stock=True)
+    assert any(gradient.any() for name, gradient in stock[1].items() if "experts" in name)
+    assert_close(loss_and_gradients(trainer, batch), stock, 2e-5)
     assert trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 1
 
 
@@ -271,19 +242,16 @@ def test_packed_rows_with_packed_experts(tmp_path, beta):
 def test_sizes_that_no_block_of_64_weights_divides(tmp_path, hidden, inner, nested):
     """bitsandbytes fills the last block up: nothing is refused."""
     save(tmp_path, hidden_size=hidden, moe_intermediate_size=inner)
-    model = loaded(tmp_path, nested=nested)
-    stock = dequantized(model, tmp_path, nested=nested)
+    model = loaded(tmp_path, double=nested)
+    stock = dequantized(model, tmp_path, double=nested)
     for count in (20, 1):  # of one token bitsandbytes has a kernel of its own
-        ids = torch.randint(0, 97, (1, count + 1), generator=torch.Generator().manual_seed(0))
-        (loss, gradient), (wanted_loss, wanted) = loss_and_gradient(model, ids), loss_and_gradient(stock, ids)
-        torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
-        assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        assert_equal(model, stock, torch.randint(0, 97, (1, count + 1), generator=torch.Generator().manual_seed(0)))
 
 
 def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loading(tmp_path):
     save(tmp_path / "plain")
     stock = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", dtype=torch.float32, quantization_config=quantization()
+        tmp_path / "plain", dtype=torch.float32, quantization_config=tiny.quantization()
     )
     stock.save_pretrained(tmp_path / "stored")
     with experts_in_4bit():

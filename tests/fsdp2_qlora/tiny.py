@@ -127,13 +127,14 @@ def without_repacking(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def quantization(double: bool = True, storage: str = "uint8", compute: str = "float32") -> BitsAndBytesConfig:
+def quantization(double: bool = True, storage="uint8", compute="float32", **more) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=double,
         bnb_4bit_quant_storage=storage,
         bnb_4bit_compute_dtype=compute,
+        **more,
     )
 
 

@@ -4,7 +4,6 @@ Where a generation batch is cut into several optimizer steps, stock puts other c
 scatters the groups), so such runs differ by design; the loss of a fixed batch is compared instead, at the end.
 """
 
-import copy
 import functools
 import tempfile
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.grpo.test_token_budget import assert_close, loss_and_gradients
 from tests.tiny import (
     LOSS_TYPES,
     character_tokenizer,
@@ -118,36 +118,14 @@ def test_full_fine_tuning(tmp_path, beta):
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_and_gradients_on_the_same_batch(tmp_path, loss_type):
     # Micro-batch normalisers (bnpo and others) depend on which completions are in it, so the batch is fixed here.
-    ours = trainer(
-        EfficientGRPOTrainer,
-        EfficientGRPOConfig,
-        tmp_path,
-        loss_type=loss_type,
-        num_iterations=2,
-        beta=0.05,
-        peft_config=lora(),
-    )
+    changes = {"loss_type": loss_type, "num_iterations": 2, "beta": 0.05, "peft_config": lora()}
+    ours = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **changes)
     batch = ours._prepare_inputs([ours.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
     batch["old_per_token_logps"] = batch["old_per_token_logps"] - 0.3 * torch.rand_like(batch["old_per_token_logps"])
-    results = []
-    for method in (
-        EfficientGRPOTrainer._get_per_token_logps_and_entropies,
-        GRPOTrainer._get_per_token_logps_and_entropies,
-    ):
-        ours._get_per_token_logps_and_entropies = method.__get__(ours)
-        ours.model.zero_grad()
-        ours.current_gradient_accumulation_steps = 1
-        loss = ours._compute_loss(ours.model, copy.copy(batch))
-        loss.backward()
-        results.append(
-            (loss.item(), {n: p.grad.clone() for n, p in ours.model.named_parameters() if p.grad is not None})
-        )
-    (loss, grads), (stock_loss, stock_grads) = results
-    assert loss == pytest.approx(stock_loss, rel=1e-5, abs=1e-7)
-    largest = max(g.abs().max() for g in stock_grads.values())
-    assert largest > 0
-    for name, grad in grads.items():
-        assert (grad - stock_grads[name]).abs().max() <= 1e-4 * largest, name
+    ours.current_gradient_accumulation_steps = 1
+    stock = loss_and_gradients(ours, batch, stock=True)
+    assert max(gradient.abs().max() for gradient in stock[1].values()) > 0
+    assert_close(loss_and_gradients(ours, batch), stock)
 
 
 def test_a_plain_trl_config_serves(tmp_path):

@@ -23,13 +23,7 @@ MICRO_BATCHES = 2
 
 
 class Step(NamedTuple):
-    """Waits of one optimizer step.
-
-    Attributes:
-        micro: of each micro-batch's `compute_loss` and backward.
-        generation: of drawing completions.
-        rest: of everything else: rewards, advantages, the clock, the optimizer.
-    """
+    """Waits of an optimizer step: of each micro-batch's `compute_loss` and backward, of drawing, and of everything else."""
 
     micro: list[Waits]
     generation: Waits

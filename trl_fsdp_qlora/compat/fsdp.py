@@ -46,11 +46,11 @@ def units(model: nn.Module) -> list[tuple[FSDPModule, object]]:
     return [(module, module._get_fsdp_state()) for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def param_groups(state: object) -> list:
-    """A unit's groups of parameters that are gathered together: at most one before torch 2.12."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+def param_groups(model: nn.Module) -> list:
+    """The groups of parameters that are gathered together: one per unit, or several since torch 2.12."""
+    states = [state for _, state in units(model)]
+    found = [s._fsdp_param_groups if hasattr(s, "_fsdp_param_groups") else [s._fsdp_param_group] for s in states]
+    return [group for groups in found for group in groups if group is not None]
 
 
 def initialise(model: nn.Module) -> None:
@@ -58,20 +58,11 @@ def initialise(model: nn.Module) -> None:
     units(model)[0][1]._lazy_init()
 
 
-def reshard_settings(model: nn.Module) -> list[tuple[bool | None, list]]:
-    """Each unit's reshard settings, in the order of the modules."""
-    states = [state for _, state in units(model)]
-    return [
-        (s._auto_reshard_after_forward, [group.post_forward_mesh_info for group in param_groups(s)]) for s in states
-    ]
-
-
-def restore_reshard_settings(model: nn.Module, saved: list[tuple[bool | None, list]]) -> None:
-    """Give each unit what [`reshard_settings`] read (torch's setter knows no "automatic")."""
-    for (_, state), (automatic, mesh_infos) in zip(units(model), saved, strict=True):
-        state._auto_reshard_after_forward = automatic
-        for group, mesh_info in zip(param_groups(state), mesh_infos, strict=True):
-            group.post_forward_mesh_info = mesh_info
+def reshard_settings(model: nn.Module) -> list[tuple[object, str, object]]:
+    """Each unit's reshard settings, to be set again: owner, attribute, value (torch's setter knows no "automatic")."""
+    found = [(state, "_auto_reshard_after_forward") for _, state in units(model)]
+    found += [(group, "post_forward_mesh_info") for group in param_groups(model)]
+    return [(owner, name, getattr(owner, name)) for owner, name in found]
 
 
 def plain_name(name: str) -> str:
@@ -113,17 +104,15 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
 
     with replaced(_fsdp_param, nn=SimpleNamespace(Parameter=parameter, Module=nn.Module)):
         yield
-    for _, state in units(model):
-        for group in param_groups(state):
-            for sharded in group.fsdp_params:
-                if not sharded.sharded_param.is_floating_point():
-                    stock = sharded.init_dtype_attrs
-                    sharded.init_dtype_attrs = lambda policy, stock=stock: stock(replace(policy, param_dtype=None))
+    for sharded in (sharded for group in param_groups(model) for sharded in group.fsdp_params):
+        if not sharded.sharded_param.is_floating_point():
+            stock = sharded.init_dtype_attrs
+            sharded.init_dtype_attrs = lambda policy, stock=stock: stock(replace(policy, param_dtype=None))
 
 
 def sharded_trainable(model: nn.Module) -> list[nn.Parameter]:
     """The trainable parameters of an FSDP2 model as its optimizer knows them, also while units hold whole ones."""
-    managed = [sharded for _, state in units(model) for group in param_groups(state) for sharded in group.fsdp_params]
+    managed = [sharded for group in param_groups(model) for sharded in group.fsdp_params]
     own = {id(getattr(sharded, "_unsharded_param", None)) for sharded in managed}
     own |= {id(sharded.sharded_param) for sharded in managed}
     parameters = [sharded.sharded_param for sharded in managed]
@@ -136,8 +125,7 @@ def has_unreduced_gradients(model: nn.Module) -> bool:
     return any(
         sharded.unsharded_accumulated_grad is not None
         or getattr(getattr(sharded, "_unsharded_param", None), "grad", None) is not None
-        for _, state in units(model)
-        for group in param_groups(state)
+        for group in param_groups(model)
         for sharded in group.fsdp_params
     )
 
@@ -145,7 +133,7 @@ def has_unreduced_gradients(model: nn.Module) -> bool:
 @contextmanager
 def reducing(model: nn.Module) -> Iterator[None]:
     """Every backward inside reduces and shards its gradients, also between the micro-batches of an optimizer step."""
-    groups = [group for _, state in units(model) for group in param_groups(state)]
+    groups = param_groups(model)
     before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group in groups:
         group.reduce_grads = group.all_reduce_grads = True
@@ -159,10 +147,8 @@ def reducing(model: nn.Module) -> Iterator[None]:
 def forget_forward(model: nn.Module) -> None:
     """Let an FSDP2 model start a new forward after one that an error ended; nothing for other models."""
     for _, state in units(model):
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-        state._training_state = TrainingState.IDLE
+        state._training_state = type(state._training_state).IDLE
         state._state_ctx.iter_forward_root = None
-        for group in param_groups(state):
-            group._training_state = TrainingState.IDLE
-            group.reshard()
+    for group in param_groups(model):
+        group._training_state = type(group._training_state).IDLE
+        group.reshard()

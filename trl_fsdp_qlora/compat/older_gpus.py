@@ -31,8 +31,7 @@ def refuses_wide_sum(device: torch.device, dtype: torch.dtype) -> bool:
 def casting_wide_sums() -> Iterator[None]:
     """Where a GPU of this process needs it, TRL's LM head casts the operands of such sums inside: a step's backward is there."""
     original = chunked_logprob._addmm_fp32
-    gpus = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
-    if not any(map(lacks_bf16, gpus)):
+    if not any(lacks_bf16(torch.device("cuda", i)) for i in range(torch.cuda.device_count())):
         yield
         return
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
 
-from ..compat.fsdp import initialise, misfit, param_groups, reshard_settings, restore_reshard_settings, units
+from ..compat.fsdp import initialise, misfit, param_groups, reshard_settings, units
 
 logger = logging.get_logger(__name__)
 
@@ -26,7 +26,7 @@ FREE_SHARE = 0.5
 def bytes_to_gather(model: nn.Module) -> int:
     """Bytes that [`gathered`] adds on this rank: what of each weight is not here yet, in the dtype it is gathered in."""
     total = 0
-    for parameter in (p for _, state in units(model) for group in param_groups(state) for p in group.fsdp_params):
+    for parameter in (parameter for group in param_groups(model) for parameter in group.fsdp_params):
         dtype = parameter.sharded_param.dtype
         if dtype.is_floating_point:  # integers, so the packed base, are never cast
             dtype = parameter.mp_policy.param_dtype or dtype
@@ -84,7 +84,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model._is_gathered = False
-        restore_reshard_settings(model, saved)
+        for owner, name, value in saved:
+            setattr(owner, name, value)
         for module, _ in groups:
             module.reshard()
 

@@ -67,27 +67,12 @@ class PassRequest:
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
 
-    def on(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **vision,
-    ) -> "PassRequest":
+    def on(self, input_ids, attention_mask, logits_to_keep: int, **more) -> "PassRequest":
         """The same request with the batch that it is for, as `GRPOTrainer._get_per_token_logps_and_entropies` takes it."""
-        return replace(
-            self,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            logits_to_keep=logits_to_keep,
-            batch_size=batch_size,
-            compute_entropy=compute_entropy,
-            compute_aux_loss=compute_aux_loss,
-            vision={name: value for name, value in vision.items() if value is not None},
-        )
+        own = {name: value for name, value in more.items() if name in self.__dataclass_fields__}
+        vision = {name: value for name, value in more.items() if name not in own and value is not None}
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
+        return replace(self, **batch, **own, vision=vision)
 
     @property
     def has_images(self) -> bool:
@@ -102,12 +87,10 @@ class PassRequest:
         def pick(value):
             return value[index] if isinstance(value, torch.Tensor) and value.ndim and len(value) == batch else value
 
-        picked = {
-            name: pick(getattr(self, name)) for name in ("input_ids", "attention_mask", "scored_BC", "weight_BC")
-        }
-        images = (
-            rows_of_images(self.vision, index) if self.has_images else {n: pick(v) for n, v in self.vision.items()}
-        )
+        names = ("input_ids", "attention_mask", "scored_BC", "weight_BC")
+        picked = {name: pick(getattr(self, name)) for name in names}
+        others = {name: pick(value) for name, value in self.vision.items()}
+        images = rows_of_images(self.vision, index) if self.has_images else others
         return replace(self, **picked, vision=images, batch_size=None)
 
     def subsample(self, count: int) -> "PassRequest":
