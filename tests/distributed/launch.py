@@ -23,10 +23,6 @@ AGENT = str(REPOSITORY / "tests/distributed/agent.py")
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class LaunchFailed(AssertionError):
-    """A rank failed or the run took too long; the message holds every rank's output."""
-
-
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -37,11 +33,8 @@ def rank_environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     # An engine of vLLM's in the tests' own process writes torchrun's variables, which would make a rank of any script.
     kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     environment = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")]).rstrip(
-        os.pathsep
-    )
-    environment["TOKENIZERS_PARALLELISM"] = "false"
-    return {**environment, **(extra or {})}
+    path = os.pathsep.join([str(REPOSITORY), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {**environment, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **(extra or {})}
 
 
 def fork_server():
@@ -138,33 +131,23 @@ def _run(
                 time.sleep(0.05)
         finally:
             _end_all(processes)
-        results = [
-            (process.returncode, log.read_text(errors="replace")) for process, log in zip(processes, logs, strict=True)
-        ]
-    if check and (timed_out or any(code != 0 for code, _ in results)):
-        report = "\n".join(
-            f"--- rank {rank}, exit code {code} ---\n{text}" for rank, (code, text) in enumerate(results)
-        )
-        raise LaunchFailed(f"{'ended by the launcher' if timed_out else 'a rank failed'}\n{report}")
+        codes = [process.returncode for process in processes]
+        results = [(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
+    if check and (timed_out or any(codes)):
+        lines = (f"--- rank {rank}, exit code {code} ---\n{text}" for rank, (code, text) in enumerate(results))
+        report = "\n".join(lines)
+        raise AssertionError(f"{'ended by the launcher' if timed_out else 'a rank failed'}\n{report}")
     return results
 
 
 def run_group(
     commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], timeout: float, check: bool = True
 ) -> list[tuple[int, str]]:
-    """Run commands side by side, each in a process group of its own, with a common deadline.
+    """`(exit code, output)` of commands run side by side, each `(arguments, environment)` in a process group of its own.
 
-    When one fails, the others get ten seconds to end by themselves and are then killed.
-
-    Args:
-        commands: `(arguments, environment)` of each rank.
-        timeout: seconds for all of them.
-        check: raise where a rank's exit code is not zero.
-
-    Returns:
-        `(exit code, output)` of each rank; a rank that was killed here has a negative code.
+    When one fails, the others get ten seconds to end by themselves and are then killed, which gives a negative code. With
+    `check` a code that is not zero raises.
     """
-
     return _run([partial(_start, *command) for command in commands], timeout, check)
 
 
@@ -252,17 +235,11 @@ def launch(
         grace: seconds that the others have to end by themselves when one has failed.
         meanwhile: is called with the processes that were started.
     """
-    port, starts = free_port(), []
-    for rank in range(processes):
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        given = rank_environment({**(variables if processes > 1 else {}), **(environment or {})})
+    port, starts = str(free_port()), []
+    for rank in map(str, range(processes)):
+        values = (rank, rank, str(processes), str(processes), "127.0.0.1", port)
+        variables = dict(zip(TORCHRUN, values, strict=True)) if processes > 1 else {}
         path = str(REPOSITORY / script)  # as it is where it is absolute
-        starts.append(partial(_Rank, path, [str(argument) for argument in arguments], given))
+        given = rank_environment({**variables, **(environment or {})})
+        starts.append(partial(_Rank, path, list(map(str, arguments)), given))
     return _run(starts, timeout, check, grace, meanwhile)

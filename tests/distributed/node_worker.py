@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.distributed.fsdp_on_gloo import force_fsdp
+from tests.distributed.fsdp_on_gloo import force_fsdp, without_deepspeeds_operator
 
 force_fsdp()
 
@@ -52,16 +52,8 @@ def base_model(kind: str, base: str):
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=tiny.quantization())
 
 
-def without_deepspeeds_operator() -> None:
-    """Let DeepSpeed communicate over gloo, as it does off Linux, instead of compiling an operator for a minute."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
 def main(kind: str, base: str, out: str) -> None:
-    if kind == "zero2":
-        without_deepspeeds_operator()
+    without_deepspeeds_operator()
     torch.manual_seed(0)  # the adapter's first weights
     made = trainer(
         EfficientGRPOTrainer, EfficientGRPOConfig, out, base_model(kind, base), lora(), dataset=prompts(8), **SETTINGS

@@ -15,11 +15,18 @@ from trl import SFTConfig
 
 from tests.benchmark_modules import benchmark
 from tests.fsdp2_qlora import tiny
-from tests.fsdp2_qlora.parts import CountTraffic, FixedCompletions, ShardedSFTTrainer, as_reference, common, reward
+from tests.fsdp2_qlora.parts import (
+    CountTraffic,
+    FixedCompletions,
+    ShardedSFTTrainer,
+    as_reference,
+    common,
+    grpo_trainer,
+)
 from tests.grpo.test_token_budget import batch_of, made
 from tests.publishing.hub_server import TOKEN, hub
 from tests.rollout import whole_engine
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.fsdp import reshard_settings
 from trl_fsdp_qlora.fsdp2_qlora import generation
 from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
@@ -69,14 +76,8 @@ def publish(model_path, out, world_size, quantized=1):
     arguments = common(out, world_size, max_steps=1, num_generations=4, max_completion_length=8)
     with hub() as server:
         transformers.trainer.hf_api = lambda: HfApi(server.url, token=TOKEN)
-        trainer = FixedCompletions(
-            model=model,
-            reward_funcs=reward,
-            args=EfficientGRPOConfig(**arguments, push_to_hub=True, hub_model_id="me/adapter"),
-            train_dataset=tiny.prompt_data(32),
-            peft_config=tiny.lora(init_lora_weights=False),
-            processing_class=tiny.make_tokenizer(),
-        )
+        arguments |= {"push_to_hub": True, "hub_model_id": "me/adapter"}
+        trainer = grpo_trainer(FixedCompletions, model, arguments)
         trainer.card_info.license = "mit"  # or it is looked up
         as_reference(trainer.model)
         trainer.train()
@@ -100,14 +101,8 @@ def synced(model_path, out, world_size, quantized=0):
     tiny.without_repacking(policy)  # whose products are bfloat16's
     engines.start_engine = whole_engine.start_whole(policy)
     arguments = common(out, world_size, max_steps=3, num_generations=4, max_completion_length=12, learning_rate=1e-2)
-    trainer = EfficientGRPOTrainer(
-        model=load(model_path),
-        reward_funcs=reward,
-        args=EfficientGRPOConfig(**arguments, use_vllm=True, vllm_mode="colocate"),
-        train_dataset=tiny.prompt_data(32),
-        peft_config=tiny.lora(r=3),
-        processing_class=tiny.make_tokenizer(),
-    )
+    arguments |= {"use_vllm": True, "vllm_mode": "colocate"}
+    trainer = grpo_trainer(EfficientGRPOTrainer, load(model_path), arguments, peft_config=tiny.lora(r=3))
     as_reference(trainer.model)
     trainer.train()
     history = trainer.state.log_history

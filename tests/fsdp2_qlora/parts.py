@@ -11,7 +11,7 @@ from trl import SFTTrainer
 
 from tests.benchmark_modules import benchmark
 from tests.fsdp2_qlora import tiny
-from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
 
@@ -114,6 +114,13 @@ def common(out, world_size, **overrides):
         "dataloader_pin_memory": False,
     }
     return {**values, **overrides}
+
+
+def grpo_trainer(cls, model, arguments, **more):
+    """A GRPO trainer of class `cls` on 32 sums, with an adapter that is no start at zero."""
+    data = {"train_dataset": tiny.prompt_data(32), "processing_class": tiny.make_tokenizer()}
+    more = {"peft_config": tiny.lora(init_lora_weights=False), **more}
+    return cls(model=model, reward_funcs=reward, args=EfficientGRPOConfig(**arguments), **data, **more)
 
 
 def result(trainer, record):

@@ -21,10 +21,10 @@ from tests.fsdp2_qlora.parts import (
     ShardedSFTTrainer,
     as_reference,
     common,
+    grpo_trainer,
     result,
-    reward,
 )
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints.checkpoints import checkpoints_in, why_incomplete
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 
@@ -68,19 +68,9 @@ def sft(
 
 
 def grpo(
-    model_path,
-    out,
-    world_size,
-    evaluate=0,
-    bf16=0,
-    dtype="float32",
-    sharing="",
-    quantized=1,
-    head=0,
-    base="",
-    **options,
+    path, out, world_size, evaluate=0, bf16=0, dtype="float32", sharing="", quantized=1, head=0, base="", **options
 ):
-    model_path = base or model_path
+    model_path = base or path
     options = {name: type_(options[name]) for name, type_ in GRPO_OPTIONS.items() if name in options}
     if bf16:
         options["bf16"] = True
@@ -91,18 +81,12 @@ def grpo(
     options = {"num_generations": 4, "max_completion_length": 16, "shuffle_dataset": False, **options}
     arguments = common(out, world_size, **options)
     record = Record()
-    trainer = FixedCompletions(
-        model=tiny.load(model_path, dtype=getattr(torch, dtype), compute=dtype)
-        if int(quantized)
-        else tiny.load_whole(model_path),
-        reward_funcs=reward,
-        args=EfficientGRPOConfig(**arguments),
-        train_dataset=tiny.prompt_data(32),
-        eval_dataset=tiny.prompt_data(8) if evaluate else None,
-        peft_config=tiny.lora(init_lora_weights=False, modules_to_save=["lm_head"] if int(head) else None),
-        processing_class=tiny.make_tokenizer(),
-        callbacks=[record],
-    )
+    model = tiny.load_whole(model_path)
+    if int(quantized):
+        model = tiny.load(model_path, dtype=getattr(torch, dtype), compute=dtype)
+    more = {"eval_dataset": tiny.prompt_data(8) if evaluate else None, "callbacks": [record]}
+    more["peft_config"] = tiny.lora(init_lora_weights=False, modules_to_save=["lm_head"] if int(head) else None)
+    trainer = grpo_trainer(FixedCompletions, model, arguments, **more)
     as_reference(trainer.model)
     # Before training upstream cannot evaluate a model that FSDP2 is to shard.
     around = [trainer.evaluate()["eval_loss"]] if evaluate else []
@@ -129,16 +113,9 @@ def by_name(model_path, out, world_size, double=1, stored="", experts=0, **optio
         generation_kwargs={"eos_token_id": list(range(3, 35))} if int(options.get("uneven", 0)) else None,
     )
     record, first, counted = Record(), FirstLogits(), CountTraffic()
-    trainer = EfficientGRPOTrainer(
-        model=stored or model_path,
-        reward_funcs=reward,
-        args=EfficientGRPOConfig(**arguments),
-        train_dataset=tiny.prompt_data(32),
-        quantization_config=tiny.quantization(double=bool(int(double))),
-        peft_config=tiny.lora(init_lora_weights=False, **(ON_EXPERTS if experts else {})),
-        processing_class=tiny.make_tokenizer(),
-        callbacks=[record, first, counted],
-    )
+    more = {"quantization_config": tiny.quantization(bool(int(double))), "callbacks": [record, first, counted]}
+    more["peft_config"] = tiny.lora(init_lora_weights=False, **(ON_EXPERTS if experts else {}))
+    trainer = grpo_trainer(EfficientGRPOTrainer, stored or model_path, arguments, **more)
     meta = any(parameter.is_meta for parameter in trainer.model.parameters())
     as_reference(trainer.model)
     generate, longest = trainer._generate_single_turn, []
@@ -158,19 +135,11 @@ def by_name(model_path, out, world_size, double=1, stored="", experts=0, **optio
 def in_memory(_model_path, out, world_size, full=0):
     """A model object that no folder has the weights of, saved after every step; its third step in a resumed run."""
     for steps in (2, 3):
-        saving = {"save_strategy": "steps", "save_steps": 1}
-        arguments = common(out, world_size, num_generations=4, max_completion_length=16, max_steps=steps, **saving)
-        record = Record()
-        trainer = FixedCompletions(
-            model=tiny.make_model(),
-            reward_funcs=reward,
-            # What TRL restores beside the optimizer is restored, too: the entropy bonus's coefficient.
-            args=EfficientGRPOConfig(**arguments, use_adaptive_entropy=True, entropy_target=10.0),
-            train_dataset=tiny.prompt_data(32),
-            peft_config=None if int(full) else tiny.lora(init_lora_weights=False),
-            processing_class=tiny.make_tokenizer(),
-            callbacks=[record],
-        )
+        arguments = {"num_generations": 4, "max_completion_length": 16, "save_strategy": "steps", "save_steps": 1}
+        # What TRL restores beside the optimizer is restored, too: the entropy bonus's coefficient.
+        arguments |= {"use_adaptive_entropy": True, "entropy_target": 10.0, "max_steps": steps}
+        more = {"callbacks": [record := Record()]} | ({"peft_config": None} if int(full) else {})
+        trainer = grpo_trainer(FixedCompletions, tiny.make_model(), common(out, world_size, **arguments), **more)
         trainer.train(resume_from_checkpoint="auto")
     found = [why_incomplete(path) for path in checkpoints_in(out)]
     sharded = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())

@@ -1,8 +1,8 @@
 """Loading a 4-bit base once for a node: one rank reads and quantizes, the others get an empty model.
 
-The reader is rank 0, or under HSDP the first rank of each replica, from its own node's disk. The weights go from its host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so
-the peak of a reader's host memory is the 4-bit model and the piece of checkpoint being read, that of every other rank is
-its shard, and no accelerator ever holds more than its shard.
+The reader is rank 0, or under HSDP the first rank of each replica, from its own node's disk. The weights go from its host memory to
+the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so the peak of a reader's host memory is the 4-bit model
+and the piece of checkpoint being read, that of every other rank is its shard, and no accelerator ever holds more than its shard.
 """
 
 import os
@@ -18,7 +18,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import logging
 
 from ..compat.transformers import model_class
-from .launch_checks import is_fsdp2_launch
 
 logger = logging.get_logger(__name__)
 
@@ -114,18 +113,6 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     except OSError:
         logger.info(f"{model_id} has no generation config; the model config's values are used, as on rank 0")
     return model
-
-
-def load_for_launch(model, quantization_config, model_init_kwargs: dict | None):
-    """What a trainer should go on with: under an FSDP2 launch a 4-bit model given by name is loaded here, once per node.
-
-    Returns:
-        `(model, quantization_config)`; unchanged in every other case.
-    """
-    if not (isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False)):
-        return model, quantization_config
-    # TRL's own default dtype, so that the same script gives the same numbers.
-    return load_quantized_base(model, quantization_config, **{"dtype": "float32", **(model_init_kwargs or {})}), None
 
 
 def _skeleton(config, quantization_config, stored, dtype, attention) -> PreTrainedModel:

@@ -7,8 +7,8 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedConfig
 
 from ..compat.transformers import model_name
-from ..fsdp2_qlora.launch_checks import check_launch, check_reference
-from ..fsdp2_qlora.loading import load_for_launch
+from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp2_launch
+from ..fsdp2_qlora.loading import load_quantized_base
 from ..rollout.adapter_sync import Sync, choose_sync
 from ..run import input_checks as checks
 from ..run.ranks import on_main
@@ -85,6 +85,9 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     quantized = quantization_config or (args.model_init_kwargs or {}).get("quantization_config") or loaded_in
     check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
     check_reference(args.beta != 0.0 and adapter is None)
-    model, quantization_config = load_for_launch(model, quantization_config, args.model_init_kwargs)
+    if isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False):
+        # Once per node. TRL's own default dtype, so that the same script gives the same numbers.
+        options = {"dtype": "float32", **(args.model_init_kwargs or {})}
+        model, quantization_config = load_quantized_base(model, quantization_config, **options), None
     loaded = {"model": model, "args": args, "quantization_config": quantization_config}
     return {**call, **loaded}, sync

@@ -1,7 +1,6 @@
 """`TSPMOTrainer`: GRPO's loop with credit for single token transitions (arXiv 2504.20834)."""
 
 import torch
-from accelerate.utils import gather_object
 
 from ..grpo.arguments import own_config
 from ..grpo.passes import loss_pass
@@ -49,36 +48,20 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         ids, mask = output["completion_ids"], output["completion_mask"]
-        all_ids, all_mask, first = self._whole_groups(ids, mask)
-        credit = group_credit(all_ids, all_mask, self._rewards.to(all_ids.device), self._group_size)
-        credit_BC = credit.credit_BC[first : first + len(ids), : ids.shape[1]].to(ids.device)
+        # A group may span ranks: completions of all of them, in the order of the gathered rewards.
+        every = [self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1)) for x in (ids, mask)]
+        credit = group_credit(*every, self._rewards, self._group_size)
+        first = self.accelerator.process_index * len(ids)
+        credit_BC = credit.credit_BC[first : first + len(ids), : ids.shape[1]]
         output["advantages"] = credit_BC * output["tool_mask"] if "tool_mask" in output else credit_BC
         repeated = (credit.forward - credit.distinct) / max(credit.forward, 1)
-        counted = {
-            "transitions": credit.transitions,
-            "credited_transitions": credit.credited,
-            "repeated_fraction": repeated,
-        }
-        self._add_metrics({f"t_spmo/{name}": value for name, value in counted.items()})
+        self._add_metrics({"t_spmo/transitions": credit.transitions, "t_spmo/credited_transitions": credit.credited})
+        self._add_metrics({"t_spmo/repeated_fraction": repeated})
         return output
 
     @property
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _whole_groups(self, ids_BC, mask_BC):
-        """Completions of all ranks, in the order of the gathered rewards, and the index of this rank's first."""
-        if self.accelerator.num_processes == 1:
-            return ids_BC, mask_BC, 0
-        mine = [row[kept].tolist() for row, kept in zip(ids_BC.cpu(), mask_BC.cpu().bool(), strict=True)]
-        rows = gather_object(mine)
-        # As wide as this rank's own padding too, so that its slice fits.
-        ids = torch.zeros(len(rows), max(ids_BC.shape[1], *map(len, rows)), dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
-            mask[i, : len(row)] = 1
-        return ids, mask, self.accelerator.process_index * len(mine)
 
     def _compute_loss(self, model, inputs):
         credit_BC = inputs["advantages"]
