@@ -40,10 +40,23 @@ def compared(folder, checkpoint, cls, config_cls, **changes):
     return ours
 
 
-@pytest.mark.parametrize("prefix_sharing", ["auto", "two_part", "off"])
-def test_as_trl_loads_it(tmp_path, checkpoint, prefix_sharing):
-    ours = compared(tmp_path, checkpoint, EfficientGRPOTrainer, EfficientGRPOConfig, prefix_sharing=prefix_sharing)
-    assert ours.prefix_sharing.active() == (prefix_sharing != "off"), ours.prefix_sharing.describe()
+CASES = {
+    "cascade": {},
+    "two_part": {"prefix_sharing": "two_part"},
+    "padded": {"prefix_sharing": "off"},
+    "KL term": {"beta": 0.1},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "S-GRPO": {"token_selection": "s_grpo"},
+    "entropy quantile": {"top_entropy_quantile": 0.5},
+    "nested rows": {},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_trl_loads_it(tmp_path, checkpoint, case):
+    classes = (TSPMOTrainer, TSPMOConfig) if case == "nested rows" else (EfficientGRPOTrainer, EfficientGRPOConfig)
+    ours = compared(tmp_path, checkpoint, *classes, **CASES[case])
+    assert ours.prefix_sharing.active() == (case != "padded"), ours.prefix_sharing.describe()
     losses_of_a_run(ours)
 
 
@@ -53,21 +66,6 @@ def test_equals_stock_on_the_same_devices(tmp_path, checkpoint):
     ours.model.load_state_dict(stock.model.state_dict())
     batch = drawn(ours)
     assert_equal(loss_and_gradient(ours, batch), loss_and_gradient(stock, batch))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"beta": 0.1}, {"gradient_checkpointing": True}, {"token_selection": "s_grpo"}, {"top_entropy_quantile": 0.5}],
-    ids=["KL term", "gradient checkpointing", "S-GRPO", "entropy quantile"],
-)
-def test_features(tmp_path, checkpoint, changes):
-    ours = compared(tmp_path, checkpoint, EfficientGRPOTrainer, EfficientGRPOConfig, **changes)
-    assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
-
-
-def test_nested_rows(tmp_path, checkpoint):
-    ours = compared(tmp_path, checkpoint, TSPMOTrainer, TSPMOConfig)
-    assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
 
 
 def test_with_an_untied_head_on_the_last_device(tmp_path):
