@@ -231,9 +231,8 @@ def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
             os.fsync(file.fileno())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
     write_json(staging / MANIFEST, {"format": _FORMAT, "files": sizes, "run": run})
-    if (
-        checkpoint.exists()
-    ):  # under another name first: a run killed in the middle leaves nothing that looks like a checkpoint
+    if checkpoint.exists():
+        # Under another name first: a run killed in the middle leaves nothing that looks like a checkpoint.
         removed = staging.with_name(f"removed-{checkpoint.name}")
         os.replace(checkpoint, removed)
         shutil.rmtree(removed, ignore_errors=True)

@@ -2,9 +2,9 @@
 
 Transformers holds the experts of a layer as one 3-D parameter per projection, and bitsandbytes replaces `nn.Linear` only, so
 `load_in_4bit` leaves them in 16 bits: 29.0 of the 30.5 billion weights of Qwen3-30B-A3B. Inside
-[`trl_fsdp_qlora.fsdp2_qlora.loading.experts_in_4bit`], `from_pretrained` quantizes them while it reads the checkpoint, a layer at a time, into a frozen uint8 parameter `(experts, bytes)`.
-A row is one expert's weight with its quantization state, see [`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2
-shards the rows, gathers them with their layer and never casts them.
+[`trl_fsdp_qlora.fsdp2_qlora.loading.experts_in_4bit`], `from_pretrained` quantizes them while it reads the checkpoint, a layer
+at a time, into a frozen uint8 parameter `(experts, bytes)`. A row is one expert's weight with its quantization state, see
+[`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2 shards the rows, gathers them with their layer and never casts them.
 
 The forward computes an expert that got tokens by bitsandbytes' own 4-bit product, and no other; nothing dense outlives it, in the
 backward neither. LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format; its

@@ -6,7 +6,7 @@ old-policy pass over several micro-batches.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import psutil
 import torch
@@ -106,3 +106,11 @@ def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
     for module, _ in units(model):
         module.set_reshard_after_forward(False, recurse=False)
         module.set_reshard_after_backward(last_micro_batch, recurse=False)
+
+
+@contextmanager
+def gathered_as(mode: str, model: nn.Module, device: torch.device) -> Iterator[None]:
+    """[`gathered`] where `mode`, or with `"auto"` the free memory of every rank, says so; nothing for another model than FSDP2's."""
+    once = isinstance(model, FSDPModule) and not is_gathered(model) and choose(model, device, mode) == "once"
+    with gathered(model) if once else nullcontext():
+        yield

@@ -9,7 +9,7 @@ mixed into.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ..compat.replaced import replaced
 from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
-from .generation import choose, gathered, is_gathered, keep_gathered
+from .generation import gathered_as, keep_gathered
 from .prepare import shard_quantized_base
 
 if TYPE_CHECKING:
@@ -83,13 +83,9 @@ class ShardedQLoRAMixin:
 
         For generation, and the old and reference policies' passes: many forwards, no gradient, the same weights.
         """
-        mode = "per_layer"
         # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
-        if isinstance(self.model, FSDPModule) and not (
-            getattr(self.args, "use_vllm", False) or is_gathered(self.model)
-        ):
-            mode = choose(self.model, self.accelerator.device, getattr(self.args, "fsdp_gather", "auto"))
-        with gathered(self.model) if mode == "once" else nullcontext():
+        mode = "per_layer" if getattr(self.args, "use_vllm", False) else getattr(self.args, "fsdp_gather", "auto")
+        with gathered_as(mode, self.model, self.accelerator.device):
             yield
 
     def evaluation_loop(self, *args, **kwargs):
@@ -133,9 +129,8 @@ class ShardedQLoRAMixin:
             self.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
         else:
             logger.warning(f"{checkpoint} holds no {OPTIMIZER_NAME} and {SCHEDULER_NAME}: the optimizer starts anew")
-        with (
-            no_optimizer_read()
-        ):  # what a trainer restores beside it (TRL its entropy controller) it restores as always
+        # What a trainer restores beside it (TRL its entropy controller) it restores as always.
+        with no_optimizer_read():
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:

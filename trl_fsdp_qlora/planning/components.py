@@ -53,10 +53,10 @@ def decoding_bytes(settings: Settings, config: PretrainedConfig) -> int:
 class Gathered(NamedTuple):
     """Bytes of weights that a rank of a sharded model has together at a time, beside its shards."""
 
-    layers: int = (
-        0  # what the root keeps, two layers (one computing, the next on its way), and what one is received in
-    )
-    root: int = 0  # what the root's weights are received in and copied to, before any layer comes
+    # What the root keeps, two layers (one computing, the next on its way), and what one is received in.
+    layers: int = 0
+    # What the root's weights are received in and copied to, before any layer comes.
+    root: int = 0
     whole: int = 0
 
 

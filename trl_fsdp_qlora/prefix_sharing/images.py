@@ -25,7 +25,7 @@ from transformers.utils import ModelOutput
 from ..compat.trl import rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
 from .layout import BatchFacts, PackedLayout, equal_runs
-from .self_check import over_ranks
+from .self_check import reduced_over_ranks
 
 # What a model takes per image, and per token of a row.
 PER_IMAGE = (
@@ -177,7 +177,7 @@ class TowerInEveryForward:
         counts = request.vision.get("num_images") or [int(request.has_images)] * len(request.input_ids)
         row = next((row for row, count in enumerate(counts) if count), None)
         rank = torch.distributed.get_rank()
-        (source,) = over_ranks([-1 if row is None else rank], device)
+        (source,) = reduced_over_ranks([-1 if row is None else rank], device)
         mine = rows_of_images(request.vision, [row]) if source == rank else {}
         sent = [{name: mine[name].cpu() for name in PER_IMAGE if name in mine}]
         torch.distributed.broadcast_object_list(sent, source, device=device)

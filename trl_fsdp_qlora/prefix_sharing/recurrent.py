@@ -178,8 +178,8 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool):
 
     Returns:
         `(root_runs, batches, order)`. `root_runs`: `(start, count, length, are prompts)` of neighbouring single rows, and of
-        prompts where they are called alone, of equal length. `batches`: `(index, real, prompt)` of completions of similar length, namely their
-        `(n, longest)` positions in the row, the flat ones of them that are no padding (`None` for all), and the prompt
+        prompts where they are called alone, of equal length. `batches`: `(index, real, prompt)` of completions of similar
+        length, namely their `(n, longest)` positions in the row, the flat ones of them that are no padding (`None` for all), and the prompt
         that each goes on from. `order`: where each token of the row is among the outputs, `None` if in that order.
     """
     key = ("recurrent", device, whole)

@@ -44,7 +44,7 @@ MOST_PER_TOKEN = 1.0
 MISSING_BELOW = -0.5
 
 
-def over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -> list[float]:
+def reduced_over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -> list[float]:
     """Element-wise `"MAX"` or `"SUM"` over ranks; the values themselves in a single process. Every rank has to call it."""
     if not torch.distributed.is_initialized():
         return values
@@ -56,9 +56,8 @@ def over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -
 def rounding_unit(model: PreTrainedModel, device: torch.device) -> float:
     """Root mean square of a rounding's relative error in what `model` multiplies in; 0 where fixed limits serve."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    dtypes |= {
-        module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype")
-    }  # of 4-bit layers
+    # Of 4-bit layers.
+    dtypes |= {module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype")}
     if torch.is_autocast_enabled(device.type):
         dtypes = {torch.get_autocast_dtype(device.type)}
     tf32 = torch.float32 in dtypes and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -118,7 +117,7 @@ def compare(
             if is_out_of_memory(error):
                 raise
             problem = reason_of(error)
-        (failed,) = over_ranks([int(problem is not None)], device)
+        (failed,) = reduced_over_ranks([int(problem is not None)], device)
         if failed:
             return problem or "another rank's packed pass failed"
         draw = torch.Generator().manual_seed(0)  # not signs: equal rows would cancel
@@ -149,7 +148,7 @@ def compare(
     found = statistics(packed_BC, padded_BC, torch.stack(noise_NBC) if unit else None, scored_BC)
     # Of shards, or of ranks' own gradients: either way their squares add up.
     found |= {"gradient": size**2, "gradient_off": off**2, "gradient_noise": noise**2}
-    found = dict(zip(found, over_ranks(list(found.values()), device, "SUM"), strict=True))
+    found = dict(zip(found, reduced_over_ranks(list(found.values()), device, "SUM"), strict=True))
     return verdict(found, exact=not unit)
 
 

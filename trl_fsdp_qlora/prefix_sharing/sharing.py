@@ -32,7 +32,7 @@ from .layout import BatchFacts, PackedLayout, UnpackableBatch, cut_rows, pack, r
 from .recurrent import install as install_recurrent
 from .recurrent import recurrent_layers
 from .scope import checkpointed, computing, place
-from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, over_ranks, rounding_unit
+from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, reduced_over_ranks, rounding_unit
 from .support import (
     attention_layers,
     position_limit,
@@ -159,8 +159,10 @@ class PrefixSharing:
 
     def feature(self) -> tuple[str, str]:
         """Heading and line of the start-up block, see `EfficientGRPOTrainer.features`."""
-        heading = "on" if self.active() else "off" if self.choice == "off" else "as stock TRL"
-        return heading, self.describe().replace("prefix sharing: off, ", "prefix sharing: ")
+        if self.active():
+            return "on", self.describe()
+        heading = "off" if self.choice == "off" else "as stock TRL"
+        return heading, f"prefix sharing: {self._states['policy'].reason}"
 
     def active(self) -> bool:
         """Whether the policy's passes run packed."""
@@ -242,7 +244,7 @@ class PrefixSharing:
         with_images = request.has_images and state.images_reason is None
         if self.expects_images and state.images_reason is None and not is_checked(True):
             # The first come to some ranks earlier than to others.
-            with_images = bool(over_ranks([int(with_images)], device)[0])
+            with_images = bool(reduced_over_ranks([int(with_images)], device)[0])
         if is_checked(with_images):
             return
         many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
@@ -252,7 +254,7 @@ class PrefixSharing:
             unit = rounding_unit(state.base, device)
         sample = request.subsample(ROWS_HALF if unit else ROWS_FP32)
         facts = self._read(sample)
-        if not over_ranks([int(facts is not None and facts.scored_BC.any())], device)[0]:
+        if not reduced_over_ranks([int(facts is not None and facts.scored_BC.any())], device)[0]:
             return  # nothing to compare on any rank
 
         def compared(nested: bool) -> str | None:
@@ -261,7 +263,12 @@ class PrefixSharing:
                 return compare(few, self._packed_sample, padded, state.base.get_input_embeddings(), unit)
 
         problem = compared(False)
-        if problem and not state.masked and self.choice == "auto" and over_ranks([int(state.unserved)], device)[0]:
+        if (
+            problem
+            and not state.masked
+            and self.choice == "auto"
+            and reduced_over_ranks([int(state.unserved)], device)[0]
+        ):
             uninstall(state.base)  # none of its layers goes through the interface
             state.masked, state.pairs_per_token = dense_reason(state.base) is None, None
             problem = (compared(False) and problem) if state.masked else problem
@@ -316,7 +323,7 @@ class PrefixSharing:
         if state.masked and facts is not None and not all(dense_pays(facts.rows(slice(*cut)), width) for cut in cuts):
             facts = self._padded_because("a mask of all pairs of the packed row would be larger than stock's")
         if is_cut:
-            most, unpackable = over_ranks([len(cuts), int(facts is None)], request.input_ids.device)
+            most, unpackable = reduced_over_ranks([len(cuts), int(facts is None)], request.input_ids.device)
             cuts += [(0, 0)] * (most - len(cuts))
             facts = None if unpackable else facts
         return facts, cuts

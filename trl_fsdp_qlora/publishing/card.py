@@ -98,23 +98,19 @@ class CardInfo:
 
     dataset: str | None = None  # Hub id or file name of the training data
     license: str | None = None  # SPDX id; looked up in the base model's card where it is `None`
-    results: dict[str, str] = field(
-        default_factory=dict
-    )  # lines such as "greedy pass@1 97.0% (n=1000, ...)" by what was measured
-    accuracy: dict[str, Any] | None = (
-        None  # greedy, after training, for the Hub's metadata: `pass_at_1`, `n` and `interval`
-    )
+    # Lines such as "greedy pass@1 97.0% (n=1000, ...)" by what was measured.
+    results: dict[str, str] = field(default_factory=dict)
+    # Greedy, after training, for the Hub's metadata: `pass_at_1`, `n` and `interval`.
+    accuracy: dict[str, Any] | None = None
     accuracy_on: str = "test"  # or "validation": on which problems
     accuracy_step: int | None = None  # optimizer step that `accuracy` is of; a card of other weights does not claim it
     picture: str | None = None  # file name of the curve, beside the card
     data_license: str | None = None  # SPDX id of the training data
     recipe_file: str | None = None  # the YAML that was run
-    settings: Sequence[
-        Any
-    ] = ()  # dataclasses of arguments beside the trainer's config: data, prompt, rewards, model, adapter
-    command: Sequence[str] | None = (
-        None  # words of the launch line; quoted, without its secrets and machine paths, in the card
-    )
+    # Dataclasses of arguments beside the trainer's config: data, prompt, rewards, model, adapter.
+    settings: Sequence[Any] = ()
+    # Words of the launch line; quoted, without its secrets and machine paths, in the card.
+    command: Sequence[str] | None = None
     quickstart_prompt: Any = None  # a prompt (text, or messages) for the quick start
     max_new_tokens: int = 64  # of the quick start
     method: str = "GRPO"  # the algorithm, as a reader knows it

@@ -1,8 +1,7 @@
 """Pictures of coloured shapes with questions whose answers are exact, and the small base that sees them.
 
-The base is a LLaVA of half a million parameters.
- A CLIP tower of one layer reads a picture of 48 x 48 pixels as nine patches, one for each cell of the grid, and a Llama of three
-layers the question, word by word. It learns within minutes to count shapes and to compare colours; not, in a thousand steps, to
+The base is a LLaVA of half a million parameters. A CLIP tower of one layer reads a picture of 48 x 48 pixels as nine patches, one
+for each cell of the grid, and a Llama of three layers the question, word by word. It learns within minutes to count shapes and to compare colours; not, in a thousand steps, to
 tell circles from squares while it counts, nor who is left of whom. Its answers are taught one too small in most cases, so that
 reinforcement has something to select.
 """

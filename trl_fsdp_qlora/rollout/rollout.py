@@ -10,12 +10,11 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from ..compat.trl import unwrap_model_for_generation
-from ..fsdp2_qlora.generation import choose, gathered, is_gathered
+from ..fsdp2_qlora.generation import gathered_as, is_gathered
 from ..scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
 from .decoding import Decoding, DecodingWork, why_stock
@@ -136,11 +135,8 @@ class Rollout:
             The unwrapped model, and whether it works in lockstep: every rank has to generate equally
             often, and with `synced=True`.
         """
-        mode = "once" if is_gathered(wrapped) else "per_layer"
-        if isinstance(wrapped, FSDPModule) and mode != "once":
-            mode = choose(wrapped, self.accelerator.device, self.args.fsdp_gather)
         with (
-            gathered(wrapped) if mode == "once" else nullcontext(),
+            gathered_as(self.args.fsdp_gather, wrapped, self.accelerator.device),
             unwrap_model_for_generation(
                 wrapped,
                 self.accelerator,
@@ -151,7 +147,7 @@ class Rollout:
             torch.no_grad(),
             self.backend.summon_full_params(wrapped, recurse=False),
         ):
-            yield model, self.is_sharded and mode != "once"
+            yield model, self.is_sharded and not is_gathered(wrapped)
 
 
 @contextmanager

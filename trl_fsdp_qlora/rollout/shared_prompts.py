@@ -1,8 +1,8 @@
 """The cache while decoding: rows of keys and values, and attention over a prompt once for all its completions.
 
 A prompt is prefilled once. The cache is then repeated for its rows, with room for what follows, and rows that have ended leave.
-On a CPU prompts need not be repeated: while completions are decoded, each prompt's keys and values are held once, and those of the completions row by
-row. A layer attends from all queries of a group to their prompt in one product, and from each query to its own
+On a CPU prompts need not be repeated: while completions are decoded, each prompt's keys and values are held once, and those of
+the completions row by row. A layer attends from all queries of a group to their prompt in one product, and from each query to its own
 completion; the two are merged by their log-sum-exps, which is attention over both.
 
 It serves layers of plain causal attention that go through transformers' attention interface. Which those are is seen in
