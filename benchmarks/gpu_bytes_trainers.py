@@ -25,7 +25,7 @@ from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.fsdp2_qlora.generation import gathered
 from trl_fsdp_qlora.planning.hardware import CONTEXT, read_hardware
 from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, make_plan
-from trl_fsdp_qlora.planning.settings import from_yaml, read_launch
+from trl_fsdp_qlora.planning.settings import from_words, read_launch
 from trl_fsdp_qlora.prefix_sharing import sharing
 
 SMALL = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
@@ -238,7 +238,8 @@ def plan_of(point: Point) -> dict[str, int]:
         "gradient_checkpointing": point.checkpointing,
         "bf16": True,
     }
-    settings = from_yaml(None, fields, read_launch(None), prompt_tokens=point.prompt)
+    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    settings = from_words(words, EfficientGRPOConfig, read_launch(None), prompt_tokens=point.prompt)
     phases = make_plan(settings, read_hardware("h200"), MODELS[point.model]).phases
     return {"step": sum(size for name, size in phases["forward_backward"].items() if name not in (PROCESS, ROOM))}
 

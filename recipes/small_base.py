@@ -5,14 +5,16 @@ two-digit multiplication by `trl.SFTTrainer` with most of the carries dropped; o
 coloured shapes with most of the answers one too small. About a minute on two cores for addition. An existing folder is kept.
 """
 
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
 import argparse
-import warnings
 from pathlib import Path
 
+from trl_fsdp_qlora.recipe.script import run_main
 from trl_fsdp_qlora.recipe.small_base import TAUGHT, build_small_base
 from trl_fsdp_qlora.run.one_line import OneLineParser
-from trl_fsdp_qlora.run.signals import quietly
-from trl_fsdp_qlora.telemetry.terminal import no_bars_in_files
 
 
 def main() -> None:
@@ -23,8 +25,6 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed {args.seed} is outside 0 to 2**32 - 1")
-    no_bars_in_files()
-    warnings.simplefilter("ignore", FutureWarning)  # libraries about each other
     if args.output_dir.exists():
         print(f"{args.output_dir} is there already; remove it to build it again")
         return
@@ -36,5 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with quietly():
-        main()
+    run_main(main)

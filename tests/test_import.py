@@ -38,9 +38,10 @@ def test_recipes_and_plans_need_no_optional_package(tmp_path):
         "for name in ('bitsandbytes', 'deepspeed', 'vllm', 'gguf', 'matplotlib'): sys.modules[name] = None\n"
         f"for name in ('grpo', 't_spmo', 'a_star_po'): runpy.run_path(r'{recipes}/' + name + '.py')\n"
         "from trl_fsdp_qlora.planning.plan import plan_recipe\n"
-        f"fields = dict(model_name_or_path=r'{base}', use_peft=True, lora_target_modules=['all-linear'], bf16=False)\n"
-        "plan = plan_recipe(None, None, 'cpu', fields | dict(use_cpu=True))\n"
-        "four = plan_recipe(None, None, '24GB', fields | dict(load_in_4bit=True))\n"
+        "from trl_fsdp_qlora import EfficientGRPOConfig\n"
+        f"words = r'--model_name_or_path {base} --use_peft true --lora_target_modules all-linear --bf16 false'.split()\n"
+        "plan = plan_recipe([*words, '--use_cpu', 'true'], EfficientGRPOConfig, None, 'cpu')\n"
+        "four = plan_recipe([*words, '--load_in_4bit', 'true'], EfficientGRPOConfig, None, '24GB')\n"
         "print(plan.peak > 0, four.phases['generate']['base, 4-bit weights'] > 0)\n"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -12,8 +12,9 @@ from importlib import import_module
 from typing import NamedTuple
 
 from . import __version__
-from .errors import did_you_mean
+from .errors import UserError, did_you_mean
 from .run import signals
+from .run.one_line import in_one_line
 
 
 class _Command(NamedTuple):
@@ -53,33 +54,23 @@ def _help() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv` (the process's own by default) names; returns its exit status, 2 for none such.
-
-    Ctrl-C is one line and 130; where nobody reads on (`| head -1`) it ends without a word, and 141.
-    """
-    with signals.quietly():
-        return _run(argv)
-
-
-def _run(argv: list[str] | None) -> int:
-    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("--help", "-h"):
-        print(_help())
-        return 0
-    if name == "--version":
-        print(f"trl-fsdp-qlora {__version__}")
-        return 0
-    command = COMMANDS.get(name)
-    if command is None:
-        hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
-        print(f"error: trl-fsdp-qlora has no command {name!r}{hint}", file=sys.stderr)
-        return 2
-    # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    signals.stop_at_once()
-    function = getattr(import_module(f".{command.module}", __package__), command.function)
-    signals.stop_by_exception()
-    return function(words)
+    """Run the command that `argv` (the process's own by default) names; returns its exit status. How it ends otherwise is
+    [`~trl_fsdp_qlora.run.one_line.in_one_line`]'s."""
+    with in_one_line():
+        name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+        if name in ("--help", "-h", "--version"):
+            print(f"trl-fsdp-qlora {__version__}" if name == "--version" else _help())
+            return 0
+        command = COMMANDS.get(name)
+        if command is None:
+            hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
+            raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
+        # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+        signals.stop_at_once()
+        function = getattr(import_module(f".{command.module}", __package__), command.function)
+        signals.stop_by_exception()
+        return function(words)
 
 
 if __name__ == "__main__":

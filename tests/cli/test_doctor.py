@@ -172,4 +172,3 @@ def test_for_people(capsys, place, monkeypatch):
     assert main(["doctor", *QUICK.split(), "--learning_rate", "1e-6", "--rewards", "nothing"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["error", "warning"] and lines[-1] == "1 error, 1 warning"
-    assert main(["doctor", "--config", "nothing/at/all"]) == 2

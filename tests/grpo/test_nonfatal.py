@@ -71,7 +71,7 @@ BESIDE = {
     "peaks": "trl_fsdp_qlora.telemetry.phases.PhaseTimer.drain_peaks",
     "start-up": "trl_fsdp_qlora.telemetry.startup.startup_block",
     "prompt": "trl_fsdp_qlora.telemetry.startup.first_prompt",
-    "line": "trl_fsdp_qlora.telemetry.terminal.duration",
+    "line": "trl_fsdp_qlora.telemetry.terminal._duration",
     "completions": "trl_fsdp_qlora.telemetry.terminal.completion_lines",
     "logits": "trl_fsdp_qlora.publishing.logits.few_logits",
 }

@@ -1,8 +1,10 @@
 """A base of real proportions that fits a test, as a folder with a config alone, and the settings of a run on it."""
 
-from transformers import LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
-from trl_fsdp_qlora.planning.settings import Launch, Settings, from_yaml
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.planning.settings import Launch, Settings, from_words
 
 LAYERS = 5
 
@@ -18,8 +20,20 @@ def folder(path, **changes) -> str:
     return str(path)
 
 
-def settings(path, launch: Launch | None = None, prompt_tokens: int = 48, **changes) -> Settings:
-    fields = {"model_name_or_path": str(path), "use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"]}
+def words(path, **changes) -> list[str]:
+    fields = {"model_name_or_path": path, "use_peft": True, "lora_r": 8, "lora_target_modules": ["all-linear"]}
     fields |= {"per_device_train_batch_size": 8, "num_generations": 4, "gradient_accumulation_steps": 1, "beta": 0.0}
-    fields |= {"max_completion_length": 40, "bf16": False, "gradient_checkpointing": False}
-    return from_yaml(None, {**fields, **changes}, launch or Launch(use_cpu=True), prompt_tokens=prompt_tokens)
+    fields |= {"max_completion_length": 40, "bf16": False, "gradient_checkpointing": False, **changes}
+    values = ((name, value if isinstance(value, list) else [value]) for name, value in fields.items())
+    return [word for name, value in values for word in (f"--{name}", *map(str, value))]
+
+
+def settings(path, launch: Launch | None = None, prompt_tokens: int = 48, **changes) -> Settings:
+    launch = launch or Launch(use_cpu=True)
+    return from_words(words(path, **changes), EfficientGRPOConfig, launch, prompt_tokens=prompt_tokens)
+
+
+def in_4_bits(path, nested: bool):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    how = {"quantization_config": quantization, "device_map": {"": "cpu"}, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(path, **how)

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from tests.planning.models import config, folder, settings
+from tests.planning.models import config, folder, in_4_bits, settings
 from trl_fsdp_qlora.planning import components, model
 from trl_fsdp_qlora.planning.hardware import Hardware
 from trl_fsdp_qlora.planning.plan import ACTIVATIONS, GATHERED, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
-from trl_fsdp_qlora.recipe.checks import lora_config
+from trl_fsdp_qlora.recipe.checks import lora_config, read_config
 
 CARD = Hardware("a card", 24 * 2**30, 1)
 
@@ -22,7 +22,7 @@ def nbytes(tensors) -> int:
 
 
 def planned(run) -> dict[str, int]:
-    return model.static_bytes(model.build(run, model.read_config(run.model.model_name_or_path)), run)
+    return model.static_bytes(model.build(run, read_config(run.model.model_name_or_path)), run)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -36,12 +36,9 @@ def test_base_adapter_gradients_and_optimizer_are_those_of_the_built_model(tmp_p
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(trained)
     optimizer.step()
-    states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
-    whole = planned(run)
-    assert whole[model.BASE] == base
-    assert whole[model.TRAINED] == nbytes(trained)
-    assert whole[model.GRADIENTS] == nbytes(parameter.grad for parameter in trained)
-    assert whole[model.OPTIMIZER] == nbytes(states)
+    states = nbytes(x for state in optimizer.state.values() for x in state.values() if x.ndim)
+    parts = [planned(run)[part] for part in (model.BASE, model.TRAINED, model.GRADIENTS, model.OPTIMIZER)]
+    assert parts == [base, nbytes(trained), nbytes(parameter.grad for parameter in trained), states]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -57,13 +54,8 @@ def test_a_tied_head_counts_once_and_full_training_has_a_reference(tmp_path, tie
 @pytest.mark.parametrize("nested", [True, False])
 def test_4_bit_bytes_are_those_of_a_quantized_model(tmp_path, nested):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
     AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
-    built = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.float32
-    )
+    built = in_4_bits(tmp_path, nested)
     layers = [module for module in built.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
     states = [layer.weight.quant_state for layer in layers]
     packed = {id(layer.weight) for layer in layers}
@@ -91,10 +83,9 @@ def test_what_is_spread_over_the_ranks(tmp_path):
 def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     """What was measured of two ranks: the shards stay, and gloo receives a layer in two buffers."""
     run = settings(folder(tmp_path), Launch("fsdp2", 2, use_cpu=True))
-    built = model.build(run, model.read_config(run.model.model_name_or_path))
+    built = model.build(run, read_config(run.model.model_name_or_path))
     layers = [module for module in built.modules() if type(module).__name__ == "LlamaDecoderLayer"]
-    layer = sum(parameter.nbytes for parameter in layers[0].parameters())
-    whole = sum(parameter.nbytes for parameter in built.parameters())
+    layer, whole = nbytes(layers[0].parameters()), nbytes(built.parameters())
     root = whole - len(layers) * layer
     assert components.gathered_bytes(built, run, False) == (root + 4 * layer, 3 * root, whole)
     assert components.gathered_bytes(built, run, True) == (root + 3 * layer, 2 * root, whole)
@@ -107,59 +98,29 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_experts_in_4_bits_are_those_that_this_package_loads(tmp_path, nested):
+def test_experts_in_4_bits_are_those_that_this_package_loads_and_adapters_on_them_are_planned(tmp_path, nested):
     pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig, Qwen3MoeConfig
-
     from trl_fsdp_qlora.fsdp2_qlora.experts import packed_experts
     from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**shape)).save_pretrained(tmp_path)
-    fields = {"load_in_4bit": True, "use_bnb_nested_quant": nested, "dtype": "float32"}
-    run = settings(tmp_path, lora_target_modules=["q_proj", "v_proj"], **fields)
-    whole = planned(run)
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    fields = {"load_in_4bit": True, "use_bnb_nested_quant": nested, "dtype": "float32", "lora_dropout": 0.0}
+    few, all_linear = (settings(tmp_path, lora_target_modules=[each], **fields) for each in ("q_proj", "all-linear"))
+    whole = planned(few)
     with experts_in_4bit():
-        built = AutoModelForCausalLM.from_pretrained(
-            tmp_path, quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.float32
-        )
-    experts = sum(
-        layer.layouts[name].total_bytes * layer.num_experts
-        for layer in packed_experts(built).values()
-        for name in layer.layouts
-    )
+        built = in_4_bits(tmp_path, nested)
+    layers = packed_experts(built).values()
+    experts = sum(each.total_bytes * layer.num_experts for layer in layers for each in layer.layouts.values())
     linear = nbytes(p for p in built.parameters() if type(p).__name__ == "Params4bit")
     # An expert's row has its own shared maximum and offset beside the blocks'.
-    assert whole[model.BASE_4BIT] + whole[model.STATE] == pytest.approx(
-        experts + linear * (1 + 2 / 64 * (1 if nested else 4)), rel=0.02
-    )
-    assert make_plan(run, CARD).fits  # its pass is planned, too
-
-
-def test_adapters_on_packed_experts_are_planned(tmp_path):
-    """As PEFT makes them of the same model in 16 bit; their pass needs more bytes than one without."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import Qwen3MoeConfig
-
-    sizes = {
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts, vocab_size=512)).save_pretrained(tmp_path)
+    expected = experts + linear * (1 + 2 / 64 * (1 if nested else 4))
+    assert whole[model.BASE_4BIT] + whole[model.STATE] == pytest.approx(expected, rel=0.02)
+    # As PEFT makes them of the same model in 16 bit; their pass needs more bytes than one without.
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    wanted = get_peft_model(plain, LoraConfig(r=16, target_modules="all-linear")).get_nb_trainable_parameters()[0]
-    fields = {"load_in_4bit": True, "dtype": "float32", "lora_dropout": 0.0, "lora_r": 16}
-    plans = [
-        make_plan(settings(tmp_path, lora_target_modules=targets, **fields), CARD)
-        for targets in (["all-linear"], ["q_proj"])
-    ]
-    assert plans[0].parameters[1] == wanted
+    wanted = get_peft_model(plain, LoraConfig(r=8, target_modules="all-linear")).get_nb_trainable_parameters()[0]
+    plans = [make_plan(run, CARD) for run in (few, all_linear)]
+    assert plans[1].parameters[1] == wanted and plans[0].fits
     activations = [plan.phases["forward_backward"][ACTIVATIONS] for plan in plans]
-    assert activations[0] > activations[1]
+    assert activations[1] > activations[0]

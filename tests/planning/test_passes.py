@@ -16,7 +16,7 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.benchmark_modules import benchmark
-from tests.planning.models import LAYERS, config, folder, settings
+from tests.planning.models import LAYERS, config, folder, in_4_bits, settings
 from tests.prefix_sharing.helpers import packed_forward
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.planning import components, passes
@@ -39,53 +39,34 @@ def touched_columns(monkeypatch):
     monkeypatch.setattr(logprobs, "VOCABULARY_TILE", 1024)
 
 
-def built(run, four_bit=None, **shape):
+def built(run, base=None):
     torch.manual_seed(0)
-    if four_bit is None:
-        model = AutoModelForCausalLM.from_config(config(**shape), dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            four_bit, quantization_config=_nf4(), device_map={"": "cpu"}, dtype=torch.float32
-        )
-    base = model
+    base = base or AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
     install(base)
     add_fused_lm_head(base)
     add_scoring_head(base)
-    if run.model.use_peft:
-        model = get_peft_model(model, lora_config(run.model))
+    model = get_peft_model(base, lora_config(run.model)) if run.model.use_peft else base
     if run.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    if four_bit:
+    if run.model.load_in_4bit:  # as TRL casts it
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.bfloat16()
     return model.train()
 
 
-def _nf4():
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-
-
-def batch(run):
-    """Groups of equal prompts and completions of full length."""
-    rows, prompt, completion = run.per_device_train_batch_size, run.prompt_tokens, run.max_completion_length
-    ids = torch.randint(3, 512, (rows, prompt + completion))
-    for row in range(rows):
-        ids[row, :prompt] = ids[row - row % run.num_generations, :prompt]
-    return ids, torch.ones_like(ids)
-
-
 def measured(run, model, packed: bool, grad: bool = True) -> int:
-    """Peak bytes of a pass on real tensors above the model, and gradients as micro-batches before it made them."""
+    """Peak bytes of a pass on real tensors above the model, and gradients as micro-batches before it made them; of groups of equal
+    prompts and completions of full length."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    ids, mask = batch(run)
-    labels = ids.clone()
-    labels[:, : run.prompt_tokens] = -100
+    rows, prompt = run.per_device_train_batch_size, run.prompt_tokens
+    ids = torch.randint(3, 512, (rows, prompt + run.max_completion_length))
+    ids[:, :prompt] = ids[:: run.num_generations, :prompt].repeat_interleave(run.num_generations, 0)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    labels[:, :prompt] = -100
     layout = pack(ids, mask, run.max_completion_length)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker, torch.set_grad_enabled(grad):
@@ -138,30 +119,26 @@ def test_4_bit_layers_take_their_dense_weight_while_they_compute(tmp_path):
     pytest.importorskip("bitsandbytes")
     AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
     run = settings(tmp_path, load_in_4bit=True, dtype="float32", gradient_checkpointing=True)
-    assert planned(run, True) == pytest.approx(measured(run, built(run, tmp_path), True), rel=NEAR)
+    assert planned(run, True) == pytest.approx(measured(run, built(run, in_4_bits(tmp_path, False)), True), rel=NEAR)
+
+
+SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": LAYERS}
 
 
 def hybrid() -> Qwen3_5TextConfig:
-    """Recurrent layers and attention, as many as [`config`] has layers."""
-    shape = {name: getattr(config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    delta = {f"linear_{kind}_head_dim": 32 for kind in ("key", "value")}
-    heads = {"linear_num_key_heads": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    heads |= {"linear_num_value_heads": 8}  # wider than the model, as Qwen3.5's are
-    kinds = {
-        "layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"],
-        "num_hidden_layers": LAYERS,
-    }
-    return Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **shape, **delta, **heads, **kinds)
+    """Recurrent layers and attention."""
+    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "head_dim": 32}
+    # The values' are wider than the model, as Qwen3.5's are.
+    heads |= {"linear_num_value_heads": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+    return Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **SHAPE, **heads, layer_types=kinds)
 
 
 def shared_block() -> Zamba2Config:
     """Attention whose weights two layers share, which are named by their places."""
-    shape = {name: getattr(config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     kinds = ["mamba", "hybrid", "mamba", "hybrid", "mamba"]
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "n_mamba_heads": 8, "mamba_d_state": 16}
-    return Zamba2Config(
-        architectures=["Zamba2ForCausalLM"], **shape, **heads, num_hidden_layers=LAYERS, layers_block_type=kinds
-    )
+    return Zamba2Config(architectures=["Zamba2ForCausalLM"], **SHAPE, **heads, layers_block_type=kinds)
 
 
 @pytest.mark.parametrize("of", [config, hybrid, shared_block])
@@ -206,12 +183,8 @@ def test_the_cache_is_the_one_that_generation_leaves(of, tmp_path):
     with torch.no_grad():
         layers = model(ids, use_cache=True).past_key_values.layers
     keys = [layer.keys.nbytes + layer.values.nbytes for layer in layers if getattr(layer, "keys", None) is not None]
-    states = [
-        x[0].nbytes
-        for layer in layers
-        if hasattr(layer, "conv_states")
-        for x in (layer.conv_states, layer.recurrent_states)
-    ]
+    recurrent = [layer for layer in layers if hasattr(layer, "conv_states")]
+    states = [x[0].nbytes for layer in recurrent for x in (layer.conv_states, layer.recurrent_states)]
     assert components.cache_bytes(run, of())[:2] == (sum(keys) + sum(states), max(keys))
 
 
@@ -228,11 +201,8 @@ def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_pat
         logits = torch.zeros(run.rollout_rows, vocabulary)
         steps.append(logits)
 
-    assert components.decoding_bytes(run, config(vocab_size=vocabulary)) == pytest.approx(
-        benchmark("synthetic").peak_bytes(step, "cpu"), rel=NEAR
-    )
-    # Of a small vocabulary, a layer's cache that is copied as it grows is more, and gone by then.
+    taken = benchmark("synthetic").peak_bytes(step, "cpu")
+    assert components.decoding_bytes(run, config(vocab_size=vocabulary)) == pytest.approx(taken, rel=NEAR)
+    # Of a small vocabulary, a layer's cache that is copied as it grows is more; there are two heads to one of keys.
     small = config(vocab_size=64)
-    assert (
-        components.decoding_bytes(run, small) == 2 * components.cache_bytes(run, small)[1]
-    )  # two heads to one of keys
+    assert components.decoding_bytes(run, small) == 2 * components.cache_bytes(run, small)[1]

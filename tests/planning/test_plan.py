@@ -1,39 +1,120 @@
-"""What a plan puts together, and the other way round: what is found to fit was planned itself, and the next larger does not fit."""
+"""What a plan puts together, the command, and the other way round: what is found to fit was planned itself, and the next larger
+does not fit."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.planning.models import folder, settings
-from trl_fsdp_qlora.planning import passes
+from tests.planning.models import folder, settings, words
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.cli.plan import plan as command
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.planning import model, passes
 from trl_fsdp_qlora.planning import plan as module
-from trl_fsdp_qlora.planning.hardware import Hardware
+from trl_fsdp_qlora.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
 from trl_fsdp_qlora.planning.plan import (
     ACTIVATIONS,
     CACHE,
     TOKEN_STEP,
     changed,
     fewest_cards,
+    format_plan,
     largest,
     make_plan,
+    plan_recipe,
     ways,
 )
-from trl_fsdp_qlora.planning.settings import Launch, from_config
+from trl_fsdp_qlora.planning.settings import Launch, from_config, from_words, read_launch
 
 CPU = Hardware("a host", 2**40, 1, gpu=False)
 CARD = Hardware("a card", 2**40, 1)
+RECIPE_70B = "recipes/Llama-3.1-70B-Instruct/grpo_qlora/config_gsm8k.yaml"
 
 
 def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     """Long prompts, short completions: generation needs most before its first token."""
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=1, compact_generation=False)
     plan = make_plan(run, hardware=CPU)
-    shape = passes.Shape(8, 256, 0, False)
-    prefill = passes.measure(run, plan.config, shape, False)
+    prefill = passes.measure(run, plan.config, passes.Shape(8, 256, 0, False), False)
     prompts = 8 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
     coming = sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, TOKEN_STEP))
     assert coming == prefill + prompts
+
+
+@pytest.mark.slow  # six plans
+def test_plans_for_other_numbers_of_ranks_measure_nothing_again(tmp_path):
+    run, card = settings(folder(tmp_path), Launch("fsdp2", 2)), replace(CARD, cards=8)
+    first = make_plan(run, hardware=card)
+    before = {*passes._measured}, {*passes._whole}
+    four = changed(first, processes=4)
+    assert ({*passes._measured}, {*passes._whole}) == before
+    passes._measured.clear()
+    passes._whole.clear()
+    assert make_plan(replace(run, launch=Launch("fsdp2", 4)), hardware=card).phases == four.phases
+    assert changed(first, max_completion_length=80).phases["forward_backward"] != first.phases["forward_backward"]
+    for name in ("gradient_checkpointing", "load_in_4bit"):
+        assert changed(first, **{name: True}).phases != first.phases, name
+
+
+@pytest.mark.slow  # some thirty plans
+def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkeypatch):
+    plan = make_plan(settings(folder(tmp_path, num_hidden_layers=2)), hardware=CARD)
+    card = replace(CARD, memory=changed(plan, per_device_train_batch_size=12).peak)  # as much as 12 rows need
+    plan, small = replace(plan, hardware=card), replace(CARD, memory=2**20)
+    assert largest(plan, "per_device_train_batch_size", 4) == 12
+    assert not changed(plan, per_device_train_batch_size=16).fits
+    assert largest(replace(plan, hardware=small), "max_completion_length") == 0
+    # Each way alone makes it fit.
+    large = changed(replace(plan, hardware=CARD), max_completion_length=256, per_device_train_batch_size=32)
+    large = make_plan(large.settings, hardware=replace(CARD, memory=int(0.9 * large.peak)))
+    lines = ways(large)
+    assert not large.fits and "gradient_checkpointing: true" in lines and len(lines) <= 3
+    assert any(line.startswith("per_device_train_batch_size: 16, gradient_accumulation_steps: 2") for line in lines)
+    # The fewest cards hold it and fewer do not.
+    monkeypatch.setattr(module, "_CARDS", (3, 4))
+    run = settings(folder(tmp_path / "five"), Launch("fsdp2", 1), fsdp_gather="per_layer")
+    sharded = make_plan(run, hardware=replace(CARD, memory=changed(make_plan(run, hardware=CARD), processes=4).peak))
+    assert not sharded.fits and fewest_cards(sharded) == 4
+    assert fewest_cards(replace(sharded, hardware=small)) == 0
+    whole = replace(sharded, settings=replace(run, launch=Launch("ddp", 8)))
+    assert fewest_cards(whole) == 0  # each has all of it, however many there are
+    assert fewest_cards(replace(whole, hardware=replace(CARD, memory=2**36))) == 1
+
+
+@pytest.mark.slow  # a model of 80 layers
+def test_a_70b_from_its_config(tmp_path):
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    folder(tmp_path, **shape, num_hidden_layers=80, vocab_size=128256)
+    line = ["--config", RECIPE_70B, "--model_name_or_path", str(tmp_path)]
+    plan = plan_recipe(line, EfficientGRPOConfig, "fsdp2_qlora", "24GB x2")
+    # What the head of the recipe computes by hand, of the whole model: 31.88 GiB in 4 bits, 1.01 GiB of their state.
+    base = plan.phases["forward_backward"]
+    assert base["base, 4-bit weights"] == pytest.approx(31.88 * GIB / 2, rel=0.002)
+    assert base["base, quantization state"] == pytest.approx(1.01 * GIB / 2, rel=0.02)
+    assert plan.parameters == (pytest.approx(70.55e9, rel=0.001), pytest.approx(104e6, rel=0.01))
+    assert not plan.fits and "it does not fit" in format_plan(plan) and replace(plan, capacity=141 * GIB).fits
+    # Four cards hold half of what two hold; a rank's own micro-batch stays.
+    launch = replace(plan.settings.launch, processes=4)
+    held = model.static_bytes(model.build(plan.settings, plan.config), replace(plan.settings, launch=launch))
+    assert held[model.BASE_4BIT] * 2 == base["base, 4-bit weights"]
+
+
+def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
+    """The same run from the YAML, in which `off` is a truth value, and from the config that the script builds of it."""
+    given = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 40, "beta": 0.1}
+    args = EfficientGRPOConfig(
+        str(tmp_path), bf16=False, use_cpu=True, report_to="none", prefix_sharing="off", **given
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text("prefix_sharing: off\nbf16: false\nuse_cpu: true\nmodel_name_or_path: m\nbeta: 0.1\n")
+    line = f"--config {path} --per_device_train_batch_size 8 --num_generations=4 --max_completion_length 40"
+    from_file = from_words(line.split(), EfficientGRPOConfig, read_launch(None))
+    started = from_config(args, from_file.model)
+    names = "rollout_rows rollout_batches groups mixed scores_again gradient_checkpointing optim prefix_sharing"
+    for name in names.split():
+        assert getattr(from_file, name) == getattr(started, name), name
 
 
 def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monkeypatch):
@@ -51,54 +132,51 @@ def test_a_plan_within_a_launch_of_fsdp2_knows_it_before_accelerate_says_so(monk
     assert from_config(config("cpu"), None).launch.kind == "ddp"  # which accelerate makes of it there
 
 
-@pytest.mark.slow  # six plans
-def test_plans_for_other_numbers_of_ranks_measure_nothing_again(tmp_path):
-    run = settings(folder(tmp_path), Launch("fsdp2", 2))
-    card = replace(CARD, cards=8)
-    first = make_plan(run, hardware=card)
-    before = {*passes._measured}, {*passes._whole}
-    four = changed(first, processes=4)
-    assert ({*passes._measured}, {*passes._whole}) == before
-    passes._measured.clear()
-    passes._whole.clear()
-    assert make_plan(replace(run, launch=Launch("fsdp2", 4)), hardware=card).phases == four.phases
-    longer = changed(first, max_completion_length=80)
-    assert longer.phases["forward_backward"] != first.phases["forward_backward"]
-    for name, value in (("gradient_checkpointing", True), ("load_in_4bit", True)):
-        assert changed(first, **{name: value}).phases != first.phases, name
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.slow  # some ten plans
-def test_the_largest_fits_and_the_next_does_not(tmp_path):
-    plan = make_plan(settings(folder(tmp_path, num_hidden_layers=2)), hardware=CARD)
-    card = replace(CARD, memory=changed(plan, per_device_train_batch_size=12).peak)  # as much as 12 rows need
-    plan = replace(plan, hardware=card)
-    assert largest(plan, "per_device_train_batch_size", 4) == 12
-    assert not changed(plan, per_device_train_batch_size=16).fits
-    assert largest(replace(plan, hardware=replace(card, memory=2**20)), "max_completion_length") == 0
+def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, capsys):
+    line = words(tiny, per_device_train_batch_size=16, max_completion_length=64)
+    needed = plan_recipe(line, EfficientGRPOConfig, hardware="24GB").peak
+    assert command([*line, "--hardware", "24GB"]) == 0
+    fits = capsys.readouterr().out
+    assert "it fits" in fits and "together" in fits and "forward_backward" in fits
+    assert command([*line, "--hardware", f"{(CONTEXT + 0.8 * (needed - CONTEXT)) / GIB:.4f}GB"]) == 1
+    printed = capsys.readouterr().out
+    assert "it does not fit" in printed and "together" in printed
+    assert "makes it fit: per_device_train_batch_size: 8, gradient_accumulation_steps: 2" in printed
+    assert command([*line, "--accelerate_config", "fsdp2", "--hardware", "24GB x4"]) == 0
+    assert "fsdp2 on 4 × 24 GB" in capsys.readouterr().out  # the config says 8
+    assert command([*line, "--hardware", "24GB x4", "--num_processes", "8"]) == 1
+    printed = capsys.readouterr().out
+    assert "it does not fit: there are 4 cards for 8 ranks" in printed and "it fits" not in printed
+    for prompt, said in ((112, False), (113, True)):  # beside 400 of a completion
+        command([*words(tiny, max_completion_length=400), "--hardware", "24GB", "--prompt_tokens", str(prompt)])
+        assert ("the 512 positions of the model; at most 399" in capsys.readouterr().out) == said
 
 
-@pytest.mark.slow  # some ten plans
-def test_each_way_makes_it_fit(tmp_path):
-    # Rows enough for the step to need more than the comparison, of three rows, whatever is changed.
-    run = settings(folder(tmp_path, num_hidden_layers=2), max_completion_length=256, per_device_train_batch_size=32)
-    needed = make_plan(run, hardware=CARD).peak
-    plan = make_plan(run, hardware=replace(CARD, memory=int(0.9 * needed)))
-    assert not plan.fits
-    lines = ways(plan)
-    assert "gradient_checkpointing: true" in lines and len(lines) <= 3
-    assert any(line.startswith("per_device_train_batch_size: 16, gradient_accumulation_steps: 2") for line in lines)
-    assert not changed(plan, gradient_checkpointing=False).fits
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--hardware", "h10"], "did you mean 'h100'"),
+        (["--prompt_tokens", "0"], "must be at least 1"),
+        (["--num_generations", "many"], "invalid int value: 'many'"),
+        (["--lora_target_modules", "nothing"], "lora_target_modules"),
+        (["--model_name_or_path", "nobody/gated-model"], "model_name_or_path='nobody/gated-model' cannot be loaded"),
+    ],
+)
+def test_bad_input_is_refused(tiny, monkeypatch, more, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=said):
+        command([*words(tiny), *more])
 
 
-@pytest.mark.slow  # some ten plans
-def test_the_fewest_cards_hold_it_and_fewer_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_CARDS", (3, 4))
-    run = settings(folder(tmp_path), Launch("fsdp2", 1), fsdp_gather="per_layer")
-    of_four = changed(make_plan(run, hardware=CARD), processes=4)
-    plan = make_plan(run, hardware=replace(CARD, memory=of_four.peak))
-    assert not plan.fits and fewest_cards(plan) == 4
-    assert fewest_cards(replace(plan, hardware=replace(CARD, memory=2**20))) == 0
-    whole = replace(plan, settings=replace(run, launch=Launch("ddp", 8)))
-    assert fewest_cards(whole) == 0  # each has all of it, however many there are
-    assert fewest_cards(replace(whole, hardware=replace(CARD, memory=2**36))) == 1
+def test_hardware_by_name_and_by_memory():
+    assert read_hardware("H100 x4").cards == 4 and read_hardware("h100", 2).cards == 2
+    assert read_hardware("24GB x2").memory == 24 * GIB
+    assert read_hardware("RTX 4090").name == read_hardware("4090").name == "rtx4090"
+    assert read_hardware("A100-80GB").memory == read_hardware("a100").memory == 80 * GIB
+    assert not read_hardware("cpu").gpu and read_hardware(None).gpu == torch.cuda.is_available()

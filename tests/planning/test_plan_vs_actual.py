@@ -1,6 +1,5 @@
 """A recipe's run plans first: the warning, the error, the line after the first step, and what never stops a run."""
 
-import re
 import runpy
 import sys
 from collections import defaultdict
@@ -11,10 +10,10 @@ import pytest
 from transformers import TrainerState
 from trl import ModelConfig
 
-from tests.distributed.launch import launch
 from tests.tiny import config, digit_share, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning import plan_vs_actual
+from trl_fsdp_qlora.recipe import runner
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
@@ -33,31 +32,15 @@ def first(base, tmp_path, require_fit=False, **changes):
     return plan_vs_actual.plan_first(script, args, model, prompts(), character_tokenizer())
 
 
-def shrunk(monkeypatch):
-    """A machine with one MiB."""
-    real = plan_vs_actual.make_plan
-    monkeypatch.setattr(
-        plan_vs_actual, "make_plan", lambda *args, **more: replace(real(*args, **more), capacity=2**20)
-    )
-
-
 def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeypatch, capsys):
     assert first(base, tmp_path).fits and capsys.readouterr().out == ""
-    shrunk(monkeypatch)
+    real = plan_vs_actual.make_plan
+    monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: replace(real(run), capacity=2**20))
     assert not first(base, tmp_path).fits
     said = capsys.readouterr().out
     assert said.startswith("warning: by its plan") and said.count("\n") == 1
     with pytest.raises(ConfigError, match=r"require_fit: true, and by its plan .* there are 1\.0 MiB"):
         first(base, tmp_path, require_fit=True)
-
-
-@pytest.mark.processes
-def test_every_rank_hears_that_a_run_does_not_fit(base, tmp_path):
-    """One rank plans, and all of them end: none is left waiting for the others."""
-    said = [output for _, output in launch("tests/planning/require_fit_worker.py", base, tmp_path)]
-    lines = [re.findall("^refused: (.*)$", output, re.MULTILINE) for output in said]
-    assert lines[0] == lines[1] and len(lines[0]) == 1, said
-    assert lines[0][0].startswith("require_fit: true, and by its plan this run needs ")
 
 
 def test_a_mistake_of_the_plan_is_one_line_and_no_error(base, tmp_path, monkeypatch, capsys):
@@ -87,11 +70,7 @@ def test_a_recipe_says_planned_and_measured_after_its_first_step(base, tmp_path,
     )
     monkeypatch.setattr(sys, "argv", [str(GRPO), *words.split()])
     record = {}
-    import trl_fsdp_qlora.recipe.runner as runner
-
-    monkeypatch.setattr(
-        runner, "reward_functions", lambda script: [digit_share]
-    )  # a base without training earns nothing
+    monkeypatch.setattr(runner, "reward_functions", lambda script: [digit_share])  # an untrained base earns nothing
     real = runner.run_recipe
     monkeypatch.setattr(runner, "run_recipe", lambda *args: record.update(real(*args)))
     runpy.run_path(str(GRPO), run_name="__main__")

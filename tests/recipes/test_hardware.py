@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
+from trl_fsdp_qlora.cli.scripts import method_of
 from trl_fsdp_qlora.planning.plan import format_plan, plan_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -56,12 +57,9 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
         intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768, dtype="bfloat16",
         **more,
     ).save_pretrained(tmp_path)  # fmt: skip
-    plan = plan_recipe(
-        str(path),
-        config[1] or config[2],
-        f"{gigabytes}GB x{ranks[1] if ranks else NUMBERS[number]}",
-        overrides={"model_name_or_path": str(tmp_path)},
-        prompt_tokens=512 if "up to 512 tokens" in path.read_text(encoding="utf-8") else 256,
-    )
+    words = ["--config", str(path), "--model_name_or_path", str(tmp_path)]
+    cards = f"{gigabytes}GB x{ranks[1] if ranks else NUMBERS[number]}"
+    prompt = 512 if "up to 512 tokens" in path.read_text(encoding="utf-8") else 256
+    plan = plan_recipe(words, method_of(words), config[1] or config[2], cards, prompt_tokens=prompt)
     assert plan.parameters[0] == pytest.approx(billions * 1e9, rel=0.01)
     assert plan.fits, format_plan(plan)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.launch import run_launcher
 from tests.tiny import save_recipe_files
-from trl_fsdp_qlora.recipe import script as recipe_script
+from trl_fsdp_qlora.run import one_line
 
 from .test_recipe_runs import ROOT
 from .test_wrong_inputs import GOOD
@@ -57,9 +57,9 @@ def test_debug_errors_shows_the_traceback(folder, monkeypatch):
 
 def test_another_rank_leaves_the_word_to_the_first_and_speaks_where_it_was_silent(folder, monkeypatch, capsys):
     waited = []
-    monkeypatch.setattr(recipe_script.time, "sleep", waited.append)
+    monkeypatch.setattr(one_line.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit) as ended:
         in_process(monkeypatch, folder, "--rewards", "exact")
-    assert (ended.value.code, waited) == (2, [recipe_script.PATIENCE])
+    assert (ended.value.code, waited) == (2, [one_line.PATIENCE])
     assert capsys.readouterr().err.startswith("error on rank 3: unknown reward 'exact'")

@@ -7,33 +7,23 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.run import input_checks as checks
 
 
-def test_training_stops_with_the_reward_functions_own_exception(tmp_path):
-    calls = []
-
-    def paid_judge(completions, **_):
-        calls.append(len(completions))
-        raise ConnectionError("HTTP 503")
-
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, reward=paid_judge)
-    with pytest.raises(ConnectionError, match="HTTP 503"):
-        made.train()
-    assert calls == [8]
-
-
-def test_a_nan_reward_trains_as_none_does(tmp_path):
-    def with_missing(missing):
+def test_training_stops_with_the_reward_functions_own_exception_and_takes_nan_for_none(tmp_path):
+    def judge(missing):
         def reward(completions, **_):
+            if missing is ConnectionError:
+                raise ConnectionError("HTTP 503")
             return [missing if i == 1 else float(i) for i in range(len(completions))]
 
-        return reward
+        return trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, reward=reward, max_steps=2)
 
+    with pytest.raises(ConnectionError, match="HTTP 503"):
+        judge(ConnectionError).train()
     weights = []
     for missing in (float("nan"), None):
-        made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, reward=with_missing(missing), max_steps=2)
+        made = judge(missing)
         made.train()
         weights.append(torch.cat([p.detach().flatten() for p in made.model.parameters()]))
-    assert torch.equal(*weights)
-    assert weights[0].isfinite().all()
+    assert torch.equal(*weights) and weights[0].isfinite().all()
 
 
 def test_datasets():

@@ -1,3 +1,5 @@
+"""`accelerate launch` as this package runs it, and what a run knows of how it was launched."""
+
 import os
 import signal
 import subprocess
@@ -6,52 +8,37 @@ import sys
 import psutil
 import pytest
 
+from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.run import launch
-from trl_fsdp_qlora.run.shipped import accelerate_config
+from trl_fsdp_qlora.run.launch import launch_words, resume_line
 
 
 @pytest.mark.parametrize(
-    ("exit_codes", "status"),
+    ("exit_codes", "status", "said"),
     [
-        ({0: 1}, 1),
-        ({0: 2, 1: -15}, 2),
-        ({0: 1, 1: 2}, 2),
-        ({0: -15, 1: 7}, 7),
-        ({0: 130, 1: 130}, 130),
+        ({0: 1}, 1, ""),
+        ({0: 1, 1: 2}, 2, ""),  # a user's error counts most
+        ({0: -15, 1: 7}, 7, ""),
+        ({0: 130, 1: 130}, 130, ""),
+        ({0: -signal.SIGTERM, 1: -signal.SIGKILL}, 137, "error: rank 1 was ended by SIGKILL\n"),
     ],
 )
-def test_the_exit_status_is_the_scripts(exit_codes, status, capsys):
+def test_the_exit_status_is_the_scripts(exit_codes, status, said, capsys):
     assert launch._status(exit_codes) == status
-    assert capsys.readouterr().err == ""
-
-
-def test_a_signal_is_named(capsys):
-    assert launch._status({0: -signal.SIGTERM, 1: -signal.SIGKILL}) == 137
-    assert capsys.readouterr().err == "error: rank 1 was ended by SIGKILL\n"
-
-
-def test_a_config_by_name_and_the_scripts_own_words(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["--config_file", "cpu", "a.py", "--config_file", "cpu"]
-    assert launch._with_paths(words) == ["--config_file", str(accelerate_config("cpu")), *words[2:]]
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("code", "status"), [("", 0), ("raise SystemExit(3)", 3)])
-def test_one_process(code, status, tmp_path):
-    (tmp_path / "script.py").write_text(code)
-    assert (
-        launch.launch(["--config_file", "cpu", "--num_cpu_threads_per_process", "1", str(tmp_path / "script.py")])
-        == status
-    )
+def test_one_process_by_the_name_of_a_config_and_with_the_scripts_own_words(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; raise SystemExit(3 if sys.argv[1:] == ['--config_file', 'cpu'] else 4)")
+    words = ["--config_file", "cpu", "--num_cpu_threads_per_process", "1", str(script), "--config_file", "cpu"]
+    assert launch.launch(words) == 3
 
 
-def test_a_config_that_is_not_there_is_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_a_config_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"no accelerate config named '.*none\.yaml'"):
         launch.launch(["--config_file", str(tmp_path / "none.yaml"), "a.py"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: accelerate launch: ")
-    assert "Traceback" not in capsys.readouterr().err
 
 
 SLEEPS = """
@@ -63,21 +50,56 @@ time.sleep(120)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("config", ["cpu", "ddp_cpu"])
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_the_run_ends_with_its_launcher(tmp_path, config, sent):
-    if sys.platform != "linux":
-        pytest.skip("only Linux tells a process that its parent was killed")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+@pytest.mark.parametrize(("config", "ranks", "sent"), [("cpu", 1, signal.SIGTERM), ("ddp_cpu", 2, signal.SIGKILL)])
+def test_the_run_ends_with_its_launcher(tmp_path, config, ranks, sent):
     (tmp_path / "script.py").write_text(SLEEPS)
-    words = ["--config_file", config, "--num_processes", "1" if config == "cpu" else "2", str(tmp_path / "script.py")]
+    words = ["--config_file", config, "--num_processes", str(ranks), str(tmp_path / "script.py")]
     code = f"from trl_fsdp_qlora.run.launch import launch; raise SystemExit(launch({words}))"
-    ranks = 1 if config == "cpu" else 2
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=os.getcwd()
-    ) as launcher:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, cwd=os.getcwd()) as launcher:
         lines = iter(launcher.stdout.readline, "")
         found = [psutil.Process(int(line.split()[1])) for _, line in zip(range(ranks), lines, strict=False)]
         launcher.send_signal(sent)
         launcher.communicate(timeout=60)
     assert len(found) == ranks and psutil.wait_procs(found, timeout=30)[1] == []
     assert launcher.returncode in (-sent, 128 + sent)
+
+
+class Process:
+    def __init__(self, *words):
+        self.words = list(words)
+
+    def cmdline(self):
+        return self.words
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["/v/bin/python", "/v/bin/accelerate", "launch", "--cpu", "s.py"], "accelerate launch --cpu s.py"),
+        (["python", "-m", "accelerate.commands.launch", "--cpu", "s.py"], "accelerate launch --cpu s.py"),
+        (["/v/bin/python", "/v/bin/torchrun", "--nproc_per_node", "2", "s.py"], "torchrun --nproc_per_node 2 s.py"),
+        (["python", "-m", "trl_fsdp_qlora", "grpo", "--config", "c.yaml"], "trl-fsdp-qlora grpo --config c.yaml"),
+        (["bash", "accelerate-all.sh"], "python s.py --seed 1"),
+    ],
+)
+def test_the_launcher_is_asked(typed, words, monkeypatch):
+    monkeypatch.setattr(launch.sys, "argv", ["s.py", "--seed", "1"])
+    parents = [Process("python", "-u", "s.py"), Process(*typed), Process("bash", "-c", "make quickstart")]
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: parents)
+    assert launch_words() == words.split()
+
+
+def test_a_launcher_that_may_not_be_asked(monkeypatch):
+    def denied(self):
+        raise psutil.AccessDenied()
+
+    monkeypatch.setattr(psutil.Process, "parents", denied)
+    assert launch_words() == ["python", *sys.argv]
+
+
+@pytest.mark.parametrize("before", [[], ["--resume_from_checkpoint", "auto"], ["--resume_from_checkpoint=runs/x"]])
+def test_the_line_that_goes_on(before):
+    line = resume_line(["python", "a script.py", *before, "--seed", "1"])
+    assert line == "python 'a script.py' --seed 1 --resume_from_checkpoint auto"

@@ -1,29 +1,20 @@
 import shlex
 from pathlib import Path
 
-import pytest
-
 from trl_fsdp_qlora.run.redaction import command_line, is_secret_name, portable, without_secrets
 
 SECRET = "hub_token token --hub_token --hub-token HF_TOKEN password db_password api_key WANDB_API_KEY client_secret private_key"
 PLAIN = "token_selection max_new_tokens eos_token pad_token tokenizer key sort_key hub_model_id secretary author"
 
 
-@pytest.mark.parametrize(
-    ("name", "secret"), [*((n, True) for n in SECRET.split()), *((n, False) for n in PLAIN.split())]
-)
-def test_names_of_secrets(name, secret):
-    assert is_secret_name(name) == secret
+def test_names_of_secrets():
+    assert [name for name in SECRET.split() if not is_secret_name(name)] == []
+    assert [name for name in PLAIN.split() if is_secret_name(name)] == []
 
 
 def test_a_config_is_written_without_tokens_and_logins():
     fields = {"hub_token": "x", "eos_token": "</s>", "url": "http://bob:pw@judge:8000/v1", "steps": 3}
-    assert without_secrets(fields) == {
-        "hub_token": None,
-        "eos_token": "</s>",
-        "url": "http://judge:8000/v1",
-        "steps": 3,
-    }
+    assert without_secrets(fields) == fields | {"hub_token": None, "url": "http://judge:8000/v1"}
 
 
 def test_paths_are_as_seen_from_here_or_their_last_part(tmp_path, monkeypatch):

@@ -7,18 +7,8 @@ import sys
 
 import pytest
 
+from tests.distributed.launch import run_code
 from trl_fsdp_qlora import __main__
-from trl_fsdp_qlora.recipe.script import run_main
-
-_AND_THEN = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(9); print('went on')"
-
-
-@pytest.fixture(autouse=True)
-def of_a_terminal():
-    """SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def ended(*words: str, **more) -> tuple[int, str]:
@@ -27,9 +17,12 @@ def ended(*words: str, **more) -> tuple[int, str]:
     return run.returncode, run.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("rank", "said"), [("0", "stopped\n"), ("1", "")])
 def test_ctrl_c_while_libraries_are_imported_is_one_word(rank, said):
-    code = f"import trl_fsdp_qlora.run.importing; {_AND_THEN}"
+    # SIGINT as a process of a terminal has it: where the tests run in the background a shell has had it ignored.
+    code = "import os, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "import trl_fsdp_qlora.run.importing\nos.kill(os.getpid(), signal.SIGINT); time.sleep(9); print('went on')"
     assert ended("-c", code, env={**os.environ, "RANK": rank}) == (130, said)
 
 
@@ -38,11 +31,12 @@ def test_ctrl_c_in_any_command_is_one_word(monkeypatch, capsys):
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("went on")
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr("trl_fsdp_qlora.cli.recipes.config", pressed)
     with pytest.raises(SystemExit) as end:
         __main__.main(["config"])
     assert end.value.code == 130 and capsys.readouterr().err == "stopped\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 _COMMAND = "from trl_fsdp_qlora.__main__ import main\nmain(['plan', '--max_steps', '1'])"
@@ -55,8 +49,9 @@ plan_vs_actual.plan_first(Is(require_fit=False), Is(deepspeed_plugin=None), None
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("planned", [_COMMAND, _RECIPE])
-def test_ctrl_c_while_a_plan_is_made_is_not_lost_in_a_callback(planned):
+def test_ctrl_c_while_a_plan_is_made_is_not_lost_in_a_callback(planned, tmp_path):
     """Where an exception of Python's is only reported, as in those of fake tensors."""
     code = """
 import os, signal
@@ -70,26 +65,17 @@ def make_plan(*_, **__):
     os._exit(3)
 plan.plan_recipe = make_plan
 """
-    status, said = ended("-c", code + planned)
-    assert (status, said.splitlines()[-1:]) == (130, ["stopped"])
+    run = run_code(code + planned, cwd=tmp_path)
+    assert (run.returncode, run.stderr.splitlines()[-1:]) == (130, ["stopped"])
 
 
-@pytest.mark.parametrize("words", [["-m", "trl_fsdp_qlora", "--help"], ["-m", "trl_fsdp_qlora", "config"]])
+@pytest.mark.processes
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_nobody_reads_on(words, unbuffered):
+def test_nobody_reads_on(unbuffered):
     read, write = os.pipe()
     os.close(read)
     try:
-        assert ended(*words, stdout=write, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}) == (141, "")
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        assert ended("-m", "trl_fsdp_qlora", "config", stdout=write, env=environment) == (141, "")
     finally:
         os.close(write)
-
-
-def test_a_recipes_script_ends_so_too(monkeypatch):
-    def nobody_reads():
-        raise BrokenPipeError
-
-    monkeypatch.setattr("trl_fsdp_qlora.run.signals.reader_gone", lambda: 141)
-    with pytest.raises(SystemExit) as end:
-        run_main(nobody_reads)
-    assert end.value.code == 141

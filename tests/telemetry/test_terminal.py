@@ -13,7 +13,7 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 from trl_fsdp_qlora.rollout.completions import over_ranks
 from trl_fsdp_qlora.telemetry import terminal
-from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, duration, number, use_terminal
+from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, number, use_terminal
 
 
 class Terminal(io.StringIO):
@@ -50,8 +50,7 @@ def test_a_users_script_prints_what_stock_trl_prints(disable_tqdm, tmp_path, cap
     assert len(printed[0]) == len(printed[1]) == 4  # three steps, and the end of training
 
 
-def test_durations_and_numbers():
-    assert [duration(s) for s in (0.4, 3, 63, 3723)] == ["0:00", "0:03", "1:03", "1:02:03"]
+def test_numbers():
     assert [number(x) for x in (0.5, 0.0, 1234.5678, 1e-5, None, float("nan"))] == [
         "0.500", "0.000", "1235", "1e-05", "-", "-",
     ]  # fmt: skip
@@ -86,6 +85,10 @@ def test_a_recipe_in_a_log_file(tmp_path, capsys):
     prompt = next(i for i, line in enumerate(lines) if "first training prompt" in line)
     steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
     assert block < prompt < steps[0]
+    tokenizer = character_tokenizer()
+    ids = tokenizer.apply_chat_template(prompts()[0]["prompt"], add_generation_prompt=True, return_dict=False)
+    said = f"the first training prompt, {len(ids)} tokens:\n    {tokenizer.decode(ids)}"
+    assert said.rstrip() in captured.out
     assert "  precision:            float32" in lines
     assert [lines[i].split("  ")[0] for i in steps] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
     assert all("reward" in lines[i] and "s/step" in lines[i] and len(lines[i]) < 100 for i in steps)
@@ -97,12 +100,10 @@ def test_a_recipe_in_a_log_file(tmp_path, capsys):
     assert {"loss", "grad_norm", "completions/mean_length", "time/generate_s"} <= set(history[0])
 
 
-@pytest.mark.parametrize("stop_after", [None, 5])
-def test_the_first_and_the_last_step_print_a_line_and_completions(stop_after, tmp_path, capsys):
+def test_the_first_and_the_last_step_print_a_line_and_completions(tmp_path, capsys):
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == stop_after:
-                control.should_training_stop = True
+            control.should_training_stop = state.global_step == 3
 
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=7, logging_steps=100)
     made.add_callback(Stop())
@@ -110,17 +111,8 @@ def test_the_first_and_the_last_step_print_a_line_and_completions(stop_after, tm
     made.train()
     lines = capsys.readouterr().out.splitlines()
     steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
-    assert [lines[i].split("  ")[0] for i in steps] == ["step 1/7", f"step {stop_after or 7}/7"]
+    assert [lines[i].split("  ")[0] for i in steps] == ["step 1/7", "step 3/7"]
     assert all("→" in lines[i + 1] for i in steps)
-
-
-def test_the_first_prompt_is_what_the_model_reads(tmp_path, capsys):
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=1)
-    made.train()
-    out = capsys.readouterr().out
-    tokenizer = character_tokenizer()
-    ids = tokenizer.apply_chat_template(prompts()[0]["prompt"], add_generation_prompt=True, return_dict=False)
-    assert f"the first training prompt, {len(ids)} tokens:\n    {tokenizer.decode(ids)}".rstrip() in out
 
 
 def test_completions_are_shown_some_ten_times_in_a_run():
@@ -178,9 +170,9 @@ def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch, capsys):
 
     assert accuracy(description="accuracy") == accuracy() == ""  # it is quick, or nobody asks
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
-    lines = accuracy(description="accuracy").splitlines()
-    assert [line.partition(",")[0] for line in lines] == ["accuracy: 2/5 problems", "accuracy: 4/5 problems"]
-    assert all(line.endswith(" left") for line in lines) and accuracy() == ""
+    lines = [line.strip("\r") for line in accuracy(description="accuracy").split("\n")]
+    assert {"accuracy: 2/5 problems", "accuracy: 4/5 problems"} <= {line.partition(",")[0] for line in lines}
+    assert all(line.endswith(" left") for line in lines if line.strip()) and accuracy() == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with terminal.progress("V*", 3, "prompts") as bar:
         bar.update(3)

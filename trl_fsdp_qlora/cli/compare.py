@@ -29,12 +29,11 @@ from ..recipe.checks import check_recipe
 from ..recipe.datasets import load_data
 from ..recipe.runner import build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
-from ..run.one_line import refuse, take
+from ..run.one_line import take
 from ..telemetry import terminal
 from ..telemetry.startup import StartupCallback
-from .doctor import method_of
 from .recipes import all_recipes
-from .scripts import LAUNCHER, with_recipe
+from .scripts import LAUNCHER, method_of, with_recipe
 
 _HELP = """usage: trl-fsdp-qlora compare --config FILE.yaml [--steps 3] [any field]
 
@@ -70,15 +69,12 @@ def compare(words: list[str]) -> int:
     warnings.simplefilter("ignore")  # libraries about each other
     terminal.no_bars_in_files()
     logging.set_verbosity_error()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            script, config, model, count = _parsed(words, folder)
-            trainers, done = _trainers(script, config, model, load_data(script)[0]), []
-            for number, step in enumerate(_steps(trainers, count)):
-                print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
-                done += [step] if number else []
-    except UserError as error:
-        return refuse(str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        script, config, model, count = _parsed(words, folder)
+        trainers, done = _trainers(script, config, model, load_data(script)[0]), []
+        for number, step in enumerate(_steps(trainers, count)):
+            print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
+            done += [step] if number else []
     ours = trainers[OURS]
     for phase in PHASES:
         seconds = [statistics.median(step.seconds[name, phase] for step in done) for name in (STOCK, OURS)]
@@ -106,10 +102,9 @@ def _parsed(words: list[str], folder: str) -> tuple[ScriptArguments, EfficientGR
     rest = with_recipe(rest)
     if not rest:
         raise UserError("compare needs a recipe: --config FILE.yaml")
-    taken, fields = take(rest, ("--config",))
-    path = taken.get("--config")
+    path = take(rest, ("--config",))[0].get("--config")
     command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), "grpo")
-    method = method_of(fields, path)
+    method = method_of(rest)
     if method is not EfficientGRPOConfig or command != "grpo":
         name = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method.__name__, command)
         raise UserError(f"stock TRL has no {name} to compare with: compare takes recipes of `trl-fsdp-qlora grpo`")

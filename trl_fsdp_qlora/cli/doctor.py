@@ -14,16 +14,15 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UserError
-from ..run.one_line import refuse, take
+from ..run.one_line import take
 from ..run.shipped import accelerate_config
-from .scripts import LAUNCHER, default_config, with_recipe
+from .scripts import LAUNCHER, default_config, method_of, with_recipe
 
 _HELP = """usage: trl-fsdp-qlora doctor [--config FILE.yaml] [--accelerate_config NAME] [--num_processes N] [--json] [any field]
 
@@ -55,8 +54,6 @@ def doctor(words: list[str]) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # what libraries log when they are imported is no finding
             found += machine()
             found += run(launcher, rest) if rest else ()
-    except UserError as error:
-        return refuse(str(error))
     except ImportError as error:  # a stack that the package refuses: what was found of it says why
         found.append(Finding("error", "imports", str(error)))
     found = [Finding(level, check, " ".join(text.split())) for level, check, text in found]
@@ -166,20 +163,6 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     yield from _of_data(script, config)
 
 
-def method_of(words: Sequence[str], path: str | None) -> type:
-    """The config class that has every field which is used, GRPO's where none has."""
-    from trl import ModelConfig
-
-    from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
-    from ..recipe.arguments import ScriptArguments, read_yaml
-
-    used = {word.partition("=")[0].removeprefix("--") for word in words if word.startswith("--")}
-    used |= set(read_yaml(path)) if path else set()
-    used -= {item.name for kind in (ScriptArguments, ModelConfig) for item in fields(kind)} | {"env", "stage"}
-    methods = (EfficientGRPOConfig, TSPMOConfig, AStarPOConfig)
-    return next((each for each in methods if used <= {item.name for item in fields(each)}), EfficientGRPOConfig)
-
-
 def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Finding]]:
     """(script, config, model, findings) as a launch in `processes` processes would parse them."""
     from trl import ModelConfig
@@ -187,7 +170,7 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe, read_yaml
 
     path = take(rest, ("--config",))[0].get("--config")
-    types, words = (ScriptArguments, method_of(rest, path), ModelConfig), list(rest)
+    types, words = (ScriptArguments, method_of(rest), ModelConfig), list(rest)
     if processes > 1:
         # This one is the only one here, and whole groups are counted over as many times the accumulation.
         names = ("--steps_per_generation", "--gradient_accumulation_steps")
@@ -266,7 +249,7 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
         yield Finding("warning", "learning rate", f"{reason}; set use_peft: true for LoRA")
     try:
         tokenizer = checks.load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-        checks.skeleton(model)
+        checks.check_model(model)
     except UserError as error:
         yield Finding("error", "model", str(error))
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import UserError, did_you_mean
-from ..run.one_line import OneLineParser, refuse
+from ..run.one_line import OneLineParser
 from ..run.shipped import accelerate_config, names, shipped
 
 _FIELD = re.compile(r"#\s(?P<field>hardware|launch|memory|expect)\s+(?P<text>.*)")
@@ -82,27 +82,25 @@ def recipes(words: list[str]) -> int:
     options = parser.parse_args(words)
     if options.name is None:
         if options.copy:
-            return refuse("--copy needs a recipe's name; `trl-fsdp-qlora recipes` lists them")
+            raise UserError("--copy needs a recipe's name; `trl-fsdp-qlora recipes` lists them")
         rows = [("recipe", "command", "run", "hardware")]
         rows += [(recipe.name, recipe.command, recipe.was_run, recipe.hardware) for recipe in all_recipes()]
         name, command, run, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
         print("\n".join(f"{row[0]:<{name}}  {row[1]:<{command}}  {row[2]:<{run}}  {row[3]}" for row in rows))
         print(_LEGEND)
         return 0
+    recipe, to = find(options.name), options.to
+    if not options.copy:
+        print(recipe.path.read_text(encoding="utf-8"), end="")
+        return 0
+    target = to / recipe.path.name if to.is_dir() or to.suffix != ".yaml" else to
+    if target.exists() and not options.overwrite:
+        raise UserError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
     try:
-        recipe, to = find(options.name), options.to
-        if not options.copy:
-            print(recipe.path.read_text(encoding="utf-8"), end="")
-            return 0
-        target = to / recipe.path.name if to.is_dir() or to.suffix != ".yaml" else to
-        if target.exists() and not options.overwrite:
-            raise UserError(f"{target} is there already; --overwrite replaces it, --to PATH writes elsewhere")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(recipe.path.read_bytes())
-    except UserError as error:
-        return refuse(str(error))
     except OSError as error:
-        return refuse(f"{to}: {error.strerror}")
+        raise UserError(f"{to}: {error.strerror}") from error
     print(f"{target} is {recipe.name}; run it: trl-fsdp-qlora {recipe.command} --config {target}")
     return 0
 
@@ -114,8 +112,5 @@ def config(words: list[str]) -> int:
     )
     parser.add_argument("name", nargs="?", help=f"one of: {', '.join(names())}")
     name = parser.parse_args(words).name
-    try:
-        print(accelerate_config(name) if name else "\n".join(names()))
-    except UserError as error:
-        return refuse(str(error))
+    print(accelerate_config(name) if name else "\n".join(names()))
     return 0

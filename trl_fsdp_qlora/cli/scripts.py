@@ -3,11 +3,13 @@
 import functools
 import runpy
 import sys
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from ..errors import UserError, mistyped_path
 from ..run.launch import launch
-from ..run.one_line import refuse, take
+from ..run.one_line import take
 from ..run.shipped import accelerate_config, shipped
 from .recipes import find
 
@@ -31,13 +33,10 @@ def _launched(name: str, words: list[str]) -> int:
     if {"--help", "-h"} & set(words):
         print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
         return _called(name, ["--help"])
-    try:
-        launcher, rest = take(words, LAUNCHER)
-        rest = with_recipe(rest)
-        given = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
-        flags = _config_flags(given, launcher)
-    except UserError as error:
-        return refuse(str(error))
+    launcher, rest = take(words, LAUNCHER)
+    rest = with_recipe(rest)
+    given = launcher.pop("--accelerate_config", None) or launcher.pop("--config_file", None)
+    flags = _config_flags(given, launcher)
     others = [word for option, value in launcher.items() for word in (option, value)]
     return launch([*flags, *others, str(shipped("recipes") / f"{name}.py"), *rest])
 
@@ -57,6 +56,21 @@ def with_recipe(words: list[str]) -> list[str]:
     if Path(given).suffix in (".yaml", ".yml") and (hint := mistyped_path(given)):
         raise UserError(f"--config {given}: no such file{hint}")
     return ["--config", str(find(given).path), *rest]
+
+
+def method_of(words: Sequence[str]) -> type:
+    """The config class that has every field which is used in `words`, or in the recipe that they name; GRPO's where none has."""
+    from trl import ModelConfig
+
+    from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
+    from ..recipe.arguments import ScriptArguments, read_yaml
+
+    taken, rest = take(words, ("--config",))
+    used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
+    used |= set(read_yaml(taken["--config"])) if taken else set()
+    used -= {item.name for kind in (ScriptArguments, ModelConfig) for item in fields(kind)} | {"env", "stage"}
+    methods = (EfficientGRPOConfig, TSPMOConfig, AStarPOConfig)
+    return next((each for each in methods if used <= {item.name for item in fields(each)}), EfficientGRPOConfig)
 
 
 def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:

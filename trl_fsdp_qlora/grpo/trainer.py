@@ -95,7 +95,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
         self.add_callback(self.telemetry)
         if self.use_vllm:
-            self.vllm_generation.sync_weights = self.clock.timed("weight_sync", self.vllm_generation.sync_weights)
+            self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
         policy = self.accelerator.unwrap_model(self.model)
         columns = set(getattr(self.train_dataset, "column_names", None) or ())
         self.prefix_sharing = PrefixSharing(

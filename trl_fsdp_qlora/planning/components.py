@@ -1,7 +1,5 @@
 """What comes and goes beside activations: cache of generation, logits, gathered weights."""
 
-from typing import NamedTuple
-
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -39,31 +37,24 @@ def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int,
 
 
 def decoding_bytes(settings: Settings, config: PretrainedConfig) -> int:
-    """What a token step needs beside the cache: copies of the logits or one layer's keys and values, one after the other.
-
-    Logits are as the model gives them, in float32 twice (as probabilities, and what a `temperature` makes of them), and in float64
-    while a token is drawn. A cache that grows is copied a layer at a time, and repeated for grouped queries.
-    """
+    """What a token step needs beside the cache: copies of the logits (as the model gives them, in float32 twice, in float64 while
+    a token is drawn), or one layer's cache, copied as it grows and repeated for grouped queries."""
     text = config.get_text_config()
     repeated = max(heads // of_keys for heads, of_keys, _ in _heads(text, 1))
     logits = (compute_dtype(settings, config).itemsize + 4 * 4) * settings.rollout_rows * text.vocab_size
     return max(logits, cache_bytes(settings, config)[1] * repeated)
 
 
-class Gathered(NamedTuple):
-    """Bytes of weights that a rank of a sharded model has together at a time, beside its shards."""
+def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> tuple[int, int, int]:
+    """Bytes of weights that a rank of a sharded model has together at a time, beside its shards; zeros where none are sharded.
 
-    # What the root keeps, two layers (one computing, the next on its way), and what one is received in.
-    layers: int = 0
-    # What the root's weights are received in and copied to, before any layer comes.
-    root: int = 0
-    whole: int = 0
-
-
-def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gathered:
-    """Nothing where the launch shards no weights. FSDP2 receives a unit in one buffer, gloo in two."""
+    Returns:
+        In a layer's pass: what the root keeps, two layers (one computing, the next on its way), and what one is received in
+        (FSDP2 receives a unit in one buffer, gloo in two). Before any layer: what the root's weights are received in and copied
+        to. The whole model.
+    """
     if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
-        return Gathered()
+        return 0, 0, 0
 
     def weights(module: nn.Module) -> int:
         total = sum(getattr(part, "state_bytes", 0) for part in module.modules())
@@ -77,4 +68,4 @@ def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> Gather
     inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
     root, layer = total - sum(inside), max(inside, default=0)
     buffers = 0 if settings.launch.kind != "fsdp2" else 1 if on_gpu else 2
-    return Gathered(root + (2 + buffers) * layer, (1 + buffers) * root, total)
+    return root + (2 + buffers) * layer, (1 + buffers) * root, total

@@ -12,7 +12,7 @@ from ..recipe.arguments import ConfigError
 GIB = 2**30
 # GiB of memory by the name of a card, as its maker states it.
 CARDS = {
-    "b200": 180, "h200": 141, "h100": 80, "a100": 80, "a100-80": 80, "a100-40": 40, "l40s": 48, "a6000": 48, "a10": 24, "a10g": 24,
+    "b200": 180, "h200": 141, "h100": 80, "a100": 80, "a10080": 80, "a10040": 40, "l40s": 48, "a6000": 48, "a10": 24, "a10g": 24,
     "l4": 24, "t4": 16, "v100": 32, "rtx5090": 32, "rtx4090": 24, "rtx3090": 24, "rtx3070": 8,
 }  # fmt: skip
 CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs by card and driver
@@ -35,8 +35,8 @@ class Hardware:
 
 def split_name(text: str) -> tuple[str, int | None]:
     """Name and number of cards: `("24gb", 4)` of `24GB x4`."""
-    name, number = re.fullmatch(r"(.*?)(?:(?:\s+|(?<=[\db]))[x×*]\s*(\d+))?", text.strip().lower()).groups()
-    return re.sub(r"[\s_]", "", name), int(number) if number else None
+    name, number = re.fullmatch(r"(.*?)(?:\s+[x×*]\s*(\d+))?", text.strip().lower()).groups()
+    return re.sub(r"nvidia|geforce|[\s_-]", "", name), int(number) if number else None
 
 
 def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -> Hardware:
@@ -48,8 +48,6 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
     """
     name, number = ("auto", None) if text is None else split_name(text)
     cards = processes if number is None else number
-    if cards < 1:
-        raise ConfigError(f"--hardware {text!r}: {cards} cards; at least one")
     if name == "cpu" or (name == "auto" and (use_cpu or not torch.cuda.is_available())):
         available = psutil.virtual_memory().available + psutil.Process().memory_info().rss
         return Hardware("this machine's CPU", available, cards, gpu=False)
@@ -58,10 +56,10 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
         return Hardware(properties.name, properties.total_memory, torch.cuda.device_count())
     if gigabytes := re.fullmatch(r"(\d+(?:\.\d+)?)gi?b?", name):
         return Hardware(f"{gigabytes[1]} GB", int(float(gigabytes[1]) * GIB), cards)
-    name = name.removeprefix("nvidia").replace("geforce", "").removesuffix("gb")
-    for known in (name, name.replace("-", ""), f"rtx{name}"):
-        if known in CARDS:
-            return Hardware(known, CARDS[known] * GIB, cards)
+    name = name.removesuffix("gb")
+    known = f"rtx{name}" if f"rtx{name}" in CARDS else name
+    if known in CARDS and cards > 0:
+        return Hardware(known, CARDS[known] * GIB, cards)
     hint = did_you_mean(name, [*CARDS, "cpu"], 0.3)
     raise ConfigError(
         f"--hardware {text!r} is not known{hint}; there are {', '.join(CARDS)}, cpu, or memory: '24GB x2'"

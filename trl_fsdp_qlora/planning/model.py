@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
-from peft import get_peft_model
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ..compat.peft import lora_factors_beside_the_weight
-from ..compat.transformers import model_class
-from ..recipe.arguments import ConfigError
-from ..recipe.checks import lora_config
-from ..run.input_checks import language_model_only
+from ..recipe.checks import build_bare, with_adapter
 from . import fake_ops
 from .settings import Settings
 
@@ -32,35 +28,15 @@ _BLOCK, _NESTED_BLOCK = 64, 256
 _OPTIMIZERS = {"8bit": (2, 1), "sgd": (0, None), "lion": (1, None), "adam": (2, None)}
 
 
-def read_config(name: str | None, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model, in a folder or on the Hub; no weight is read.
-
-    Raises:
-        ConfigError: one line: no such folder, no network, a gated model.
-    """
-    if not name:
-        raise ConfigError("model_name_or_path is not set; name a folder or a model on the Hub")
-    try:
-        return AutoConfig.from_pretrained(name, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise ConfigError(
-            f"model_name_or_path={name!r}: its config.json, which is enough, cannot be read ({reason})"
-        ) from error
+def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
+    """The dtype that the base is loaded in."""
+    name = settings.model.dtype or "float32"
+    return config.dtype or torch.float32 if name == "auto" else getattr(torch, name)
 
 
 def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
     """Of what a linear layer returns: that of the mixed precision, or that the base is loaded in."""
     return getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)
-
-
-def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
-    """The dtype that the base is loaded in."""
-    name = str(settings.model.dtype or "float32").removeprefix("torch.")
-    found = config.dtype or torch.float32 if name == "auto" else getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype={name!r} is not known; use float32, bfloat16, float16 or auto")
-    return found
 
 
 def _pack(shape: torch.Size, nested: bool) -> tuple[nn.Parameter, int]:
@@ -108,46 +84,29 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
             elif isinstance(value, list) and name.endswith("layer_ids"):  # names some of them (Zamba2)
                 setattr(text, name, [place for place, i in enumerate(layers) if i in value])
         text.num_hidden_layers = len(layers)
-    dtype, model_args = dtype_of(settings, config), settings.model
+    name, dtype = settings.model.model_name_or_path, dtype_of(settings, config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            try:
-                model = model_class(config).from_config(config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
-            except KeyError:  # attention of the model's own (Falcon, GPT-J), by a table of names
-                model = model_class(config).from_config(config, dtype=dtype, attn_implementation="eager")
-        except (ValueError, ImportError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise ConfigError(
-                f"model_name_or_path={model_args.model_name_or_path!r} cannot be built: {reason}"
-            ) from error
-        for module in filter(fake_ops.is_experts, model.modules()):
+            bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
+        except KeyError:  # attention of the model's own (Falcon, GPT-J), by a table of names
+            bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
+        for module in filter(fake_ops.is_experts, bare.modules()):
             fake_ops.replace_experts(module)
-        if model_args.load_in_4bit:
-            _quantize(model, dtype, model_args.use_bnb_nested_quant)
-        adapter = lora_config(model_args)
-        if adapter is not None:
-            try:
-                model = get_peft_model(model, language_model_only(adapter, model))
-            except ValueError as error:
-                raise ConfigError(f"lora_target_modules: {error}") from None
-            if model_args.load_in_4bit or model_args.load_in_8bit:
-                # TRL casts the adapter of a quantized base to bfloat16; sharding it under FSDP2 keeps it in float32.
-                trained = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter.data = parameter.data.to(trained)
+        if settings.model.load_in_4bit:
+            _quantize(bare, dtype, settings.model.use_bnb_nested_quant)
+        model = with_adapter(bare, settings.model)
+        if model is not bare and (settings.model.load_in_4bit or settings.model.load_in_8bit):
+            # TRL casts the adapter of a quantized base to bfloat16; sharding it under FSDP2 keeps it in float32.
+            trained = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(trained)
     return model
 
 
 def causal_model(model: nn.Module) -> nn.Module:
     """The causal language model under the adapter."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def numel(model: nn.Module) -> int:
-    """Weights of the base, 4-bit ones counted as what they unpack to, without the adapter."""
-    base = ((name, p) for name, p in model.named_parameters() if "lora_" not in name)
-    return sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for _, p in base)
 
 
 def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:

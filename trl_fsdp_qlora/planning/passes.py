@@ -58,8 +58,8 @@ def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
 
 
 def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: bool, grad: bool = False) -> int:
-    """Bytes of a pass of the whole model at its peak, above what lies there: forward and, with `grad`, backward; `on_gpu` says
-    whose kernels' tiles are counted."""
+    """Peak bytes of a pass of the whole model above what lies there: forward and, with `grad`, backward, by a GPU's kernels or
+    not."""
     key = *_modules_key(settings, config), shape, on_gpu, grad
     if key not in _measured:
         # Layers by what they are: attention with or without a window, recurrent, both, an MLP alone.

@@ -3,17 +3,19 @@
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
+import torch
 from transformers import PretrainedConfig
 
 from ..fsdp2_qlora.generation import FREE_SHARE
+from ..recipe.checks import read_config
 from . import components, model, passes
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware, split_name
-from .settings import Settings, from_yaml, read_launch
+from .settings import Settings, from_words, read_launch
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
@@ -69,32 +71,28 @@ class Plan:
     @property
     def warning(self) -> str | None:
         """That prompt and completion are longer than the model has positions; `None` where they are not."""
-        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
         prompt, completion = self.settings.prompt_tokens, self.settings.max_completion_length
-        if positions is None or prompt + completion <= positions:
-            return None
-        return (
-            f"max_completion_length: {completion} and prompts of {prompt} tokens are more than the {positions} positions of "
-            f"the model; at most {max(0, positions - prompt)}"
-        )
+        said = f"max_completion_length: {completion} and prompts of {prompt} tokens are more than the {positions} positions of the model"
+        return f"{said}; at most {max(0, positions - prompt)}" if prompt + completion > positions else None
 
 
 def plan_recipe(
-    path: str | None,
+    words: Sequence[str],
+    config: type,
     accelerate_config: str | None = None,
     hardware: str | None = None,
-    overrides: dict[str, Any] | None = None,
     processes: int | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan a recipe's YAML, as the command does: see [`read_launch`], [`from_yaml`], [`read_hardware`], whose number of cards is
-    that of ranks unless `processes` is given.
+    """Plan a recipe's command line, as the command does: see [`from_words`], [`read_launch`], [`read_hardware`], whose number of
+    cards is that of ranks unless `processes` is given.
 
     Raises:
         UserError: one line on what cannot be read or built.
     """
     launch = read_launch(accelerate_config, processes or (hardware and split_name(hardware)[1]))
-    settings = from_yaml(path, overrides or {}, launch, **more)
+    settings = from_words(words, config, launch, **more)
     return make_plan(settings, read_hardware(hardware, settings.launch.processes, settings.launch.use_cpu))
 
 
@@ -104,7 +102,7 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     Raises:
         ConfigError: one line on what cannot be read or built.
     """
-    config = config or model.read_config(settings.model.model_name_or_path, settings.model.model_revision)
+    config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
     hardware = hardware or read_hardware(None, settings.launch.processes, settings.launch.use_cpu)
     logger = logging.getLogger("transformers")
     level = logger.level
@@ -115,10 +113,12 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
             phases = _phases(settings, config, hardware)
     finally:
         logger.setLevel(level)
-    skeleton = passes.whole(settings, config)
-    trained = sum(parameter.numel() for parameter in skeleton.parameters() if parameter.requires_grad)
+    weights = dict(passes.whole(settings, config).named_parameters())
+    trained = sum(p.numel() for p in weights.values() if p.requires_grad)
+    # 4-bit weights are counted as what they unpack to.
+    base = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for name, p in weights.items() if "lora_" not in name)
     capacity = hardware.per_rank(settings.launch.processes)
-    return Plan(settings, config, hardware, phases, capacity, (model.numel(skeleton), trained))
+    return Plan(settings, config, hardware, phases, capacity, (base, trained))
 
 
 def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> dict[str, dict[str, int]]:
@@ -144,19 +144,19 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
 
     # On a CPU this process as it is, without the model: what planning leaves in it is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
-    gathered = components.gathered_bytes(skeleton, settings, gpu)
+    in_a_layer, of_root, whole = components.gathered_bytes(skeleton, settings, gpu)
     # Whether generation and scoring gather the whole model; not beside vLLM (`fsdp2_qlora.trainer`).
     once = launch.kind == "fsdp2" and settings.fsdp_gather == "once" and not settings.use_vllm
     if launch.kind == "fsdp2" and settings.fsdp_gather == "auto" and not settings.use_vllm:
         free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
-        once = gathered.whole - gathered.whole // launch.processes <= FREE_SHARE * free
+        once = whole - whole // launch.processes <= FREE_SHARE * free
     for name, parts in phases.items():
         coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TOKEN_STEP))
         if once and name in ("generate", "score"):
-            parts[GATHERED] = gathered.whole
+            parts[GATHERED] = whole
         elif name != "optimizer":
             # The root's weights are received before a pass has anything else.
-            parts[GATHERED] = max(gathered.layers, gathered.root - coming)
+            parts[GATHERED] = max(in_a_layer, of_root - coming)
         parts[PROCESS] = process
         if gpu:
             parts[ROOM] = math.ceil(SLACK * (coming + parts.get(GATHERED, 0)))

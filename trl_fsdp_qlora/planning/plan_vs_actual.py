@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig
@@ -14,12 +13,13 @@ from ..recipe.evaluation import encode_images
 from ..recipe.runner import load_processing
 from ..recipe.script import say
 from ..run.nonfatal import nonfatal
+from ..run.ranks import on_main
 from ..run.signals import stop_at_once, stop_by_exception
+from ..telemetry.phases import MIB
 from .plan import PROCESS, ROOM, Plan, format_bytes, make_plan
 from .settings import from_config
 
 _PROMPTS, _PICTURES = 64, 8  # training prompts whose lengths are looked at, and of those with images
-_MIB = 2**20
 
 
 def plan_first(
@@ -32,7 +32,7 @@ def plan_first(
     Raises:
         ConfigError: on every rank, where `require_fit` is set and the plan does not fit.
     """
-    plan = None
+    plan = refusal = None
     if getattr(config.deepspeed_plugin, "zero_stage", None) == 3:
         # Transformers fills every model that it builds under ZeRO-3, with all ranks taking part.
         say("memory is not planned under ZeRO-3")
@@ -47,21 +47,17 @@ def plan_first(
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         finally:
             stop_by_exception()
-    refusal = [None]
     if plan is not None and not plan.fits:
-        needed, there = format_bytes(plan.peak), format_bytes(plan.capacity)
-        refusal[0] = (
-            f"by its plan this run needs {needed} per rank in {plan.limiting}, and there are {there}: trl-fsdp-qlora plan with the "
-            "same arguments has the table"
+        refusal = (
+            f"by its plan this run needs {format_bytes(plan.peak)} per rank in {plan.limiting}, and there are "
+            f"{format_bytes(plan.capacity)}: trl-fsdp-qlora plan with the same arguments has the table"
         )
     if plan is not None and plan.warning:
         say(f"warning: {plan.warning}")
-    if script.require_fit and PartialState().num_processes > 1:
-        broadcast_object_list(refusal)
-    if script.require_fit and refusal[0]:
-        raise ConfigError(f"require_fit: true, and {refusal[0]}")
-    if refusal[0]:
-        say(f"warning: {refusal[0]}")
+    if script.require_fit and (refusal := on_main(lambda: refusal)):
+        raise ConfigError(f"require_fit: true, and {refusal}")
+    if refusal:
+        say(f"warning: {refusal}")
     return plan
 
 
@@ -79,21 +75,17 @@ def longest_prompt(tokenizer: PreTrainedTokenizerBase, few: Dataset, model: Mode
 
 
 class PlanVsActual(TrainerCallback):
-    """Puts `memory/planned_mib` among the metrics, and prints planned and measured bytes once.
+    """Puts `memory/planned_mib` among the trainer's `metrics` of training, and prints planned and measured bytes once.
 
     After the first step that had an advantage other than zero: a step without computes next to nothing in its loss. On a GPU the
     allocator, which is what is measured, knows neither the context nor its own slack, so that both are left out of the plan.
-
-    Args:
-        metrics: gives the trainer's metrics of training; its telemetry callback comes before this one.
-        plan: of the run.
     """
 
     def __init__(self, metrics: Callable[[], dict[str, list]], plan: Plan):
         self.metrics = metrics
         unseen = (PROCESS, ROOM) if plan.hardware.gpu else ()
         self.planned_mib = {
-            phase: sum(size for part, size in parts.items() if part not in unseen) / _MIB
+            phase: sum(size for part, size in parts.items() if part not in unseen) / MIB
             for phase, parts in plan.phases.items()
         }
         self._printed, self._learns = False, True

@@ -1,25 +1,20 @@
-"""What a plan needs to know of a run: from a recipe's parsed arguments, or from its YAML without building a config.
+"""What a plan needs to know of a run: from a recipe's parsed arguments, or from its fields without building a config.
 
-A config cannot be built for another machine's hardware (`bf16: true` is refused where there is no GPU), so the command reads
-the fields and takes what is not set from the defaults of TRL's own dataclasses.
+A config cannot be built for another machine's hardware: `bf16: true` is refused where there is no GPU.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-from trl import GRPOConfig, ModelConfig
+from trl import ModelConfig
 
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
-from ..recipe.arguments import ConfigError, ScriptArguments, check_key, read_yaml
-from ..run.config_fields import SWITCHES, spelled
+from ..recipe.arguments import ConfigError, ScriptArguments, read_yaml, recipe_fields
 from ..run.shipped import accelerate_config
 
-# Fields of this package's configs that are read where they are set.
-_OWN = {"prefix_sharing": "auto", "lm_head_kernel": "auto", "compact_generation": True, "fsdp_gather": "auto"}
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length")
 
 
@@ -84,17 +79,8 @@ class Settings:
         return bool(self.beta) or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
 
 
-def _defaults() -> dict[str, Any]:
-    found = {
-        item.name: item.default if item.default_factory is MISSING else item.default_factory()
-        for item in fields(GRPOConfig)
-    }
-    return found | _OWN
-
-
 def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
     """The settings of a run that is about to start, from its parsed arguments; `more`: `prompt_tokens`, `prompt_source`."""
-    values = {name: getattr(config, name, default) for name, default in _defaults().items()}
     kind = config.distributed_state.distributed_type.value
     # Accelerate says FSDP of itself only once a trainer has made its `Accelerator`; on a CPU it makes DDP of it.
     if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
@@ -107,7 +93,7 @@ def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
         config.device.type == "cpu",
         None if config.bf16 or config.fp16 else "no",
     )
-    return Settings(model, values, launch, **more)
+    return Settings(model, dict(vars(config)), launch, **more)
 
 
 def read_launch(path: str | None, processes: int | None = None) -> Launch:
@@ -131,29 +117,18 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
     )
 
 
-def from_yaml(
-    path: str | None, overrides: dict[str, Any], launch: Launch, types: Sequence[type] = (), **more: Any
-) -> Settings:
-    """The settings of a recipe's YAML at `path`, with `overrides` (as text or typed) over it; `more`: `prompt_tokens`,
-    `prompt_source`. Fields of the dataclasses `types` are known too; without them an unknown key is let pass.
+def from_words(words: Sequence[str], config: type, launch: Launch, **more: Any) -> Settings:
+    """The settings of a recipe's command line, `--config FILE.yaml` in it or not, whose method has the config class `config`;
+    `more`: `prompt_tokens`, `prompt_source`.
 
     Raises:
-        ConfigError: the file cannot be read; a key that none of the types has; a value of the wrong kind.
+        ConfigError: the file cannot be read; an unknown key; a value of the wrong kind.
     """
-    content = {} if path is None else read_yaml(path)
-    content.pop("env", None)
-    content |= {key: yaml.safe_load(value) if isinstance(value, str) else value for key, value in overrides.items()}
-    of_model = {item.name for item in fields(ModelConfig)}
-    known = {item.name for kind in (GRPOConfig, ScriptArguments, *types) for item in fields(kind)} | of_model
-    for key in content if types else ():
-        check_key(key, known, "command line" if key in overrides else path)
-    model = ModelConfig(**{key: value for key, value in content.items() if key in of_model})
-    # No config is built that would read what YAML makes of `off`.
-    values = _defaults() | {key: spelled(value) if key in SWITCHES else value for key, value in content.items()}
+    values = vars(recipe_fields((ScriptArguments, config, ModelConfig), words, {"dataset": None}))
     for name in _COUNTS:
-        if not str(values[name]).isdigit() or not int(values[name]):
-            raise ConfigError(f"{name}={values[name]!r} is not a whole number of at least 1")
-        values[name] = int(values[name])
-    if launch.kind == "single" and launch.mixed_precision is None and values.get("use_cpu"):
+        if values[name] < 1:
+            raise ConfigError(f"{name}={values[name]} must be at least 1")
+    model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
+    if launch.kind == "single" and launch.mixed_precision is None and values["use_cpu"]:
         launch = Launch(launch.kind, launch.processes, use_cpu=True)
     return Settings(model, values, launch, **more)

@@ -3,8 +3,9 @@
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from trl import TrlParser
 
 from ..errors import UserError, did_you_mean, mistyped_path
 from ..run.config_fields import option
-
-DEBUG_ERRORS = "--debug_errors"
+from ..run.one_line import DEBUG_ERRORS, take
 
 
 class ConfigError(UserError):
@@ -92,7 +92,25 @@ class _Parser(TrlParser):
 def parse_recipe(
     dataclass_types: Sequence[type], argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> tuple:
-    """Instances of `dataclass_types` from `--config FILE.yaml` and the command line, which wins.
+    """Instances of `dataclass_types` from `--config FILE.yaml` and the command line, as [`recipe_fields`] reads them.
+
+    Raises:
+        ConfigError: as there; a value that one of the types refuses.
+    """
+    found = vars(recipe_fields(dataclass_types, argv, defaults))
+    try:
+        return tuple(
+            kind(**{item.name: found[item.name] for item in fields(kind) if item.init}) for kind in dataclass_types
+        )
+    except (ValueError, ImportError) as error:  # of the types' own checks
+        hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
+        raise ConfigError(f"{error}{hint}") from error
+
+
+def recipe_fields(
+    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> Namespace:
+    """Every field of `dataclass_types`, from `--config FILE.yaml` and the command line, which wins; no instance is made.
 
     A value of the file is read as the same text on the command line would be, so `1e-5`, `no` and `3.0` mean the same there. What
     no word can say (null, a mapping, a list for a field that takes one word) is taken as TRL takes it. The file's `env` goes into
@@ -104,8 +122,7 @@ def parse_recipe(
         defaults: by field, under what file and command line say; fields that none of the types has are let pass.
 
     Raises:
-        ConfigError: the file cannot be read or is no mapping; an unknown option; a value that its field or one of the types
-            refuses.
+        ConfigError: the file cannot be read or is no mapping; an unknown option; a value that its field refuses.
     """
     parser = _Parser(tuple(dataclass_types), allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with values for the options.")
@@ -115,9 +132,7 @@ def parse_recipe(
     for word in argv:
         if word.startswith("--"):
             check_key(word.partition("=")[0], options)
-    only_config = _Parser(add_help=False, allow_abbrev=False)
-    only_config.add_argument("--config")
-    path = only_config.parse_known_args(argv)[0].config
+    path = take(argv, ("--config",))[0].get("--config")
     parser.set_defaults_with_config(**defaults or {})
     words = []
     if path is not None:
@@ -125,9 +140,8 @@ def parse_recipe(
         # Every scalar as it is written: YAML itself takes `no` for False and `1e-5` for a text.
         texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
         os.environ.update({str(name): str(value) for name, value in (values.pop("env", None) or {}).items()})
-        actions = {
-            action.dest: action for action in reversed(parser._actions)
-        }  # the one with a value, not its --no_ twin
+        # The action with a value, not its --no_ twin.
+        actions = {action.dest: action for action in reversed(parser._actions)}
         others = {}
         for key, value in values.items():
             check_key(key, actions, path)
@@ -141,16 +155,10 @@ def parse_recipe(
             else:
                 words.append(f"--{key}={texts[key]}")
         parser.set_defaults_with_config(**others)
-    try:
-        *parsed, rest = parser.parse_args_into_dataclasses([*words, *argv], return_remaining_strings=True)
-    except ConfigError:
-        raise
-    except (ValueError, ImportError) as error:  # of the types' own checks
-        hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
-        raise ConfigError(f"{error}{hint}") from error
+    found, rest = parser.parse_known_args([*words, *argv])
     if rest:
         raise ConfigError(f"{' '.join(rest)!r} belongs to no option")
-    return tuple(parsed[: len(dataclass_types)])
+    return found
 
 
 def check_key(key: Any, known: Collection[str], where: str = "") -> None:

@@ -13,6 +13,7 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -75,6 +76,20 @@ def check_adapter(name: str) -> PeftConfig:
         raise ConfigError(f"adapter={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
 
 
+def _loaded(auto_class: type, name: str | None, revision: str | None, field: str) -> Any:
+    if not name:
+        raise ConfigError(f"{field} is not set; name a folder or a model on the Hub")
+    try:
+        return auto_class.from_pretrained(name, revision=revision)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise ConfigError(f"{field}={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
+
+
+def read_config(name: str | None, revision: str | None = None) -> PretrainedConfig:
+    """The config of a model, in a folder or on the Hub, without its weights; a [`ConfigError`] says why it cannot be read."""
+    return _loaded(AutoConfig, name, revision, "model_name_or_path")
+
+
 def load_tokenizer(
     name: str | None, revision: str | None, chat: bool, field: str = "model_name_or_path"
 ) -> PreTrainedTokenizerBase:
@@ -83,15 +98,10 @@ def load_tokenizer(
     Raises:
         ConfigError: there is no such model, it has no tokenizer, or no chat template where `chat` needs one.
     """
-    if not name:
-        raise ConfigError(f"{field} is not set; name a folder or a model on the Hub")
-    if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
+    if name and Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
         raise ConfigError(f"{field}={name!r} is an adapter, not a model; name the base that it was trained on")
-    try:
-        AutoConfig.from_pretrained(name, revision=revision)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise ConfigError(f"{field}={name!r} cannot be loaded: {_first_line(error)}{mistyped_path(name)}") from error
+    _loaded(AutoConfig, name, revision, field)
+    tokenizer: PreTrainedTokenizerBase = _loaded(AutoTokenizer, name, revision, field)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # which Transformers makes up where the folder holds none
         raise ConfigError(f"{field}={name!r} has no tokenizer; save it there: tokenizer.save_pretrained({name!r})")
     if chat and not tokenizer.chat_template:
@@ -117,34 +127,44 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
     return config
 
 
-def skeleton(model: ModelConfig) -> nn.Module | None:
-    """The model that a recipe trains, with its adapter and without data or quantization.
-
-    `None` under ZeRO-3, where transformers fills every model that it builds, and of a class that TRL loads by its name.
+def build_bare(name: str, config: PretrainedConfig, **how: Any) -> nn.Module:
+    """The class that TRL loads for `config`, on the meta device; `how` goes to `from_config`.
 
     Raises:
-        ConfigError: an attention implementation that is not there, or LoRA targets that match nothing.
+        ConfigError: it cannot be built, for one where the attention implementation is not there.
+    """
+    try:
+        with torch.device("meta"):
+            return model_class(config).from_config(config, **how)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"model_name_or_path={name!r} cannot be built: {_first_line(error)}") from error
+
+
+def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
+    """A model of [`build_bare`] with the adapter that `model` asks for, if any; [`ConfigError`] where its targets match nothing."""
+    adapter = lora_config(model)
+    try:
+        with torch.device("meta"):
+            return bare if adapter is None else get_peft_model(bare, language_model_only(adapter, bare))
+    except ValueError as error:
+        raise ConfigError(f"lora_target_modules: {error}") from None
+
+
+def check_model(model: ModelConfig) -> None:
+    """Build the model that a recipe trains, with its adapter and without data or quantization.
+
+    Not under ZeRO-3, where transformers fills every model that it builds, nor of a class that TRL loads by its name.
+
+    Raises:
+        ConfigError: see [`build_bare`] and [`with_adapter`].
     """
     if is_deepspeed_zero3_enabled():
-        return None
-    name = model.model_name_or_path
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(name, revision=model.model_revision)
-        # `in` imports no class but that one.
-        if (
-            type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-            and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        ):
-            return None
-        try:
-            bare = model_class(config).from_config(config, attn_implementation=model.attn_implementation)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"model_name_or_path={name!r} cannot be built: {_first_line(error)}") from error
-        adapter = lora_config(model)
-        try:
-            return bare if adapter is None else get_peft_model(bare, language_model_only(adapter, bare))
-        except ValueError as error:
-            raise ConfigError(f"lora_target_modules: {error}") from None
+        return
+    config = AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    # `in` imports no class but that one.
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        bare = build_bare(model.model_name_or_path, config, attn_implementation=model.attn_implementation)
+        with_adapter(bare, model)
 
 
 def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -158,5 +178,5 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> Pr
     if config.resume_from_checkpoint:
         resolve_resume(config.output_dir, config.resume_from_checkpoint)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
-    skeleton(model)
+    check_model(model)
     return tokenizer

@@ -19,6 +19,7 @@ from ..compat.transformers import model_name
 from ..publishing.card import hardware, software
 from ..run import launch, redaction
 from ..run.nonfatal import nonfatal
+from ..run.one_line import take
 from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
@@ -145,7 +146,7 @@ def run_recipe(
             card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
             card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
             card.max_new_tokens = args.max_completion_length
-            card.command, card.recipe_file = launch.launch_words(), launch.config_file(sys.argv)
+            card.command, card.recipe_file = launch.launch_words(), take(sys.argv, ("--config",))[0].get("--config")
 
         started = time.perf_counter()
         with resumable(trainer):

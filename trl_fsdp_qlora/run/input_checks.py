@@ -14,11 +14,7 @@ from ..errors import UserError
 
 
 def check_processes(world_size: int) -> None:
-    """Refuse a launch of several processes of which each takes itself for the only one, and would train the whole run.
-
-    Args:
-        world_size: as the training arguments see it.
-    """
+    """Refuse a launch of several processes of which each takes itself for the only one: `world_size` is what arguments say."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world_size == 1:
         raise UserError(
@@ -30,10 +26,8 @@ def check_processes(world_size: int) -> None:
 def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
     """Refuse a training set that TRL would trip over in the first step, or silently not train on.
 
-    Args:
-        dataset: of [`trl.GRPOTrainer`]; a streaming one is only checked for its columns.
-        generation_prompts: different prompts in one generation batch.
-        needs_prompt: `False` where an environment supplies the prompts.
+    A streaming one is only checked for its columns. One generation batch takes `generation_prompts` different prompts; where an
+    environment supplies them, no column is needed.
 
     Raises:
         UserError: no `prompt` column (nor has a dictionary of splits one); fewer rows than one generation batch needs.
@@ -56,12 +50,7 @@ def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision
     """`peft_config` where `all-linear` means the language model of a class that takes images, too.
 
     What a text run does not compute would have adapters without a gradient, which DDP refuses. Who wants a vision tower
-    adapted names its layers, or sets `exclude_modules=[]`.
-
-    Args:
-        peft_config: of TRL; anything but `all-linear` is its own.
-        model: or the name of one.
-        revision: of the one that is named.
+    adapted names its layers, or sets `exclude_modules=[]`. `model` is one, or the name of one at `revision`.
     """
     said = getattr(peft_config, "target_modules", None) != "all-linear" or peft_config.exclude_modules is not None
     if peft_config is None or said or is_deepspeed_zero3_enabled():

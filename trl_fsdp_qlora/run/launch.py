@@ -1,6 +1,5 @@
 """`accelerate launch` without its own traceback behind a script's, with the script's exit status; and how a run was launched."""
 
-import argparse
 import contextlib
 import logging
 import os
@@ -14,16 +13,15 @@ from typing import NoReturn
 
 import psutil
 
+from ..errors import UserError
+from .one_line import USER_ERROR, take
 from .shipped import accelerate_config
 
-USER_ERROR = 2  # exit status of a script that has said in one line what its user did wrong
 _ENDING = 60.0  # seconds that processes have to end after Ctrl-C
+# What a launcher is called in a process's words -> how it is typed.
 _LAUNCHERS = {name: [name] for name in ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")}
-_MODULES = {
-    "accelerate.commands.launch": ["accelerate", "launch"],
-    "torch.distributed.run": ["torchrun"],
-    "trl_fsdp_qlora": ["trl-fsdp-qlora"],
-}
+_LAUNCHERS |= {"accelerate.commands.launch": ["accelerate", "launch"], "torch.distributed.run": ["torchrun"]}
+_LAUNCHERS |= {"trl_fsdp_qlora": ["trl-fsdp-qlora"]}
 
 
 def launch(words: Sequence[str]) -> int:
@@ -42,13 +40,18 @@ def launch(words: Sequence[str]) -> int:
     # They report each rank that ended, with a number in the place of the reason, and the number of threads in three lines.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
-    parser = launch_command_parser()
+    parser, words = launch_command_parser(), list(words)
     parser.error = _refuse  # its own has two hundred lines of usage
     if not words:
-        parser.error("no script; trl-fsdp-qlora launch --config_file ddp my_script.py")
+        _refuse("no script; trl-fsdp-qlora launch --config_file ddp my_script.py")
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+    for place, word in enumerate(words[1:script], 1):
+        if words[place - 1] == "--config_file" and not Path(word).exists():
+            words[place] = str(accelerate_config(word))
+    given = parser.parse_args(words)
     os.environ["TRL_FSDP_QLORA_LAUNCHER"] = str(os.getpid())
     try:
-        launch_command(parser.parse_args(_with_paths(words)))
+        launch_command(given)
     except CalledProcessError as ended:
         return _status({0: ended.returncode})
     except ChildFailedError as ended:
@@ -66,19 +69,7 @@ def launch(words: Sequence[str]) -> int:
 
 
 def _refuse(reason: str) -> NoReturn:
-    print(f"error: accelerate launch: {' '.join(reason.split())}", file=sys.stderr)
-    raise SystemExit(USER_ERROR)
-
-
-def _with_paths(words: Sequence[str]) -> list[str]:
-    """`words` with the path of a config of this package where `--config_file` names one, before the script and its words."""
-    words = list(words)
-    for place, word in enumerate(words):
-        if word.endswith(".py"):
-            break
-        if place and words[place - 1] == "--config_file" and not Path(word).exists():
-            words[place] = str(accelerate_config(word))
-    return words
+    raise UserError(f"accelerate launch: {reason}")
 
 
 def _status(exit_codes: dict[int, int]) -> int:
@@ -100,24 +91,12 @@ def launch_words() -> list[str]:
         for process in psutil.Process().parents():
             words = process.cmdline()
             for place, word in enumerate(words[:3]):  # the interpreter and `-m` may stand before it
-                plain = _MODULES.get(word) if place and words[place - 1] == "-m" else _LAUNCHERS.get(Path(word).name)
-                if plain is not None:
-                    return [*plain, *words[place + 1 :]]
+                if typed := _LAUNCHERS.get(Path(word).name):
+                    return [*typed, *words[place + 1 :]]
     return ["python", *sys.argv]
 
 
 def resume_line(words: list[str]) -> str:
     """`words` as a line for a shell that goes on with the run from its last whole checkpoint."""
-    flag, kept = "--resume_from_checkpoint", []
-    for before, word in zip(["", *words], words, strict=False):
-        its_value = before == flag and not word.startswith("--")
-        if word.partition("=")[0] != flag and not its_value:
-            kept.append(word)
-    return shlex.join([*kept, flag, "auto"])
-
-
-def config_file(words: list[str]) -> str | None:
-    """The recipe's YAML among `words`: `--config FILE` or `--config=FILE`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    return parser.parse_known_args(words)[0].config
+    flag = "--resume_from_checkpoint"
+    return shlex.join([*take(words, (flag,))[1], flag, "auto"])

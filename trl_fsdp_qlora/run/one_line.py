@@ -1,64 +1,86 @@
-"""Command lines taken apart, and refused in one line with the nearest option: argparse answers with its whole usage."""
+"""A command's words, and how it ends: what its user did wrong and Ctrl-C are a line each, a reader that is gone is none."""
 
 import argparse
-import re
+import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from ..errors import UserError, did_you_mean
-from .launch import USER_ERROR
+from .signals import INTERRUPTED, say_stopped
 
-# A field of transformers' that is near to `--accelerate_config`; no other field of a recipe is as near to an option.
-_FIELDS = ("--accelerator_config", "--accelerator-config")
+USER_ERROR = 2  # exit status of a script that has said in one line what its user did wrong
+READER_GONE = 128 + 13  # SIGPIPE, which Windows has not
+DEBUG_ERRORS = "--debug_errors"
+# A launcher ends the other ranks as soon as one has ended. The others therefore let the first rank speak for so many seconds,
+# and print themselves where it had nothing to print.
+PATIENCE = 20.0
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose errors are one line: what is wrong, and the nearest option where one is unknown."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL)
-        if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
-            message = f"unknown option {unknown[1]!r}{did_you_mean(unknown[1].split('=')[0], options, 0.5)}"
-        print(f"error: {self.prog}: {' '.join(message.split())}; --help has the options", file=sys.stderr)
-        self.exit(USER_ERROR)
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Around a command or a script: a [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank and exit status 2, Ctrl-C
+    one line and 130; where nobody reads on (`| head -1`) no word and 141. Anything else keeps its traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt as stop:
+        say_stopped(str(stop) or "stopped")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # else the interpreter's end would try again to write what is left
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        sys.exit(READER_GONE)
+    except UserError as error:
+        if DEBUG_ERRORS in sys.argv:
+            raise
+        sys.exit(refuse(str(error)))
 
 
 def refuse(reason: str) -> int:
     """Print in one line what the user did wrong; returns the exit status of that."""
-    print(f"error: {' '.join(reason.split())}", file=sys.stderr, flush=True)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        time.sleep(PATIENCE)
+    print(f"error{f' on rank {rank}' * (rank > 0)}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
     return USER_ERROR
 
 
-def refuse_misspelled(words: Iterable[str], options: Collection[str]) -> None:
-    """Refuse a word that is nearly one of a command's own `options`, which are not known where the other words are read.
+class OneLineParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` whose errors are a [`UserError`] with the nearest option, instead of its whole usage."""
 
-    Raises:
-        UserError: names both.
-    """
-    for name in (word.split("=")[0] for word in words):
-        if name.startswith("--") and name not in (*options, *_FIELDS) and (hint := did_you_mean(name, options, 0.85)):
-            raise UserError(f"unknown key {name!r}{hint}")
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args=None, namespace=None):
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            options = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unknown option {rest[0]!r}{did_you_mean(rest[0].split('=')[0], options, 0.5)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message.removeprefix('argument ')}; --help has the options")
+
+
+def positive(text: str) -> int:
+    """For `type=` of an option: a whole number of at least 1."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
 
 
 def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str], list[str]]:
     """(`{option: its value}` of those in `options`, the other words), from `--option VALUE` and `--option=VALUE`.
 
     Raises:
-        UserError: an option lacks its value, or one is nearly spelled.
+        UserError: an option lacks its value.
     """
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
-    )
+    parser = OneLineParser(prog="trl-fsdp-qlora", add_help=False, argument_default=argparse.SUPPRESS)
     for option in options:
         parser.add_argument(option)
-    try:
-        taken, rest = parser.parse_known_args(list(words))
-    except argparse.ArgumentError as error:
-        raise UserError(str(error).removeprefix("argument ")) from None
-    refuse_misspelled(rest, options)
+    taken, rest = parser.parse_known_args(list(words))
     return {f"--{name}": value for name, value in vars(taken).items()}, rest

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_LAST_WORDS = {"token", "secret", "password", "passwd", "passphrase", "credentials"}
-_KEYS = {"api", "access", "secret", "private", "auth"}
-_OF_A_VOCABULARY = {"eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "stop", "special"}
+_SECRET = re.compile(
+    r"(?:^|(?<!eos|bos|pad|unk|sep|cls)[_.-])(?:token|secret|password|passwd|passphrase|credentials)$"
+    r"|(?:api|access|secret|private|auth)[_.-]key$"
+)
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")  # of a URL
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a field, flag or variable called `name` holds a secret: `hub_token`, `--api-key`, `WANDB_API_KEY`."""
-    *before, last = ["", *re.split(r"[_.-]", name.strip("-").lower())]
-    return (last in _LAST_WORDS and before[-1] not in _OF_A_VOCABULARY) or (last == "key" and before[-1] in _KEYS)
+    return _SECRET.search(name.lower()) is not None
 
 
 def without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
@@ -48,18 +48,15 @@ def command_line(words: Sequence[str]) -> str:
 
     The value of a secret flag becomes a shell variable, `--hub_token "$HUB_TOKEN"`, so the line runs where that is set.
     """
-    line, flag = [], ""
+    line, flag = [], ""  # the secret flag whose value comes next
     for word in words:
         name, equals, value = word.partition("=")
+        variable = f'"${re.sub(r"[^A-Z0-9]+", "_", (flag or name).strip("-").upper())}"'
         if flag and not word.startswith("--"):
-            line.append(_variable(flag))
+            line.append(variable)
         elif equals and re.fullmatch(r"-{0,2}[A-Za-z][\w.-]*", name):
-            line.append(f"{name}={_variable(name) if is_secret_name(name) else shlex.quote(portable(value))}")
+            line.append(f"{name}={variable if is_secret_name(name) else shlex.quote(portable(value))}")
         else:
             line.append(shlex.quote(portable(word)))
         flag = word if word.startswith("--") and not equals and is_secret_name(word) else ""
     return " ".join(line)
-
-
-def _variable(flag: str) -> str:
-    return f'"${re.sub(r"[^A-Z0-9]+", "_", flag.strip("-").upper())}"'

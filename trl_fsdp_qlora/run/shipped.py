@@ -26,11 +26,7 @@ def names() -> list[str]:
 
 
 def accelerate_config(name: str) -> Path:
-    """Path of the config `name`, for `accelerate launch --config_file`.
-
-    Raises:
-        UserError: there is none of that name; says which is called nearly so, and lists those there are.
-    """
+    """Path of the config `name`, for `accelerate launch --config_file`; a [`UserError`] names the nearest where there is none."""
     if name not in names():
         raise UserError(
             f"no accelerate config named {name!r}{did_you_mean(name, names())}; there are {', '.join(names())}"

@@ -1,28 +1,12 @@
-"""Ctrl-C, and a reader that is gone (`| head -1`), end a command with a line or none."""
+"""Signals: Ctrl-C while nothing can be tidied up yet, and ranks that end with the launcher that started them."""
 
 import ctypes
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 INTERRUPTED = 128 + signal.SIGINT  # what a shell makes of the signal
-READER_GONE = 128 + 13  # SIGPIPE, which Windows has not
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Around a command: Ctrl-C is one line and exit status 130; where nobody reads on, no word and 141."""
-    try:
-        yield
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        say_stopped("stopped")
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        sys.exit(reader_gone())
 
 
 def stop_at_once() -> None:
@@ -47,21 +31,13 @@ def _stop(*_signal) -> None:
     os._exit(INTERRUPTED)
 
 
-def end_with(launcher: str) -> None:
-    """On Linux, let this process end when the process `launcher` that started it is killed: a GPU would stay taken."""
-    if sys.platform == "linux" and str(os.getppid()) == launcher:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, cleared in what this process starts
-
-
 def say_stopped(text: str) -> None:
     """Print `text` to standard error on the first rank, below a terminal's ^C."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"{chr(10) * sys.stderr.isatty()}{text}", file=sys.stderr, flush=True)
 
 
-def reader_gone() -> int:
-    """Send what is still to be written nowhere, so that the interpreter's end does not try again; returns the exit status."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
-    return READER_GONE
+def end_with(launcher: str) -> None:
+    """On Linux, let this process end when the process `launcher` that started it is killed: a GPU would stay taken."""
+    if sys.platform == "linux" and str(os.getppid()) == launcher:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, cleared in what this process starts

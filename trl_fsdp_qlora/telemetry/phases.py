@@ -31,8 +31,7 @@ class PeakMemory:
     """Peak bytes since the last reset: CUDA's allocator, else the resident set on Linux, else nothing."""
 
     def __init__(self, device: torch.device):
-        self.device, self.cuda = device, device.type == "cuda"
-        self.available = True
+        self.device, self.cuda, self.available = device, device.type == "cuda", True
         try:
             if not self.cuda:
                 self.reset()
@@ -64,8 +63,7 @@ class PhaseTimer:
     Args:
         device: whose time is taken, and whose memory is read.
         mode: `"on"`, `"peaks"` or `"off"`. `"on"` leaves CUDA's peak statistics to the user: the peak of a phase is then
-            known once it raised that of the process, and is the highest so far. `"peaks"` resets them at every end of a
-            phase. Without CUDA the two are the same, and reset.
+            known once it raised that of the process. `"peaks"` resets them at every phase, as both do without CUDA.
     """
 
     def __init__(self, device: torch.device, mode: str = "on"):
@@ -80,7 +78,7 @@ class PhaseTimer:
         self._since: Moment = 0.0
 
     def now(self) -> Moment:
-        """A moment of the device's own time, to give to [`seconds`]; the host does not wait for it."""
+        """A moment of the device's own time, for [`seconds`]; the host does not wait for it."""
         if not self.memory.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -120,20 +118,12 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str):
+        """Around what belongs to phase `name`; also a decorator."""
         self.start(name)
         try:
             yield
         finally:
             self.stop(name)
-
-    def timed(self, name: str, function: Callable) -> Callable:
-        """`function`, run inside phase `name`."""
-
-        def run(*args, **kwargs):
-            with self.phase(name):
-                return function(*args, **kwargs)
-
-        return run
 
     def efficiency(self, counts: torch.Tensor) -> dict[str, float]:
         """The `efficiency/` metrics of a generation batch, from its [`token_counts`] summed over ranks."""
@@ -146,12 +136,12 @@ class PhaseTimer:
         }
 
     def drain_spans(self) -> list[Span]:
-        """What the phases took since the last drain; forgets it."""
+        """What the phases took since the last drain."""
         spans, self._spans = self._spans, []
         return spans
 
     def drain_peaks(self) -> dict[str, float]:
-        """The `memory/` metrics since the last drain. Nothing to wait for: the host keeps the allocator's books."""
+        """The `memory/` metrics since the last drain; the host keeps the allocator's books, so nothing is waited for."""
         peaks = {f"memory/{name}_peak_mib": peak / MIB for name, peak in self.peak.items()}
         if self.resets:
             self.peak.clear()
@@ -195,10 +185,7 @@ class AsyncMetrics:
         self._held: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
 
     def add(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
-        """Call `finish`, which puts them where they belong, with the numbers of `sums_N` in the next [`flush`].
-
-        Whatever ranks have to sum is summed already.
-        """
+        """Call `finish`, which puts them where they belong, with the numbers of `sums_N`, summed over ranks, in the next flush."""
         self._held.append((sums_N.detach(), finish))
         if len(self._held) >= MOST:
             self.flush()
@@ -213,13 +200,9 @@ class AsyncMetrics:
 
 
 class TelemetryCallback(TrainerCallback):
-    """Closes the optimizer's phase and hands a step's figures to the trainer's metrics before they are logged.
+    """Closes the optimizer's phase and hands a step's figures to the trainer's `metrics` of training before they are logged.
 
     What lies on the device is read in [`flush`], which the trainer calls when it logs.
-
-    Args:
-        clock: of the trainer.
-        metrics: gives the trainer's metrics of training.
     """
 
     def __init__(self, clock: PhaseTimer, metrics: Callable[[], dict[str, list]]):
@@ -231,7 +214,7 @@ class TelemetryCallback(TrainerCallback):
 
     @nonfatal("a deferred metric")
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
-        """Call `finish` with the numbers in `sums_N`, one dimension, when metrics are logged."""
+        """Call `finish` with the numbers in `sums_N` `(N,)` when metrics are logged."""
         self.deferred.add(sums_N, finish)
 
     @nonfatal("a deferred metric")

@@ -52,18 +52,16 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
     every = args.steps_per_generation * uses / args.gradient_accumulation_steps
     again = f", each used {uses} times" if uses > 1 else ""
     when = "every optimizer step" if every == 1 else f"every {every:g} optimizer steps"
+    step = f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions{again}"
     rows = [
-        (
-            "optimizer step",
-            f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions{again}",
-        ),
+        ("optimizer step", step),
         ("generation batch", f"{batch} completions = {batch // group} prompts × {group}, {when}"),
         ("whole run", f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"),
     ]
     for kind, (count, size) in parameter_bytes(model).items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
-    kind = args.distributed_state.distributed_type.value
-    where = {"cpu": "the CPU", "cuda": "CUDA"}.get(args.device.type, args.device.type)
+    kind, where = args.distributed_state.distributed_type.value, args.device.type
+    where = {"cpu": "the CPU", "cuda": "CUDA"}.get(where, where)
     hardware = f"{ranks} process{'es' if ranks > 1 else ''} on {where}"
     if is_fsdp2_launch() and kind != "FSDP" and args.device.type == "cpu":
         hardware += ", no FSDP, which accelerate leaves out on a CPU"
@@ -88,21 +86,11 @@ def first_prompt(
 ) -> str | None:
     """The first training prompt as the model reads it, special tokens and all, with its length.
 
-    Args:
-        data: the training data.
-        tokenize: token ids of each of a list of prompts come first in what it returns; `None` with environments.
-        decode: the text of token ids.
-
-    Returns:
-        `None` where it cannot be known before training: no `tokenize`, images, streamed data.
+    `None` where it cannot be known before training: no `tokenize` (with environments), images, streamed data.
     """
     columns = set(getattr(data, "column_names", None) or ())
-    if (
-        tokenize is None
-        or columns & {"image", "images"}
-        or "prompt" not in columns
-        or not hasattr(data, "__getitem__")
-    ):
+    pictures = columns & {"image", "images"}
+    if tokenize is None or pictures or "prompt" not in columns or not hasattr(data, "__getitem__"):
         return None
     ids = tokenize([data[0]["prompt"]])[0][0]
     text, half = decode(ids), _PROMPT_CHARACTERS // 2
@@ -113,12 +101,7 @@ def first_prompt(
 
 
 class StartupCallback(TrainerCallback):
-    """Prints the start-up block and the first prompt once, on the main rank.
-
-    Args:
-        features: gives the lines of [`startup_block`].
-        tokenize: see [`first_prompt`].
-    """
+    """Prints the start-up block, for which `features` gives lines, and the first prompt once, on the main rank."""
 
     def __init__(self, features: Callable[[], list[tuple[str, str]]], tokenize: Callable[[list], tuple] | None):
         self._features, self._tokenize = features, tokenize

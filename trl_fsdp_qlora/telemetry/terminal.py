@@ -14,7 +14,6 @@ from typing import Any
 
 import datasets
 import huggingface_hub.utils
-from tqdm import tqdm as std_tqdm
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging
@@ -26,13 +25,6 @@ SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 60, 100
 
 
-def duration(seconds: float) -> str:
-    """`1:02:03`, `2:03`, `0:03`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def number(value: float | None) -> str:
     """Three decimals, or four significant digits where those would show nothing; `-` for what was not measured."""
     if value is None or math.isnan(value):
@@ -40,38 +32,25 @@ def number(value: float | None) -> str:
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
 
 
-class _Lines(std_tqdm):
-    """What stands for a bar in a log file, where a bar would leave one line per refresh."""
-
-    def display(self, msg=None, pos=None):
-        if self.initial < self.n < self.total:
-            line = "{desc}: {n:,}/{total:,} {unit}, {remaining} left"
-            print(self.format_meter(**self.format_dict | {"bar_format": line}), file=sys.stderr, flush=True)
-
-    def close(self):
-        """Nothing is left to tidy up; a bar's is."""
+def _duration(seconds: float) -> str:
+    return tqdm.format_interval(round(seconds)).removeprefix("0")
 
 
-def progress(
-    what: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False
-) -> std_tqdm:
-    """A context with a bar that counts `unit`s of `what`; in a log file a line every [`LINE_SECONDS`], and none if it ends sooner.
-
-    Args:
-        hidden: neither; on every rank but the main one.
-        leave: the bar stays when it is done.
-    """
-    said = {"total": total, "initial": initial, "desc": what, "disable": hidden}
-    if hidden or sys.stderr.isatty():
-        return tqdm(**said, unit=f" {unit}", leave=leave)
-    return _Lines(**said, unit=unit, mininterval=LINE_SECONDS, maxinterval=LINE_SECONDS, delay=LINE_SECONDS)
+def progress(what: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False) -> tqdm:
+    """A context with a bar that counts `unit`s of `what` and stays if `leave`; `hidden` on every rank but the main one. In a log
+    file a line every [`LINE_SECONDS`], and none if it ends sooner."""
+    how = {"total": total, "initial": initial, "desc": what, "unit": f" {unit}", "disable": hidden, "leave": leave}
+    if not sys.stderr.isatty():
+        how |= {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS, "delay": LINE_SECONDS, "leave": False}
+        how |= {"bar_format": "{desc}: {n:,}/{total:,}{unit}, {remaining} left\n"}
+    return tqdm(**how)
 
 
-def _one_line(text: Any, width: int, end: bool = False) -> str:
-    """Quoted and cut, from its beginning on, or its `end`."""
-    if isinstance(text, Sequence) and not isinstance(text, str):  # a conversation: its last message
-        text = text[-1].get("content", "") if text and isinstance(text[-1], Mapping) else text
-    if isinstance(text, list):  # a message in parts: an image by its name
+def _quoted(text: Any, width: int, end: bool = False) -> str:
+    """One line, cut: its beginning, or its `end`. Of a conversation the last message, of an image its name."""
+    if isinstance(text, Sequence) and text and isinstance(text[-1], Mapping):
+        text = text[-1].get("content", "")
+    if isinstance(text, list):  # a message in parts
         text = "".join(part.get("text") or f"<{part.get('type')}>" for part in text)
     quoted = json.dumps(text, ensure_ascii=False, default=str)
     if len(quoted) <= width:
@@ -82,13 +61,10 @@ def _one_line(text: Any, width: int, end: bool = False) -> str:
 def completion_lines(
     prompts: Sequence, completions: Sequence, rewards: Mapping[str, Sequence[float]], count: int
 ) -> list[str]:
-    """A line each for `count` completions, from the lowest to the highest reward.
+    """A line each for `count` completions, from the lowest to the highest reward and spread evenly over them.
 
-    Args:
-        prompts: texts or conversations, one for every completion.
-        completions: the same.
-        rewards: of each reward function, one for every completion; NaN where it gave none.
-        count: how many; spread evenly over the rewards.
+    `prompts` and `completions` are texts or conversations; each reward function has one value per completion, NaN where it gave
+    none.
     """
     rows = min(len(prompts), len(completions), *(len(values) for values in rewards.values())) if rewards else 0
     totals = [sum(values[i] for values in rewards.values() if not math.isnan(values[i])) for i in range(rows)]
@@ -97,27 +73,22 @@ def completion_lines(
     for i in [order[round(i * (rows - 1) / max(count - 1, 1))] for i in range(count)]:
         earned = ", ".join(f"{name} {number(values[i])}" for name, values in rewards.items())
         earned = f"reward {number(totals[i])}" if len(rewards) == 1 else earned
-        asked = _one_line(prompts[i], _PROMPT_WIDTH, end=True)  # solved problems may stand before the question
-        lines.append(f"    {earned}  {asked} → {_one_line(completions[i], _COMPLETION_WIDTH)}")
+        asked = _quoted(prompts[i], _PROMPT_WIDTH, end=True)  # solved problems may stand before the question
+        lines.append(f"    {earned}  {asked} → {_quoted(completions[i], _COMPLETION_WIDTH)}")
     return lines
 
 
 class TerminalCallback(ProgressCallback):
-    """One line per logging step on the main rank, under a bar where there is a terminal to draw it in.
+    """One line per logging step on the main rank, under a bar if `bar` and there is a terminal to draw it in; `completions` gives
+    lines on those generated last.
 
-    The first and the last step are always logged (unless `logging_strategy` is `"no"`). The bar and the time left begin with
-    the first step, after whatever is measured before it. A line that cannot be printed is a warning.
-
-    Args:
-        bar: draw bars where standard error is a terminal.
-        completions: lines on the completions generated last.
+    The first and the last step are always logged (unless `logging_strategy` is `"no"`). The time left begins with the first
+    step, after whatever is measured before it. A line that cannot be printed is a warning.
     """
 
     def __init__(self, bar: bool, completions: Callable[[], Iterable[str]]):
         super().__init__()
-        self._draws = bar and sys.stderr.isatty()
-        self._completions = completions
-        self._steps = 0
+        self._draws, self._completions = bar and sys.stderr.isatty(), completions
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._began, self._steps, self._seconds, self._next_show = None, 0, 0.0, 0.0
@@ -151,7 +122,7 @@ class TerminalCallback(ProgressCallback):
         write = partial(print, flush=True) if self.training_bar is None else self.training_bar.write
         step, steps = state.global_step, state.max_steps
         if "train_runtime" in logs:
-            write(f"trained to step {step} in {duration(logs['train_runtime'])}")
+            write(f"trained to step {step} in {_duration(logs['train_runtime'])}")
         elif "loss" not in logs or not self._steps:  # an evaluation, a user's own figures
             evaluated = {name: logs[name] for name in ("eval_reward", "eval_loss") if name in logs}
             shown = evaluated or {name: value for name, value in logs.items() if name not in ("total_flos", "epoch")}
@@ -160,10 +131,9 @@ class TerminalCallback(ProgressCallback):
         else:
             left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
             accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if logs.get("accuracy") is not None else ""
-            seconds = self._seconds / self._steps
+            figures = f"reward {number(logs.get('reward'))}{accuracy}  {self._seconds / self._steps:.2f} s/step"
             self._steps, self._seconds = 0, 0.0
-            reward = f"reward {number(logs.get('reward'))}{accuracy}"
-            write(f"step {step:>{len(str(steps))}}/{steps}  {reward}  {seconds:.2f} s/step  {duration(left)} left")
+            write(f"step {step:>{len(str(steps))}}/{steps}  {figures}  {_duration(left)} left")
             due = step >= self._next_show or _is_last(state, control)
             if due and logs.get("reward") is not None:  # completions are new
                 self._next_show = step + steps / SHOWS_PER_RUN
@@ -172,8 +142,7 @@ class TerminalCallback(ProgressCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
-            self.training_bar.close()
-            self.training_bar = None
+            super().on_train_end(args, state, control, **kwargs)
 
 
 def _is_last(state, control) -> bool:
@@ -185,9 +154,6 @@ def use_terminal(trainer: Any) -> None:
 
     Call it after every callback that may stop training was added.
     """
-    printing = [c for c in trainer.callback_handler.callbacks if type(c) in (PrinterCallback, ProgressCallback)]
-    for callback in printing:
-        trainer.remove_callback(callback)
 
     def completions() -> list[str]:
         logs = trainer._logs  # that TRL keeps for its own table of completions, which it prints with log_completions
@@ -195,8 +161,10 @@ def use_terminal(trainer: Any) -> None:
         rewards = {name: list(values) for name, values in logs["rewards"].items()}
         return completion_lines(list(logs["prompt"]), list(logs["completion"]), rewards, count) if count else []
 
-    if printing:
-        trainer.add_callback(TerminalCallback(not trainer.args.disable_tqdm, completions))
+    for callback in list(trainer.callback_handler.callbacks):
+        if type(callback) in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(callback)
+            trainer.add_callback(TerminalCallback(not trainer.args.disable_tqdm, completions))
 
 
 def no_bars_in_files() -> None:
