@@ -146,7 +146,7 @@ def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing
 
 def test_a_reward_that_was_down_is_an_error(make_trainer):
     trainer = make_trainer(rewards=lambda completions, **_: [None] * len(completions), value_reward_version="judge")
-    with pytest.raises(ValueError, match=r"no sample of any of 24 prompts got a reward from "):
+    with pytest.raises(ValueError, match="24 of 24 prompts got no reward from "):
         trainer.train()
     assert len(table(trainer)) == 0
 

@@ -106,8 +106,9 @@ def test_a_run_resumes_from_its_checkpoint(make_trainer):
 
 
 def test_grpo_options_are_named_and_unsupported_ones_refused(make_trainer, model_dir, caplog, tmp_path):
-    make_trainer(loss_type="grpo", epsilon=0.3)
-    assert "epsilon, loss_type will be ignored" in caplog.text
+    trainer = make_trainer(loss_type="grpo", epsilon=0.3, dynamic_sampling=True, token_selection="s_grpo")
+    assert "epsilon, loss_type, dynamic_sampling, token_selection will be ignored" in caplog.text
+    assert (trainer.args.dynamic_sampling, trainer.args.token_selection) == (False, "all")
     caplog.clear()
     make_trainer()
     assert "will be ignored" not in caplog.text

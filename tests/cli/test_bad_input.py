@@ -43,8 +43,11 @@ def place(tmp_path_factory):
         ("recipes small-base/grpo/quickstart --copi", "unknown option '--copi'; did you mean '--copy'?"),
         ("config cpi", "did you mean 'cpu'?"),
         ("launch --config_file ddpp x.py", "no accelerate config named 'ddpp'; did you mean 'ddp'?"),
-        ("publish nothing_here --repo me/sums", "'nothing_here' has no adapter_config.json"),
-        ("publish adapter --repo me/x/y --base a/b --check", "--repo me/x/y: Repo id must be"),
+        ("publish nothing_here --repo me/sums", "nothing_here cannot be published as me/sums: FileNotFoundError"),
+        (
+            "publish adapter --repo me/x/y --base a/b --check",
+            "adapter cannot be published as me/x/y: HFValidationError: Repo id must be",
+        ),
         ("grpo --config small-base/grpo/quikstart", "did you mean 'small-base/grpo/quickstart'?"),
         ("grpo --config", "--config: expected one argument"),
         ("plan", "plan needs a recipe: --config FILE.yaml"),

@@ -190,6 +190,6 @@ def test_grpo_trains_with_data_and_rewards_of_ones_own_and_is_published(installe
         client = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         words = "publish out --repo me/sums --base owner/tiny-base --base-folder base"
         said = call(*words.split(), installed=installed, cwd=place, **client)
-        assert "plain PEFT in a fresh process gives the logits recorded when it was saved" in said
+        assert "plain PEFT gives the logits recorded when it was saved" in said
         adapter = (place / "out" / "adapter_model.safetensors").read_bytes()
         assert server.files("me/sums")["adapter_model.safetensors"] == adapter

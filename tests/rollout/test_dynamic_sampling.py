@@ -13,7 +13,7 @@ from datasets import IterableDataset
 
 from tests.distributed.launch import launch
 from tests.tiny import config, lora, prompts, tiny_model, trainer
-from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.recipe.rewards import completion_text
 from trl_fsdp_qlora.rollout.dynamic_sampling import DynamicSampling, ScoredRows, groups_with_variance
 
@@ -160,8 +160,6 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="rollout_func"):
         args = config(EfficientGRPOConfig, tmp_path, dynamic_sampling=True)
         EfficientGRPOTrainer(tiny_model(), even_start, args, prompts(), rollout_func=lambda *_: None)
-    with pytest.raises(ValueError, match="dynamic_sampling=True has no place"):
-        AStarPOConfig("out", dynamic_sampling=True, use_cpu=True, bf16=False)
 
 
 @pytest.mark.processes

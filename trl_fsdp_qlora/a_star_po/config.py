@@ -1,7 +1,8 @@
 """`AStarPOConfig`: `EfficientGRPOConfig` with one completion per prompt, and the fields of A*-PO."""
 
-import os
 from dataclasses import dataclass, field
+
+from accelerate.logging import get_logger
 
 from ..grpo.config import EfficientGRPOConfig
 from ..run.config_fields import documented, option
@@ -9,7 +10,15 @@ from ..run.shipped import cache_folder
 from .estimators import ESTIMATORS, SamplePlan
 from .objectives import OBJECTIVES
 
+logger = get_logger(__name__)
+
 UNSEEN_PROMPTS = ("estimate", "refuse")
+# What only GRPO's ratio, clip, group statistics and choice of tokens read.
+_UNUSED = (
+    "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "scale_rewards",
+    "top_entropy_quantile", "use_bias_correction_kl", "dynamic_sampling", "token_selection", "use_adaptive_entropy",
+    "multi_objective_aggregation", "vllm_importance_sampling_correction",
+)  # fmt: skip
 
 
 class _NotBelowTwo(int):
@@ -24,12 +33,12 @@ class _NotBelowTwo(int):
 class AStarPOConfig(EfficientGRPOConfig):
     """Configuration of [`AStarPOTrainer`]: every field of [`EfficientGRPOConfig`], and the ones below.
 
-    Fields of GRPO that A*-PO has no use for (`loss_type`, `epsilon`, `delta`, `scale_rewards`, ...) are ignored with
-    one line that names those that were set. Sources: arXiv 2505.20686 and its authors' code; "the report" is the
-    "Parallel Single/Multi-Turn RL" report.
+    Fields that A*-PO has no use for (`loss_type`, `epsilon`, `dynamic_sampling`, `token_selection`, ...) are set to their defaults,
+    with one line that names them. Sources: arXiv 2505.20686 and its authors' code; "the report" is the "Parallel
+    Single/Multi-Turn RL" report.
 
     Raises:
-        ValueError: a value outside its range, or a setting that A*-PO has no place for; says what to write instead.
+        ValueError: a value outside its range; says what to write instead.
     """
 
     num_generations: int = option(1, "Completions per prompt in stage 2.")
@@ -103,44 +112,33 @@ class AStarPOConfig(EfficientGRPOConfig):
     )
 
     def __post_init__(self):
-        if (count := self.num_generations) < 1:
-            raise ValueError(f"num_generations={count} is not a number of completions; A*-PO uses 1")
+        defaults = {name: type(self).__dataclass_fields__[name].default for name in _UNUSED}
+        ignored = [name for name in _UNUSED if getattr(self, name) != defaults[name]]
+        for name in ignored:
+            setattr(self, name, defaults[name])
         # GRPO needs two completions or more for its advantages; A*-PO has V* in their place.
-        self.num_generations = _NotBelowTwo(count)
+        count, self.num_generations = self.num_generations, _NotBelowTwo(self.num_generations)
         super().__post_init__()
         self.num_generations = count
+        if ignored:
+            logger.warning(
+                f"A*-PO has no ratio, clip or groups and takes whole completions: {', '.join(ignored)} will be ignored."
+            )
         if self.value_cache is None:
             self.value_cache = str(cache_folder() / "values")
-        group_statistics = self.use_adaptive_entropy or self.multi_objective_aggregation != "sum_then_normalize"
-        refused = {
-            "dynamic_sampling": (self.dynamic_sampling, "there are no groups of equal rewards; leave it False"),
-            "use_adaptive_entropy": (group_statistics, "it and normalize_then_sum are of groups; remove them"),
-            "token_selection": (
-                self.token_selection != "all",
-                "the losses take the whole completion; leave it at 'all'",
-            ),
-            "vllm_importance_sampling_correction": (
-                self.vllm_importance_sampling_correction,
-                "no ratio; set it to False",
-            ),
-            "beta": (self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
-            "beta1": (self.beta1 < 0, "it is a temperature; use 0.5, or 0 for the mean"),
-            "value_samples": (self.value_samples < 1, "it must be at least 1"),
-            "value_batch_size": (self.value_batch_size < 1, "it must be at least 1"),
-        }
-        for name, (has_no_place, reason) in refused.items():
-            if has_no_place:
+        low, high = self.value_reward_range or (0.0, 1.0)
+        unbounded = self.value_reward_range is None and self.sample_plan.adaptive
+        for name, wrong, reason in (
+            ("beta", self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
+            ("beta1", self.beta1 < 0, "it is a temperature; use 0.5, or 0 for the mean"),
+            ("value_samples", self.value_samples < 1, "it must be at least 1"),
+            ("value_batch_size", self.value_batch_size < 1, "it must be at least 1"),
+            ("value_samples_min", (self.value_samples_min or 1) > self.value_samples, "it is above value_samples"),
+            ("value_reward_range", not low < high, "it must be [low, high] with low < high"),
+            ("value_reward_range", unbounded, "value_samples_min needs it for the interval of V*"),
+        ):
+            if wrong:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no place in A*-PO: {reason}")
-        if self.value_samples_min is not None and not 1 <= self.value_samples_min <= self.value_samples:
-            raise ValueError(
-                f"value_samples_min={self.value_samples_min} is outside [1, value_samples={self.value_samples}]"
-            )
-        if self.value_reward_range is None and self.sample_plan.adaptive:
-            raise ValueError("value_samples_min needs value_reward_range, from which the interval of V* is computed")
-        if self.value_reward_range is not None and not self.value_reward_range[0] < self.value_reward_range[1]:
-            raise ValueError(f"value_reward_range={self.value_reward_range} must be [low, high] with low < high")
-        if os.path.isfile(os.path.expanduser(self.value_cache)):
-            raise ValueError(f"value_cache={self.value_cache!r} is a file (earlier versions' was); name a folder")
 
     @property
     def sample_plan(self) -> SamplePlan:

@@ -22,12 +22,9 @@ def optimal_value(rewards_N: Sequence[float], estimator: str = "log_mean_exp", b
     RL" report's variant.
 
     Args:
-        rewards_N: N rewards. NaN (a sample that no reward function could score) is left out.
+        rewards_N: N rewards. NaN (a sample that no reward function could score) is left out; without any other, V* is NaN.
         estimator: one of `ESTIMATORS`.
         beta1: temperature of `log_mean_exp`, in units of reward.
-
-    Returns:
-        NaN where no sample could be scored.
     """
     rewards_N = [reward for reward in rewards_N if not math.isnan(reward)]
     if not rewards_N:
@@ -52,11 +49,8 @@ def value_interval(
     rewards, and too wide for others. `max` is sure once the best possible reward was seen.
 
     Args:
-        rewards_N: scalar rewards inside `reward_range`; NaN is left out.
+        rewards_N, estimator, beta1: as of [`optimal_value`], with rewards inside `reward_range`.
         reward_range: smallest and largest reward that can occur.
-
-    Returns:
-        `(low, high)` in units of reward.
     """
     low, high = reward_range
     rewards_N = [reward for reward in rewards_N if not math.isnan(reward)]
@@ -117,7 +111,6 @@ class SamplePlan:
             low, high = value_interval(rewards_N[:count], self.estimator, self.beta1, self.reward_range)
             if high - low <= self.tolerance:
                 return count
-        return None
 
     def target(self, rewards_N: Sequence[float]) -> int:
         """The count to draw up to next; call it where [`SamplePlan.use`] says `None`."""

@@ -1,9 +1,6 @@
 """`AStarPOTrainer`: A*-PO on top of the drop-in GRPO trainer."""
 
-import textwrap
-import time
 from contextlib import contextmanager
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -11,6 +8,7 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 from transformers import GenerationConfig
+from transformers.trainer_utils import EvalLoopOutput
 from trl.data_utils import is_conversational
 
 from ..compat.trl import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, parse_response, rewards_of_rank, use_adapter
@@ -28,12 +26,6 @@ from .values import Item, ReferenceValues, Report, describe_model, describe_rewa
 
 logger = get_logger(__name__)
 
-# Fields that only GRPO's ratio, clip and group statistics read.
-_GRPO_ONLY = (
-    "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "scale_rewards",
-    "top_entropy_quantile", "use_bias_correction_kl",
-)  # fmt: skip
-
 
 class AStarPOTrainer(EfficientGRPOTrainer):
     """A*-PO (arXiv 2505.20686): V* of every prompt once from the reference policy, then one completion per prompt.
@@ -49,19 +41,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     _tag_names = ["trl", "a-star-po", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
     _weighs_in_loss = True  # it has no ratio: no pass is made for weights that nothing reads
-    _name = "A*-PO"
-    _paper: ClassVar = {
-        "title": "Accelerating RL for LLM Reasoning with Optimal Advantage Regression",
-        "id": "2505.20686",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @article{brantley2025accelerating,
-                title        = {{Accelerating RL for LLM Reasoning with Optimal Advantage Regression}},
-                author       = {Kiant\\'e Brantley and Mingyu Chen and Zhaolin Gao and Jason D. Lee and Wen Sun and Wenhao Zhan and Xuezhou Zhang},
-                year         = 2025,
-                eprint       = {arXiv:2505.20686},
-            }"""),
-    }
 
     def __init__(self, model, reward_funcs=None, args: AStarPOConfig | None = None, *positional, **kwargs):
         args = own_config(AStarPOConfig, args, model, "A-star-PO")
@@ -73,10 +52,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
                 "A*-PO estimates V* from single-turn text completions: tools, environment_factory, rollout_func and image columns "
                 "are not supported; use EfficientGRPOTrainer"
             )
-        defaults = {name: AStarPOConfig.__dataclass_fields__[name].default for name in _GRPO_ONLY}
-        defaults["scale_rewards"] = "group"  # what TRL turns True into
-        if ignored := [name for name in _GRPO_ONLY if getattr(args, name) != defaults[name]]:
-            logger.warning(f"A*-PO has no ratio, no clip and no groups: {', '.join(ignored)} will be ignored.")
         self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
         self.values = ReferenceValues(
             self.args,
@@ -89,19 +64,15 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             lockstep=self._is_lockstep,
         )
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        tags = [tags] if isinstance(tags, str) else list(tags or [])
-        super().create_model_card(model_name, dataset_name, [*tags, "a-star-po"])
-
     def features(self) -> list[tuple[str, str]]:
         plan = self.args.sample_plan
-        counts = " → ".join(map(str, plan.counts))
-        values = f"V* = {plan.estimator} of {counts} reference samples, from {self.args.value_cache}"
-        found = [("on", f"A*-PO, {self.args.objective}: {values}")]
+        values = (
+            f"{plan.estimator} of {' → '.join(map(str, plan.counts))} reference samples, from {self.args.value_cache}"
+        )
+        found = [("on", f"A*-PO, {self.args.objective}: V* = {values}"), *super().features()]
         if self.engine_draws and self._starts_from_adapter:
-            reason = "the reference is an adapter of its own, vLLM holds the base"
-            found.append(("off", f"vLLM for stage 1, which is drawn with transformers: {reason}"))
-        return [*found, *super().features()]
+            found.append(("off", "vLLM for stage 1: the reference is an adapter of its own, and vLLM holds the base"))
+        return found
 
     # --- stage 1 -----------------------------------------------------------------------------------------------------
 
@@ -192,17 +163,12 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _generation_config(self, sample: bool) -> GenerationConfig:
         """How the reference policy is sampled, or the policy decodes greedily."""
-        args = self.args
-        settings = {"max_new_tokens": args.max_completion_length, "repetition_penalty": args.repetition_penalty}
-        settings |= {
-            "pad_token_id": self._tokenizer.pad_token_id,
-            "eos_token_id": self.eos_token_ids,
-            "do_sample": sample,
-        }
+        args, settings = self.args, {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
+        settings |= {"max_new_tokens": args.max_completion_length, "repetition_penalty": args.repetition_penalty}
         if sample:
             settings |= {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
             settings |= args.generation_kwargs or {}
-        return GenerationConfig(**settings, disable_compile=True)
+        return GenerationConfig(**settings, do_sample=sample, disable_compile=True)
 
     def _rewards_of(
         self, rows: list[dict], prompt_ids: list[list[int]], completion_ids: list[list[int]]
@@ -234,7 +200,6 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             self.estimate_values()
         output = super()._generate_and_score_completions(inputs)
         output.pop(OLD_LOGPS, None)
-        # One transfer each, not one per row.
         prompts = zip(output["prompt_ids"].cpu(), output["prompt_mask"].bool().cpu(), strict=True)
         values_B = self.values.of(inputs, [ids[mask].tolist() for ids, mask in prompts])
         rewards = combine(self._rewards_of_batch, self.reward_weights)
@@ -256,13 +221,9 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _score(self, request, padded):
         if request.kind is Kind.OLD:
-            # Where a generation batch serves several optimizer steps, TRL wants them for an importance ratio, which A*-PO
-            # does not have.
-            return (
-                request.input_ids.new_zeros(len(request.input_ids), request.logits_to_keep, dtype=torch.float32),
-                None,
-                None,
-            )
+            # TRL wants them for an importance ratio where a generation batch serves several optimizer steps. There is none here.
+            ids = request.input_ids
+            return torch.zeros(len(ids), request.logits_to_keep, device=ids.device), None, None
         return super()._score(request, padded)
 
     def _compute_loss(self, model, inputs):
@@ -291,40 +252,21 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluation_loop(
+        self, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
+    ) -> EvalLoopOutput:
         """Greedy accuracy on every problem exactly once, spread over the ranks, with n and a 95% Wilson interval.
 
-        A problem counts as solved if its reward reaches the top of `value_reward_range` (1 where that is `None`).
+        A problem counts as solved if its reward reaches the top of `value_reward_range` (1 where that is `None`). The result is
+        the same for any number of ranks; `Trainer`'s own loop repeats problems until the ranks have equal numbers.
 
         Returns:
-            `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`, `_completion_length`, `_runtime`.
+            With the metrics `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`, `_completion_length`.
         """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        if isinstance(dataset, dict):
-            metrics = {}
-            for name, part in dataset.items():
-                metrics |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
-            return metrics
-        if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset")
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self._accuracy(list(dataset)).items()}
-        # TRL's `log` adds the training metrics it has collected while the model is in training mode.
-        was_training = self.model.training
-        self.model.eval()
-        self.log(metrics)
-        self.model.train(was_training)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def _accuracy(self, rows: list[dict]) -> dict[str, float]:
-        """The same for any number of ranks; `Trainer`'s own loop repeats problems until the ranks have equal numbers."""
-        if not rows:
-            raise ValueError("eval_dataset is empty")
         if not self.engine_draws:
             self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
-        started, config = time.perf_counter(), self._generation_config(sample=False)
+        self.model.eval()  # in training mode, TRL's `log` adds the training metrics that it has collected
+        rows, config = list(dataloader.dataset), self._generation_config(sample=False)
 
         def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
             prompt_ids = self._tokenize_prompts([rows[i]["prompt"] for i in batch])[0]
@@ -334,18 +276,13 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             rewards = combine(self._rewards_of([rows[i] for i in batch], *generated), self.reward_weights.cpu())
             return list(zip(rewards.tolist(), map(len, generated[1]), strict=True))
 
-        with self.clock.phase("evaluate"), self.generating() as (model, lockstep):
+        with self.generating() as (model, lockstep):
             results = over_ranks(len(rows), self.args.per_device_eval_batch_size, complete, score, lockstep=lockstep)
         # In the problems' order, so that sums do not depend on the number of ranks.
-        rewards = torch.tensor([reward for reward, _ in results], dtype=torch.float64)
-        solved = int((rewards >= (self.args.value_reward_range or [0.0, 1.0])[1] - 1e-6).sum())
-        low, high = wilson_interval(solved, len(rows))
-        return {
-            "reward": rewards.nanmean().item(),
-            "accuracy": solved / len(rows),
-            "accuracy_low": low,
-            "accuracy_high": high,
-            "n": len(rows),
-            "completion_length": sum(length for _, length in results) / len(rows),
-            "runtime": time.perf_counter() - started,
-        }
+        found = torch.tensor(results, dtype=torch.float64)
+        solved, n = int((found[:, 0] >= (self.args.value_reward_range or [0.0, 1.0])[1] - 1e-6).sum()), len(rows)
+        low, high = wilson_interval(solved, n)
+        metrics = {"accuracy": solved / n, "accuracy_low": low, "accuracy_high": high, "n": n}
+        metrics |= {"reward": found[:, 0].nanmean().item(), "completion_length": found[:, 1].mean().item()}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=n)

@@ -58,7 +58,6 @@ class Report:
     prompts: int = 0
     already_known: int = 0
     samples: int = 0
-    unscored: int = 0
     seconds: float = 0.0
 
 
@@ -96,8 +95,6 @@ class ReferenceValues:
     @property
     def folder(self) -> Path:
         return Path(self.args.value_cache).expanduser().absolute()
-
-    # --- the folder --------------------------------------------------------------------------------------------------
 
     def open(self, describe: Callable[[], dict]) -> None:
         """Read what earlier runs stored, once; `describe`, what a value depends on beside its row, is called on the main rank."""
@@ -150,8 +147,6 @@ class ReferenceValues:
             for ids, row in zip(prompt_ids, rows, strict=True)
         ]
 
-    # --- drawing -----------------------------------------------------------------------------------------------------
-
     def estimate(self, dataset: Dataset) -> Report:
         """Stage 1 for every row of `dataset`; interrupted at any time, it continues where it stopped."""
         started, items = time.perf_counter(), {}
@@ -176,10 +171,9 @@ class ReferenceValues:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         check_reward_range(torch.tensor([r for key in items for r in self.rewards.get(key, [])]), plan)
         missing = set(self._missing(items))
-        report = Report(prompts=len(items), already_known=len(items) - len(missing))
+        report = Report(len(items), len(items) - len(missing))
         order = sorted(items, key=lambda key: (len(items[key].prompt_ids), key))
-        chunks = [order[i : i + size] for i in range(0, len(order), size)]
-        chunks = [chunk for chunk in chunks if missing.intersection(chunk)]
+        chunks = [order[i : i + size] for i in range(0, len(order), size) if missing.intersection(order[i : i + size])]
         hidden = rank > 0 or self.args.disable_tqdm
         bar = progress("V*", len(items), "prompts", initial=report.already_known, hidden=hidden, leave=True)
         with self.clock.phase("value_sampling"), bar:
@@ -187,11 +181,11 @@ class ReferenceValues:
                 turn, chunks = chunks[:world], chunks[world:]
                 drawn = {}
                 if rank < len(turn):
-                    have = [(key, self.rewards.get(key, [])) for key in self._missing(turn[rank])]
-                    job = [(key, len(rewards), plan.target(rewards)) for key, rewards in have]
+                    have = {key: self.rewards.get(key, []) for key in self._missing(turn[rank])}
+                    job = [(key, len(rewards), plan.target(rewards)) for key, rewards in have.items()]
                     seed = int(digest([self.args.seed, job])[:14], 16)
-                    raw = self.draw([items[key] for key, *_ in job], [target - had for _, had, target in job], seed)
-                    drawn = {key: rewards for (key, *_), rewards in zip(job, raw, strict=True)}
+                    raw = self.draw([items[key] for key in have], [target - had for _, had, target in job], seed)
+                    drawn = dict(zip(have, raw, strict=True))
                 elif self.lockstep:  # a forward of a sharded model takes every rank
                     self.draw([items[order[0]]], [1], 0)
                 drawn = {key: raw for part in gather_object([drawn]) for key, raw in part.items()}
@@ -200,13 +194,11 @@ class ReferenceValues:
                 entries = {}
                 for key, raw in drawn.items():
                     # A sample without any reward (a service that was down) is not stored: the next run draws it anew.
-                    scored = raw[~np.isnan(raw).all(1)]
-                    report.samples += len(raw)
-                    report.unscored += len(raw) - len(scored)
-                    have = self.rewards.setdefault(key, [])
+                    scored, have = raw[~np.isnan(raw).all(1)], self.rewards.setdefault(key, [])
                     if len(scored):
                         entries[key] = (len(have) - sum(map(math.isnan, have)), scored)
                     have += weighted[key]
+                    report.samples += len(raw)
                 if rank == 0:
                     self.store(entries)
                 again = [chunk for chunk in turn if self._missing(chunk)]  # an adaptive plan may want more
@@ -214,16 +206,10 @@ class ReferenceValues:
                 chunks = again + chunks
         self.known |= {key: plan.value(self.rewards[key]) for key in items}
         if nothing := sum(math.isnan(self.known[key]) for key in items):
-            names = ", ".join(self.reward_names)
+            no_reward = f"{nothing} of {len(items)} prompts got no reward from {', '.join(self.reward_names)} (None or NaN every time)"
             if all(map(math.isnan, self.known.values())):
-                raise ValueError(
-                    f"no sample of any of {nothing} prompts got a reward from {names} (None or NaN every time): is what it "
-                    "calls running? Nothing was stored; start again when it is"
-                )
-            logger.warning(
-                f"{nothing} of {len(items)} prompts have no V* ({names} gave None or NaN for every sample) and do not enter the "
-                "loss; the next run samples them again"
-            )
+                raise ValueError(f"{no_reward}: is what it calls running? Nothing was stored; start again when it is")
+            logger.warning(f"{no_reward}: they have no V* and do not enter the loss; the next run samples them again")
         return report
 
     def _missing(self, keys) -> list[str]:
@@ -232,8 +218,6 @@ class ReferenceValues:
 
     def _weighted(self, raw: np.ndarray) -> list[float]:
         return combine(torch.from_numpy(raw), self.reward_weights).tolist()
-
-    # --- what stage 2 asks for ---------------------------------------------------------------------------------------
 
     def without_all_failed(self, dataset: Dataset) -> Dataset:
         """`dataset` without the prompts whose reference samples all got the lowest reward.
@@ -267,8 +251,8 @@ class ReferenceValues:
             if self.args.unseen_prompts == "refuse":
                 first = next(iter(unseen.values()))
                 raise ValueError(
-                    f"{len(unseen)} prompts have no V* and unseen_prompts='refuse'; the first is {str(first.row['prompt'])[:200]!r}. "
-                    "Run stage 1 on them, or set unseen_prompts='estimate'"
+                    f"{len(unseen)} prompts have no V* and unseen_prompts='refuse' (the first is {str(first.row['prompt'])[:200]!r}): "
+                    "run stage 1 on them, or set unseen_prompts='estimate'"
                 )
             logger.info(f"{len(unseen)} prompts that stage 1 never saw: estimating their V* now")
             self.fill(unseen)
@@ -280,9 +264,6 @@ def as_loaded(dataset: Dataset, indices: range) -> list[dict]:
     return dataset.__getitems__(list(indices)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
 
 
-# --- what a value depends on -----------------------------------------------------------------------------------------
-
-
 def digest(value) -> str:
     """Hexadecimal SHA-256 of plain values, arrays and whatever `datasets` can hash."""
     text = json.dumps(value, sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else Hasher.hash(x))
@@ -291,12 +272,10 @@ def digest(value) -> str:
 
 def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
     """What `generate` draws with: `sampling`, and the model's own settings where it leaves something open."""
-    generation = getattr(model, "generation_config", None)
-    settings = {} if generation is None else generation.to_dict()
+    settings = model.generation_config.to_dict()
     settings |= {name: value for name, value in sampling.to_dict().items() if value is not None}
-    for name in ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id"):
-        settings.pop(name, None)
-    return json.loads(json.dumps(settings, default=str))
+    beside = ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id")
+    return json.loads(json.dumps({k: v for k, v in settings.items() if k not in beside}, default=str))
 
 
 def describe_model(model: nn.Module, adapter: str | None = None) -> dict:

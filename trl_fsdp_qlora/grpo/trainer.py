@@ -25,7 +25,7 @@ from ..compat.trl import (
 from ..fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
 from ..prefix_sharing import PrefixSharing, position_limit
-from ..publishing.card import CardInfo, card_of, keeping_card, write_card
+from ..publishing.card import CardInfo, write_card, write_first_card
 from ..publishing.logits import record
 from ..rollout.adapter_sync import trl_starts_engine, warnings_for
 from ..rollout.completions import EngineModel
@@ -40,7 +40,6 @@ from ..rollout.correction import (
 )
 from ..rollout.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollout.rollout import GenerateSettings, Rollout
-from ..run.nonfatal import nonfatal
 from ..scoring.contexts import with_tied_entropies
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.request import Kind, PassRequest
@@ -340,7 +339,10 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir=None, state_dict=None):
-        with keeping_card(output_dir or self.args.output_dir, partial(card_of, self)):
+        model = self.accelerator.unwrap_model(self.model)
+        with replaced(
+            model, create_or_update_model_card=partial(write_first_card, self)
+        ):  # PEFT's, which says nothing
             super()._save(output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -387,9 +389,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
             *adapted_parts(self.accelerator.unwrap_model(self.model)),
         ]
 
-    @nonfatal("the model card")
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         """Write the adapter's card, see [`trl_fsdp_qlora.publishing.card.card_of`]; `card_info` fills it in."""
         if self.is_world_process_zero():
             self.card_info.dataset = dataset_name or self.card_info.dataset
-            write_card(self, model_name, tags)
+            write_card(self, self.args.output_dir, model_name, [tags] if isinstance(tags, str) else tags or [])

@@ -21,7 +21,7 @@ _CARD = """---
 
 # {{ name }}
 
-The adapter `{{ adapter }}` merged into `{{ base }}` in {{ dtype }} by trl-fsdp-qlora, with PEFT's `merge_and_unload`.
+The adapter `{{ adapter }}` merged into `{{ card_data.base_model }}` in {{ dtype }} by trl-fsdp-qlora, with PEFT's `merge_and_unload`.
 
 An adapter that was trained on a 4-bit base corrects that base's rounding too. Merged into the unquantized one, the model is
 close to the one that was trained and measured, not equal to it: measure it before you rely on it.
@@ -55,16 +55,13 @@ def merge_adapter(
     revision: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Load the base in `dtype` on the CPU, merge the adapter, and save model, tokenizer and card in `output`.
-
-    The folder is written under another name and renamed when it is whole. The host needs room for the base in `dtype`.
+    """Load the base in `dtype` on the CPU, merge the adapter, and save model, tokenizer and card in `output`, whole or not at all.
 
     Args:
         adapter: folder or Hub id of a PEFT adapter.
         output: folder to make; must not exist.
-        base: folder or Hub id of the base; the one in the adapter's config by default.
-        revision: of the base.
-        dtype: of the weights, while merging and in the folder.
+        base, revision: folder or Hub id of the base; the one in the adapter's config by default.
+        dtype: of the weights, while merging and in the folder. The host needs room for the base in it.
 
     Raises:
         UserError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, the merged weights
@@ -75,27 +72,20 @@ def merge_adapter(
         raise UserError(f"{output} exists; name a folder that does not")
     base = base or PeftConfig.from_pretrained(adapter).base_model_name_or_path
     if getattr(AutoConfig.from_pretrained(base, revision=revision), "quantization_config", None) is not None:
-        raise UserError(
-            f"{base} is quantized, and merging into it would round the adapter away; name the base it was made from"
-        )
+        raise UserError(f"{base} is quantized, which would round the adapter away; name the base it was made from")
     model = load_model(base, adapter, revision=revision, dtype=dtype)
-    try:
-        merged = model.merge_and_unload(safe_merge=True)
-    except ValueError as error:
-        raise UserError(f"{adapter} cannot be merged into {base}: {error}") from error
     data = ModelCardData(
         base_model=portable(base), library_name="transformers", pipeline_tag="text-generation", tags=["trl-fsdp-qlora"]
     )
-    names = {"name": output.name, "adapter": portable(str(adapter)), "base": portable(base)}
-    card = ModelCard.from_template(data, template_str=_CARD, dtype=str(dtype).removeprefix("torch."), **names)
+    names = {"name": output.name, "adapter": portable(str(adapter)), "dtype": str(dtype).removeprefix("torch.")}
     try:
+        merged = model.merge_and_unload(safe_merge=True)
         with written_whole(output) as scratch:
-            scratch.mkdir(parents=True)
             merged.save_pretrained(scratch)
             AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
             with nonfatal("the processor of images"):  # may need torchvision; of a text model it is the tokenizer
                 AutoProcessor.from_pretrained(base, revision=revision).save_pretrained(scratch)
-            card.save(scratch / "README.md")
-    except OSError as error:
-        raise UserError(f"{output} cannot be made: {error.strerror or error}") from error
+            ModelCard.from_template(data, template_str=_CARD, **names).save(scratch / "README.md")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{output} cannot be made: {getattr(error, 'strerror', None) or error}") from error
     return output
