@@ -180,7 +180,7 @@ def made(cls, config_cls, folder, layers=2, **changes):
 def t_spmo(folder, layers=2):
     """Completions of a small vocabulary begin alike, so rows nest wherever that may cost anything."""
     ours = made(TSPMOTrainer, TSPMOConfig, folder, layers)
-    ours.prefix_sharing._states["policy"].pairs_per_token = 1e9  # as if a token cost as much as so many pairs
+    ours.prefix_sharing._models["policy"].pairs_per_token = 1e9  # as if a token cost as much as so many pairs
     return ours
 
 

@@ -136,7 +136,7 @@ def an_unpackable_batch_on_one_rank(expected, expected_gradients):
         mask[0, -COMPLETION + 2] = 0
     for _ in range(2):
         logps = one_pass(model, sharing, (ids, mask))
-        assert sharing.active() and sharing._states["policy"].checked
+        assert sharing.active() and sharing._models["policy"].checked
         torch.testing.assert_close(logps, stock_log_probs(model, ids, mask)[0], atol=2e-5, rtol=1e-5)
         logps.sum().backward()
 

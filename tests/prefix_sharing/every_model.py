@@ -224,7 +224,7 @@ def packed(model, ids, mask, weight_BC, logps_BC, expected) -> str:
     worst = max((a - b).abs().max() for a, b in zip(found, expected, strict=True))
     assert worst <= 2e-5 * largest, f"gradients differ by {worst / largest:.1e} of the largest"
     if not figures:
-        return "no: " + sharing.describe().removeprefix("prefix sharing: off, ")
+        return "no: " + sharing.describe().removeprefix("prefix sharing: ")
     return "dense" if "layers_dense" in figures else "yes"
 
 

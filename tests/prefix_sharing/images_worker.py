@@ -65,7 +65,7 @@ def scenario(name, wrapper, frozen, passes):
         with torch.no_grad():
             old = sharing.log_probs(replace(request, kind=Kind.OLD, batch_size=2), stock).values[0]
         (logps, _, _), figures = sharing.log_probs(request, stock)
-        assert figures and sharing._states["policy"].images_reason is None
+        assert figures and sharing._models["policy"].images.reason is None
         for found in (old, logps):
             wanted = expected[dist.get_rank()].detach()
             torch.testing.assert_close(found[scored], wanted[scored], atol=1e-4, rtol=1e-5)

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from trl_fsdp_qlora.prefix_sharing import attention, cascade, two_part, windowed
+from trl_fsdp_qlora.prefix_sharing import attention, cascade, two_part
 from trl_fsdp_qlora.prefix_sharing.layout import pack
 
 from .helpers import make_batch
@@ -30,7 +29,7 @@ def make_layout(name):
     return pack(ids, mask, 3)
 
 
-def dense_mask(layout, window=None) -> torch.Tensor:
+def dense_mask(layout) -> torch.Tensor:
     """Who may attend to whom, pair by pair: the oracle."""
     owner = [s for s, n in enumerate(layout.lengths) for _ in range(n)]
     family = [f for f, n in enumerate(layout.children_per_family) for _ in range(n)]
@@ -38,8 +37,7 @@ def dense_mask(layout, window=None) -> torch.Tensor:
     for i, s in enumerate(owner):
         parent = layout.num_singles + family[s - layout.num_roots] if s >= layout.num_roots else None
         for j, t in enumerate(owner):
-            distance = int(layout.position_ids[0, i] - layout.position_ids[0, j])
-            allowed[i, j] = ((t == s and j <= i) or t == parent) and (window is None or distance < window)
+            allowed[i, j] = (t == s and j <= i) or t == parent
     return allowed
 
 
@@ -61,17 +59,20 @@ def draw(layout, heads, kv_heads, size=4):
     ]
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_cascade_equals_dense_mask(name, kv_heads):
-    layout = make_layout(name)
-    leaves = [x.requires_grad_() for x in draw(layout, 4, kv_heads)]
+def assert_equals_dense_mask(layout, heads, kv_heads):
+    leaves = [x.requires_grad_() for x in draw(layout, heads, kv_heads)]
     expected = sdpa(*leaves, attn_mask=dense_mask(layout), scale=0.4, enable_gqa=True).transpose(1, 2)
     weight = torch.randn_like(expected)
     reference = torch.autograd.grad((expected * weight).sum(), leaves)
     out = cascade.attend(Call(*leaves, layout))
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(torch.autograd.grad((out * weight).sum(), leaves), reference, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cascade_equals_dense_mask(name, kv_heads):
+    assert_equals_dense_mask(make_layout(name), 4, kv_heads)
 
 
 def test_cascade_gradient_by_finite_differences():
@@ -81,21 +82,19 @@ def test_cascade_gradient_by_finite_differences():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash kernels, with a window or without")
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash kernels")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_cuda_kernels_equal_dense_mask(name, window):
+def test_cuda_kernels_equal_dense_mask(name):
     prompts, completions = LAYOUTS[name]
     ids, mask = make_batch(prompts, completions, prompt=5, completion=3)
     layout = pack(ids.cuda(), mask.cuda(), 3)
     leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in draw(layout, 4, 2, size=32)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    seen = dense_mask(layout, window).cuda()
+    seen = dense_mask(layout).cuda()
     expected = sdpa(*exact, attn_mask=seen, scale=0.4, enable_gqa=True).transpose(1, 2)
     weight = torch.randn_like(expected)
     reference = torch.autograd.grad((expected * weight).sum(), exact)
     call = Call(*leaves, layout)
-    call.window = window
     assert cascade.refuses(call) is None
     out = cascade.attend(call)
     # bfloat16 has 8 bits of mantissa.
@@ -127,70 +126,50 @@ def test_cascade_merges_in_float32_in_half_precision(monkeypatch):
     assert error < 0.7 * error_rounded  # 0.0026 and 0.0048
 
 
-# --- sliding windows by the flash call's own: what it is given, with a dense stand-in for the kernel ---
+# --- the calls for CUDA, with a dense stand-in for the kernels ---
 
 
-def dense_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """`torch.nn.attention.varlen.varlen_attn` as documented: each stretch alone, aligned at the end, (left, right) seen."""
-    outs = []
-    left, right = window_size
-    for q, k, v in zip(
-        query.split(cu_seq_q.diff().tolist()),
-        key.split(cu_seq_k.diff().tolist()),
-        value.split(cu_seq_k.diff().tolist()),
-        strict=True,
-    ):
-        assert len(q) <= max_q and len(k) <= max_k
-        place = torch.arange(len(k) - len(q), len(k)).unsqueeze(1) - torch.arange(len(k))
-        seen = (place <= left) & (place >= -right)
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        outs.append(sdpa(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
-    return torch.cat(outs)
+def scores(q, k, cu_q, cu_k, causal, scale):
+    """`(H, queries, keys)` of stretches that see each other, aligned at the end; minus infinity elsewhere."""
+    of_q, of_k = (torch.repeat_interleave(torch.arange(len(cu) - 1), cu.diff()) for cu in (cu_q, cu_k))
+    place_q, place_k = (torch.arange(int(cu[-1])) - cu[1:][of] for cu, of in ((cu_q, of_q), (cu_k, of_k)))
+    seen = (of_q[:, None] == of_k) & ((place_q[:, None] >= place_k) if causal else torch.tensor(True))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 6])
+def dense_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
+    """`aten._flash_attention_forward`: output, log-sum-exp `(H, T)`, the random state and a debug mask."""
+    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max() and not dropout
+    s = scores(q, k, cu_q, cu_k, causal, scale)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return (
+        torch.einsum("hqk,khd->qhd", s.softmax(-1), v),
+        s.logsumexp(-1),
+        torch.zeros(2),
+        torch.zeros(0),
+        torch.zeros(0),
+    )
+
+
+def dense_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, *, scale):
+    """`aten._flash_attention_backward`, from the output and the log-sum-exp that it is given."""
+    assert lse.is_contiguous() and grad.is_contiguous()
+    heads = q.shape[1] // k.shape[1]
+    p = (scores(q, k, cu_q, cu_k, causal, scale) - lse[:, :, None]).exp()
+    wide_k, wide_v = (x.repeat_interleave(heads, 1) for x in (k, v))
+    ds = p * (torch.einsum("qhd,khd->hqk", grad, wide_v) - (grad * out).sum(-1).t()[:, :, None]) * scale
+    grad_k, grad_v = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, grad)
+    grad_k, grad_v = (x.unflatten(1, (-1, heads)).sum(2) for x in (grad_k, grad_v))
+    return torch.einsum("hqk,khd->qhd", ds, wide_k), grad_k, grad_v
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_windows_equal_dense_mask(name, window, monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", dense_varlen)
-    layout = make_layout(name)
-    leaves = [x.requires_grad_() for x in draw(layout, 4, 2)]
-    expected = sdpa(*leaves, attn_mask=dense_mask(layout, window), scale=0.4, enable_gqa=True).transpose(1, 2)
-    weight = torch.randn_like(expected)
-    reference = torch.autograd.grad((expected * weight).sum(), leaves)
-    call = Call(*leaves, layout)
-    call.window = window
-    out = cascade.attend(call)
-    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad((out * weight).sum(), leaves), reference, atol=1e-12, rtol=1e-12)
-
-
-def test_a_completion_copies_what_it_can_see_of_its_prompt_and_no_more(monkeypatch):
-    layout = pack(*make_batch([9] * 3, [4, 2, 3], prompt=9, completion=4), 4)
-    given = []
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **more: given.append(args) or dense_varlen(*args, **more))
-    call = Call(*draw(layout, 2, 1), layout)
-    call.window = 4
-    cascade.attend(call)
-    ((_, key, _, cu_q, cu_k, _, longest),) = given
-    # A shared prompt of eight tokens; completions see three of them and themselves.
-    assert cu_q.diff().tolist() == [8, 4, 2, 3] and cu_k.diff().tolist() == [8, 7, 5, 6]
-    assert longest == 8 and len(key) == 26
-
-
-def test_gradients_of_a_prompt_are_summed_in_float32():
-    """Four parts of 1/256 beside 1: each alone is lost in bfloat16."""
-    x = torch.zeros(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    index = torch.tensor([0, 0, 0, 0, 0, 1])
-    grad = torch.full((6, 1, 1), 1 / 256).bfloat16()
-    grad[0] = 1.0
-    windowed._Repeat.apply(x, index).backward(grad)
-    assert x.grad.flatten().tolist() == [1 + 4 / 256, 1 / 256]
-
-
-def test_a_cpu_has_no_kernel_with_a_window():
-    call = Call(*draw(make_layout("one ragged group"), 2, 1), None)
-    call.window = 3
-    assert cascade.refuses(call) == "sliding window of 3 tokens"
+def test_the_calls_for_cuda_equal_dense_mask(name, monkeypatch):
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", dense_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
+    monkeypatch.setattr(cascade, "_batched", cascade._varlen)
+    assert_equals_dense_mask(make_layout(name), 4, 2)
 
 
 # --- what depends on the device a layer lies on ---
@@ -217,7 +196,7 @@ def call_on(layout, device):
     [
         lambda layout, device: two_part._families(layout, device),
         lambda layout, device: two_part._mask(call_on(layout, device), 2, 4, torch.empty(1, device=device)),
-        lambda layout, device: cascade._varlen._lengths(layout, device),
+        lambda layout, device: cascade._varlen._calls(layout, device),
     ],
     ids=["two_part_blocks", "two_part_mask", "cascade_lengths"],
 )
@@ -233,7 +212,7 @@ def test_the_mask_of_a_nested_row_too():
     layout = make_layout("nothing shared")
     layout.end_T = torch.full((layout.tokens,), layout.tokens).numpy()
     for device in (torch.device("cpu"), META):
-        assert attention._tree_mask(call_on(layout, device), 0, 3).device == device
+        assert attention.tree_mask(call_on(layout, device), 0, 3).device == device
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])

@@ -221,7 +221,7 @@ def test_equals_stock(name, frozen):
         return values
 
     found, ours, reached_tower = scored(model, packed, mask)
-    assert figures.get("tokens_fraction", 1) < 0.6, sharing._states["policy"].images_reason
+    assert figures.get("tokens_fraction", 1) < 0.6, sharing._models["policy"].images.reason
     assert (found - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
@@ -275,7 +275,7 @@ def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch
     assert (cut[0] - whole[0]).abs().max() <= 1e-5
     assert len(seen) == 4  # prompts with images; of five groups one has none
     sharing.forget_images()
-    assert not sharing._states["policy"].tower.features
+    assert not sharing._models["policy"].images.features
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -305,7 +305,7 @@ def test_features_are_kept_within_a_number_of_bytes(monkeypatch):
     request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
     expected, _ = sharing.log_probs(request, stock)
     sharing.forget_images()
-    tower = sharing._states["policy"].tower
+    tower = sharing._models["policy"].images
     monkeypatch.setattr(images, "FEATURE_BYTES", 1)
     values, _ = sharing.log_probs(request, stock)
     assert torch.equal(values[0], expected[0]) and len(tower.features) == 1
@@ -350,7 +350,7 @@ def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
         sharing = prepared(model)
         values, figures = sharing.log_probs(request, stock)
         assert bool(figures) == seen and (values[0] - stock(request)[0]).abs().max() <= 1e-5
-    assert "difference in log-probability" in sharing._states["policy"].images_reason
+    assert "difference in log-probability" in sharing._models["policy"].images.reason
 
 
 def test_the_comparison_of_the_first_pass_takes_rows_with_images():

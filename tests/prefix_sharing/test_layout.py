@@ -33,8 +33,7 @@ def visible_tokens(layout, index: int) -> tuple[list[int], list[int]]:
     segment = int(np.searchsorted(starts, index, side="right")) - 1
     seen = list(range(starts[segment], index + 1))
     if segment >= layout.num_roots:
-        family = int(np.repeat(np.arange(layout.num_families), layout.children_per_family)[segment - layout.num_roots])
-        prompt = layout.num_singles + family
+        prompt = layout.prompt_of_child[segment - layout.num_roots]
         seen = list(range(starts[prompt], starts[prompt] + lengths[prompt])) + seen
     return layout.input_ids[0, seen].tolist(), layout.position_ids[0, seen].tolist()
 
@@ -82,7 +81,7 @@ def test_row_holds_exactly_what_is_needed(batch):
     assert layout.tokens == max(expected, 1)
     assert layout.tokens == layout.input_ids.shape[1] == int(layout.lengths.sum())
     # Nothing in the row is anything but a copy of a valid token.
-    assert layout.stock_tokens == ids.numel()
+    assert layout.tokens == len(layout.column_T)
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,4 +152,4 @@ def test_the_picture_in_the_documentation():
     packed = [names[token] for token in layout.input_ids[0]]
     segments = [" ".join(packed[s : s + n]) for s, n in zip(layout.starts, layout.lengths, strict=True)]
     assert segments == ["Q f1", "X Y", "A B C", "Z d1 d2 d3", "Z e1", "D a1 a2", "D", "D c1"]
-    assert (layout.tokens, layout.stock_tokens) == (19, 48)
+    assert layout.tokens == 19 and mask.numel() == 48

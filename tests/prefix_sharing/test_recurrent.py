@@ -61,7 +61,7 @@ def test_a_named_backend_serves_the_attention_between():
 
 def test_a_state_that_runs_on_is_caught(monkeypatch):
     """The recurrent layers of a packed row without their layout: the error that all of this is there to avoid."""
-    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.sharing.install_recurrent", lambda model: None)
+    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.packed_model.install_recurrent", lambda model: None)
     with pytest.raises(PrefixSharingError, match="ran 1 times in a forward of 2"):
         shared_pass("qwen3_5", awkward_batch(), choice="cascade")
 

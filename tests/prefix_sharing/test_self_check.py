@@ -171,7 +171,7 @@ def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(m
     monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.self_check.misfit", lambda: "torch 9.9")
     found, padded = one_pass(model, sharing)
     torch.testing.assert_close(found, stock_log_probs(model, *awkward_batch())[0], atol=2e-5, rtol=1e-5)
-    assert sharing.active() and padded == 4 and sharing._states["policy"].checked == {(False, False, False)}
+    assert sharing.active() and padded == 4 and sharing._models["policy"].checked == {(False, False, False)}
 
 
 def test_gradients_are_compared_though_values_were():
@@ -224,7 +224,7 @@ def test_ten_thousand_healthy_starts_in_half_precision():
 def test_rows_that_nothing_can_be_learnt_from_are_compared_too():
     model, sharing = prepared()
     one_pass(model, sharing, scored_BC=torch.zeros(10, COMPLETION, dtype=torch.bool))
-    assert sharing._states["policy"].checked
+    assert sharing._models["policy"].checked
 
 
 def test_nothing_to_compare_is_no_comparison():
@@ -232,7 +232,7 @@ def test_nothing_to_compare_is_no_comparison():
     ids, mask = awkward_batch()
     mask[:, -COMPLETION:] = 0
     one_pass(model, sharing, (ids, mask))
-    assert sharing.active() and not sharing._states["policy"].checked
+    assert sharing.active() and not sharing._models["policy"].checked
 
 
 def test_what_fails_later_raises(monkeypatch):
@@ -258,12 +258,12 @@ def test_missing_values_and_first_tokens_by_hand():
     noise = 0.005 * torch.randn(5, 4, 50, generator=draw)
     packed, moved = padded + noise[0], noise[1:]
     assert judged(packed, padded, moved) is None
-    assert judged(padded * 1, padded, None, exact=True) is None
+    assert judged(padded * 1, padded, [], exact=True) is None
     missing = padded.clone()
     missing[2, 7] = 0.0
     for exact in (True, False):  # one of two hundred, which no mean shows
         assert "1 log-probabilities" in judged(missing, padded, moved, exact)
-    assert "mean" in judged(packed, padded, None, exact=True)
+    assert "mean" in judged(packed, padded, [], exact=True)
     first = packed.clone()
     first[:, 0] += 0.04
     assert "first tokens" in judged(first, padded, moved)

@@ -110,16 +110,6 @@ def integer_shards(model: nn.Module) -> Iterator[None]:
             sharded.init_dtype_attrs = lambda policy, stock=stock: stock(replace(policy, param_dtype=None))
 
 
-def sharded_trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable parameters of an FSDP2 model as its optimizer knows them, also while units hold whole ones."""
-    managed = [sharded for group in param_groups(model) for sharded in group.fsdp_params]
-    own = {id(getattr(sharded, "_unsharded_param", None)) for sharded in managed}
-    own |= {id(sharded.sharded_param) for sharded in managed}
-    parameters = [sharded.sharded_param for sharded in managed]
-    parameters += [parameter for parameter in model.parameters() if id(parameter) not in own]
-    return [parameter for parameter in parameters if parameter.requires_grad]
-
-
 def has_unreduced_gradients(model: nn.Module) -> bool:
     """Whether an earlier micro-batch left gradients that FSDP2 has still to reduce and shard."""
     return any(
@@ -146,6 +136,8 @@ def reducing(model: nn.Module) -> Iterator[None]:
 
 def forget_forward(model: nn.Module) -> None:
     """Let an FSDP2 model start a new forward after one that an error ended; nothing for other models."""
+    if misfit() is not None:
+        return
     for _, state in units(model):
         state._training_state = type(state._training_state).IDLE
         state._state_ctx.iter_forward_root = None

@@ -20,8 +20,9 @@ from ..compat.transformers import is_flash, under_own_name, unlike_flash
 from ..scoring.transfer import to_device
 from . import cascade, two_part
 from .layout import BatchFacts, PackedLayout, additive
+from .recurrent import looked_up
 from .scope import current, note
-from .support import layer_types
+from .support import attention_layers, layer_types
 
 PREFIX = "prefix_sharing_"
 # The implementation underneath each name that `install` registered.
@@ -31,18 +32,11 @@ BACKENDS = {"cascade": cascade, "two_part": two_part}
 AUTO_ORDER = ("cascade", "two_part")
 # What takes a mask of all pairs of tokens.
 _MASKED = ("sdpa", "eager")
-
 # Keywords that say nothing about who attends to whom or how a score is computed.
 NEUTRAL = {
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "is_causal",
-}
+    "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits",
+    "return_dict", "is_causal",
+}  # fmt: skip
 
 
 class UnsupportedAttention(ValueError):
@@ -55,10 +49,9 @@ class AttentionCall:
 
     Attributes:
         query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied.
-        scaling: factor on the scores; dropout: probability; window: tokens a query may look back, itself included,
-            or `None`; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
+        window: tokens a query may look back, itself included, or `None`.
+        scaling: factor on the scores; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
         base: name of the implementation underneath; own_function: that implementation, as a function.
-        kwargs: the layer's own keywords for it.
     """
 
     module: torch.nn.Module
@@ -66,14 +59,12 @@ class AttentionCall:
     key: torch.Tensor
     value: torch.Tensor
     layout: PackedLayout
-    scaling: float
-    dropout: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
     base: str
     own_function: Callable
-    kwargs: dict
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def own_masks(self) -> dict[int, torch.Tensor]:
@@ -84,13 +75,9 @@ class AttentionCall:
 
     def run(self, query, key, value, mask, **more) -> torch.Tensor:
         """The layer's own function on `(n, H, ·, D)` queries, keys and values: `(n, queries, H, D_v)`."""
-        kwargs = {"scaling": self.scaling, "dropout": self.dropout, **more}
-        if self.softcap is not None:
-            kwargs["softcap"] = self.softcap
-        if self.sinks is not None:
-            kwargs["s_aux"] = self.sinks
-        out, *_ = self.own_function(self.module, query, key, value, mask, **kwargs)
-        return out
+        given = {"softcap": self.softcap, "s_aux": self.sinks}
+        more |= {name: x for name, x in given.items() if x is not None}
+        return self.own_function(self.module, query, key, value, mask, scaling=self.scaling, dropout=0.0, **more)[0]
 
 
 def own_attention_function(base: str, module: torch.nn.Module) -> Callable:
@@ -127,9 +114,11 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
             raise UnsupportedAttention(
                 f"{type(module).__name__} makes a mask or a bias of its own for each pair of tokens"
             )
-        call = _describe(module, query, key, value, layout, base, own_function, kwargs)
-        name, attend = _choose(call)
-        out = attend(call)
+        name, out = _attend(
+            AttentionCall(
+                module, query, key, value, layout, base, own_function, **_options(module, query, layout, kwargs)
+            )
+        )
     except (UnsupportedAttention, RuntimeError) as error:
         note(layout, error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
@@ -137,37 +126,35 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
     return out, None
 
 
-def _describe(module, query, key, value, layout, base, own_function, kwargs) -> AttentionCall:
+def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
+    """What the keywords of a layer's attention say, by the names of [`AttentionCall`]."""
     kwargs = {name: x for name, x in kwargs.items() if x is not None and name not in NEUTRAL}
-    scaling = kwargs.pop("scaling", query.shape[-1] ** -0.5)
-    dropout = kwargs.pop("dropout", 0.0)
     window = kwargs.pop("sliding_window", None)
     if window is None and getattr(module, "layer_type", None) == "sliding_attention":
         window = module.config.sliding_window
-    # A window that reaches over the whole batch row cuts nothing.
-    if window is not None and window >= layout.stock_tokens // layout.completion_shape[0]:
-        window = None
-    softcap = kwargs.pop("softcap", None)
-    sinks = kwargs.pop("s_aux", getattr(module, "sinks", None))
-    if dropout:
+    found = {
+        "scaling": kwargs.pop("scaling", query.shape[-1] ** -0.5),
+        # One that reaches over the whole batch row cuts nothing.
+        "window": None if window is None or window >= layout.width else window,
+        "softcap": kwargs.pop("softcap", None),
+        "sinks": kwargs.pop("s_aux", getattr(module, "sinks", None)),
+    }
+    if dropout := kwargs.pop("dropout", 0.0):
         raise UnsupportedAttention(f"attention dropout ({dropout}) draws differently on a packed row")
     if kwargs:
         raise UnsupportedAttention(f"its attention takes {sorted(kwargs)}, whose meaning on a packed row is not known")
-    return AttentionCall(
-        module, query, key, value, layout, scaling, dropout, window, softcap, sinks, base, own_function, kwargs
-    )
+    return found
 
 
-def _choose(call: AttentionCall):
+def _attend(call: AttentionCall) -> tuple[str, torch.Tensor]:
     if call.layout.end_T is not None:
-        return "tree", tree
-    names = AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,)
+        return "tree", tree(call)
     reasons = []
-    for name in names:
+    for name in AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,):
         reason = "an image's tokens see those behind them" if call.own_masks and name != "two_part" else None
         reason = reason or BACKENDS[name].refuses(call)
         if reason is None:
-            return name, BACKENDS[name].attend
+            return name, BACKENDS[name].attend(call)
         reasons.append(f"{name}: {reason}")
     raise UnsupportedAttention("; ".join(reasons))
 
@@ -181,6 +168,9 @@ def install(model: PreTrainedModel) -> None:
     base = _implementation(model)
     if base in _BASES:
         return
+    modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    if attention_layers(model) and not any("ALL_ATTENTION_FUNCTIONS" in looked_up(type(module)) for module in modules):
+        raise UnsupportedAttention(f"{type(model).__name__} attends by code of its own")
     if "indexed_attention" in layer_types(model.config.get_text_config(decoder=True)):
         raise UnsupportedAttention(f"{model.config.model_type} picks the keys of each token by itself")
     masks = AttentionMaskInterface()
@@ -191,14 +181,6 @@ def install(model: PreTrainedModel) -> None:
     AttentionInterface.register(name, functools.partial(_prefix_shared_attention, base=base))
     AttentionMaskInterface.register(name, masks[base])
     use_in_decoder(model, name)
-    if _implementation(model) != name:
-        raise UnsupportedAttention(f"{type(model).__name__} keeps attn_implementation={base!r}")
-
-
-def uninstall(model: PreTrainedModel) -> None:
-    """Give `model` the implementation back that it had before [`install`]."""
-    # A kernel from the Hub was let in when the model was loaded.
-    model.set_attn_implementation(_BASES[_implementation(model)], allow_all_kernels=True)
 
 
 def _implementation(model: PreTrainedModel) -> str:
@@ -219,7 +201,8 @@ def set_aside(model: PreTrainedModel) -> Iterator[None]:
     if name not in _BASES:
         yield
         return
-    uninstall(model)
+    # A kernel from the Hub was let in when the model was loaded.
+    model.set_attn_implementation(_BASES[name], allow_all_kernels=True)
     try:
         yield
     finally:
@@ -229,93 +212,79 @@ def set_aside(model: PreTrainedModel) -> Iterator[None]:
 def use_in_decoder(model: PreTrainedModel, name: str) -> None:
     """Let the decoder of `model` attend by the implementation `name`; a vision tower, whose rows are images, as it did."""
     text = model.config.get_text_config(decoder=True)
-    others = (
-        {} if text is model.config else {key: getattr(model.config, key, None) for key in model.config.sub_configs}
-    )
-    towers = {key: part._attn_implementation for key, part in others.items() if part not in (None, text)}
+    parts = {} if text is model.config else {key: getattr(model.config, key, None) for key in model.config.sub_configs}
+    towers = {key: part._attn_implementation for key, part in parts.items() if part not in (None, text)}
     model.set_attn_implementation(name)
     if towers:
         model.set_attn_implementation(towers)
 
 
 def no_mask(device: torch.device) -> torch.Tensor:
-    """A 4-D mask of one element. transformers passes 4-D masks through untouched, so no mask of the row is built.
-
-    Without it the restarting positions of a packed row would be read as separate sequences.
-    """
+    """A 4-D mask of one element, which transformers passes through: without it restarting positions would be separate sequences."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-# --- masks of all pairs -----------------------------------------------------------------------------------------------
-
-
 def tree(call: AttentionCall) -> torch.Tensor:
-    """Attention output `(1, T, H, D_v)` on a nested row: the model's own function, once per group, with the mask of its trie.
-
-    Who sees whom in a trie cannot be cut into a few rectangles. `layout.pack` makes a nested row only where the tokens it saves
-    are worth a mask of T x T numbers for a group of T tokens.
-    """
+    """Attention output `(1, T, H, D_v)` on a nested row: the model's own function, once per group, with the mask of its trie."""
     parts = []
     for start, length in zip(call.layout.starts.tolist(), call.layout.lengths.tolist(), strict=True):
         q, k, v = (x.narrow(2, start, length) for x in (call.query, call.key, call.value))
-        parts.append(call.run(q, k, v, _tree_mask(call, start, length)))
+        parts.append(call.run(q, k, v, tree_mask(call, start, length)))
     return torch.cat(parts, dim=1)
 
 
-def _tree_mask(call, start: int, length: int) -> torch.Tensor:
-    """`(1, 1, length, length)`, added to the scores; kept for the next layer."""
-    dtype = call.query.dtype
-    key = ("tree", call.window, start, dtype, call.query.device)
-    if key not in call.layout.cache:
-        seen = visible(call.layout, start, length, call.window, call.query.device)
+def tree_mask(call, start: int, length: int) -> torch.Tensor:
+    """`(1, 1, length, length)`, added to the scores of a group of a nested row; kept for the next layer."""
+    layout, device, dtype = call.layout, call.query.device, call.query.dtype
+    key = ("tree", call.window, start, dtype, device)
+    if key not in layout.cache:
+        place = torch.arange(start, start + length, device=device)
+        end = to_device(torch.from_numpy(layout.end_T[start : start + length]), device)
+        seen = (place <= place.unsqueeze(1)) & (place.unsqueeze(1) < end)
+        if call.window is not None:
+            position = layout.position_ids[0, start : start + length].to(device)
+            seen &= position.unsqueeze(1) - position < call.window
         # Not boolean: SDPA would turn that into numbers anew, and keep them, in every layer.
-        call.layout.cache[key] = additive(seen, dtype)
-    return call.layout.cache[key]
+        layout.cache[key] = additive(seen, dtype)
+    return layout.cache[key]
 
 
-def visible(layout: PackedLayout, start: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Whether token q of a stretch of a nested row sees token k, `(length, length)`."""
-    place = torch.arange(start, start + length, device=device)
-    end = to_device(torch.from_numpy(layout.end_T[start : start + length]), device)
-    seen = (place <= place.unsqueeze(1)) & (place.unsqueeze(1) < end)
-    if window is not None:
-        position = layout.position_ids[0, start : start + length].to(device)
-        seen &= position.unsqueeze(1) - position < window
-    return seen
+class DenseMask:
+    """One mask of all pairs of a packed row, for attention that is code of a model's own.
 
-
-def dense_reason(model: PreTrainedModel) -> str | None:
-    """Why the attention of `model` cannot be told by one mask of all pairs of a packed row who sees whom, or `None`.
-
-    The last resort, for attention that is code of a model's own: it knows no segments, so it computes every pair and throws most
-    away. It is used only for rows that have no more pairs than stock's padded ones ([`dense_pays`]), which then cost no more.
+    The last resort: such attention knows no segments, so it computes every pair and throws most away. It is used only for rows
+    that have no more pairs than stock's padded ones, which then cost no more.
     """
-    if model.config._attn_implementation not in _MASKED:
-        return f"attn_implementation={model.config._attn_implementation!r} takes no such mask"
-    others = set(layer_types(model.config.get_text_config(decoder=True))) - {"full_attention", "indexed_attention"}
-    if others:
-        return f"a mask of all pairs does not tell {', '.join(sorted(others))} layers apart"
-    for module in model.get_decoder().modules():
-        if hasattr(module, "set_attention_type"):  # BigBird
-            return f"{type(module).__name__} attends to blocks in long rows"
-        if any(x.ndim > 1 and 1 < x.shape[-1] == x.shape[-2] for x in module.buffers(recurse=False)):
-            return f"{type(module).__name__} masks by the place in the row"
-    return None
 
+    def __init__(self, model: PreTrainedModel):
+        self.layers, self.dtype = attention_layers(model), model.dtype
 
-def dense_pays(facts: BatchFacts, width: int) -> bool:
-    """Whether a row of this batch of `width` columns has no more pairs than stock computes."""
-    tokens = (facts.prompt_lengths_B[facts.starts_group_B] - 1).sum() + facts.completion_lengths_B.sum()
-    return int(tokens) ** 2 <= len(facts.new_prompt_B) * width**2
+    @staticmethod
+    def serves(model: PreTrainedModel) -> bool:
+        """Whether such a mask tells every attention layer of `model` who sees whom."""
+        types = set(layer_types(model.config.get_text_config(decoder=True)))
+        if not attention_layers(model) or model.config._attn_implementation not in _MASKED:
+            return False
+        modules = list(model.get_decoder().modules())
+        # BigBird attends to blocks in long rows; others have buffers that mask by the place in the row.
+        by_place = (x for module in modules for x in module.buffers(recurse=False) if x.ndim > 1)
+        by_place = any(1 < x.shape[-1] == x.shape[-2] for x in by_place)
+        by_block = any(hasattr(module, "set_attention_type") for module in modules)
+        return types <= {"full_attention", "indexed_attention"} and not by_place and not by_block
 
+    @staticmethod
+    def pays(facts: BatchFacts, width: int) -> bool:
+        """Whether a row of this batch of `width` columns has no more pairs than stock computes."""
+        tokens = (facts.prompt_lengths_B[facts.starts_group_B] - 1).sum() + facts.completion_lengths_B.sum()
+        return int(tokens) ** 2 <= len(facts.new_prompt_B) * width**2
 
-def dense_mask(layout: PackedLayout, dtype: torch.dtype) -> torch.Tensor:
-    """`(1, 1, T, T)`, added to the scores: its segment so far, and the prompt of a completion."""
-    device = layout.input_ids.device
-    segment_S = np.arange(len(layout.lengths))
-    prompt_of = layout.num_singles + np.repeat(np.arange(layout.num_families), layout.children_per_family)
-    prompt_S = np.concatenate([segment_S[: layout.num_roots], prompt_of])
-    segment_T, prompt_T = (torch.from_numpy(np.repeat(x, layout.lengths)) for x in (segment_S, prompt_S))
-    segment_T, prompt_T = to_device(segment_T, device), to_device(prompt_T, device)
-    seen = ((segment_T[:, None] == segment_T) | (prompt_T[:, None] == segment_T)).tril()
-    return additive(seen, dtype)
+    def of(self, layout: PackedLayout) -> torch.Tensor:
+        """`(1, 1, T, T)`, added to the scores: its segment so far, and the prompt of a completion."""
+        device = layout.input_ids.device
+        layout.layer_calls = ["dense"] * self.layers
+        segment_S = np.arange(len(layout.lengths))
+        prompt_S = np.concatenate([segment_S[: layout.num_roots], layout.prompt_of_child])
+        segment_T, prompt_T = (torch.from_numpy(np.repeat(x, layout.lengths)) for x in (segment_S, prompt_S))
+        segment_T, prompt_T = to_device(segment_T, device), to_device(prompt_T, device)
+        seen = ((segment_T[:, None] == segment_T) | (prompt_T[:, None] == segment_T)).tril()
+        return additive(seen, self.dtype)

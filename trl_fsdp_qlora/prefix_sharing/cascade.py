@@ -10,18 +10,13 @@ either part computes that part's columns of dS exactly. So it runs once per part
 prompt add up over its own rows and its completions.
 
 It wins wherever it applies (full attention, no softcap, no sinks, one head size): keys and values are never copied or
-repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and there is no mask. On CUDA each
-part is one variable-length call for all groups (written without a CUDA device at hand; its test is marked `gpu`), and
-a sliding window is the call's own (`windowed.py`). torch's public `varlen_attn` cannot serve here: its backward takes
-the output and the log-sum-exp of its own forward, and drops the gradient of the log-sum-exp (docs/LOG.md). On CPU
-equal lengths are batched as views of the row; completions of unequal length are padded to their longest inside the
-kernel's batch only.
+repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and there is no mask. torch's public
+`varlen_attn` cannot serve: its backward takes the output and the log-sum-exp of its own forward (docs/LOG.md).
 """
 
 import numpy as np
 import torch
 
-from . import windowed
 from .layout import PackedLayout, cumulative, equal_runs, fold, gather, join, padded
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -30,8 +25,8 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 def refuses(call) -> str | None:
     """Why this backend cannot serve `call`, or `None`."""
-    if call.window is not None and (reason := windowed.refuses(call)):
-        return reason
+    if call.window is not None:
+        return f"sliding window of {call.window} tokens"
     if call.softcap is not None:
         return f"softcap of {call.softcap}"
     if call.sinks is not None:
@@ -55,8 +50,6 @@ def attend(call) -> torch.Tensor:
     # A custom function is invisible to autocast, so the cast that `scaled_dot_product_attention` gets happens here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
-    if call.window is not None:
-        return windowed.attend(q, k, v, call.layout, call.scaling, call.window)
     return _Cascade.apply(q, k, v, call.layout, call.scaling)
 
 
@@ -131,7 +124,7 @@ def _rows(x: torch.Tensor, part: tuple) -> torch.Tensor:
 
 
 class _batched:
-    """CPU flash kernels over batches of equal-length stretches. Row tensors are `(1, T, H, D)` and `(1, T, H)`."""
+    """CPU flash kernels over batches of equal-length stretches: views of the row; unequal completions are padded to their longest."""
 
     @staticmethod
     def forward(q, k, v, layout, scale):
@@ -180,69 +173,53 @@ class _varlen:
     """CUDA flash attention with cumulative lengths: one call for all segments, one for all completions on prompts."""
 
     @staticmethod
-    def _lengths(layout: PackedLayout, device):
+    def _calls(layout: PackedLayout, device) -> list[tuple[slice, slice, tuple, bool]]:
+        """For each call the queries and the keys in the row, their lengths as the kernel takes them, and whether it is causal."""
         key = ("varlen", device)
         if key not in layout.cache:
-            roots, lengths = layout.num_roots, layout.lengths
-            ends = np.append(layout.starts, layout.tokens)
-            per_family = np.diff(ends[np.cumsum([roots, *layout.children_per_family])])
-            prompts = lengths[layout.num_singles : roots]
-            layout.cache[key] = tuple(cumulative(part, device) for part in (lengths, per_family, prompts))
+            roots, lengths, tail = layout.num_roots, layout.lengths, layout.children_start
+            (cu, longest), every = cumulative(lengths, device), slice(0, layout.tokens)
+            calls = [(every, every, (cu, cu, longest, longest), True)]
+            if len(layout.children_per_family):
+                ends = np.append(layout.starts, layout.tokens)
+                per_family = np.diff(ends[np.cumsum([roots, *layout.children_per_family])])
+                (cu_q, max_q), (cu_k, max_k) = (
+                    cumulative(part, device) for part in (per_family, lengths[layout.num_singles : roots])
+                )
+                prompts = slice(int(layout.starts[layout.num_singles]), tail)
+                calls.append((slice(tail, layout.tokens), prompts, (cu_q, cu_k, max_q, max_k), False))
+            layout.cache[key] = calls
         return layout.cache[key]
 
     @staticmethod
     def forward(q, k, v, layout, scale):
-        (cu_own, longest), (cu_q, max_q), (cu_k, max_k) = _varlen._lengths(layout, q.device)
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
-        flash = torch.ops.aten._flash_attention_forward
-        out, lse, *own_random, _ = flash(
-            q_T, k_T, v_T, cu_own, cu_own, longest, longest, 0.0, True, False, scale=scale
-        )
-        if not layout.num_families:
-            return out.unsqueeze(0), lse, tuple(own_random)
-        prompt, tail = _varlen._ranges(layout)
-        out_p, lse_p, *cross_random, _ = flash(
-            q_T[tail], k_T[prompt], v_T[prompt], cu_q, cu_k, max_q, max_k, 0.0, False, False, scale=scale
-        )
-        own_lse = lse[:, tail]  # (H, T) for variable lengths
-        out[tail] = merge(out[tail], own_lse.t(), out_p, lse_p.t())
-        lse[:, tail] = torch.logaddexp(own_lse, lse_p)
-        return out.unsqueeze(0), lse, (*own_random, *cross_random)
+        out = lse = None
+        extra = ()
+        for queries, keys, lengths, causal in _varlen._calls(layout, q.device):
+            of_part = q_T[queries], k_T[keys], v_T[keys]
+            flash = torch.ops.aten._flash_attention_forward
+            part, part_lse, *random, _ = flash(*of_part, *lengths, 0.0, causal, False, scale=scale)
+            extra += (*random,)
+            if out is None:
+                out, lse = part, part_lse  # (T, H, D) and, for variable lengths, (H, T)
+            else:
+                own_lse = lse[:, queries]
+                out[queries] = merge(out[queries], own_lse.t(), part, part_lse.t())
+                lse[:, queries] = torch.logaddexp(own_lse, part_lse)
+        return out.unsqueeze(0), lse, extra
 
     @staticmethod
     def backward(grad_out, q, k, v, out, lse, extra, layout, scale):
-        (cu_own, longest), (cu_q, max_q), (cu_k, max_k) = _varlen._lengths(layout, q.device)
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
-        grad_T, out_T = grad_out[0].contiguous(), out[0]
-        flash = torch.ops.aten._flash_attention_backward
-        grads = flash(
-            grad_T, q_T, k_T, v_T, out_T, lse, cu_own, cu_own, longest, longest, 0.0, True, *extra[:2], scale=scale
-        )
-        if layout.num_families:
-            prompt, tail = _varlen._ranges(layout)
-            grad_q, grad_k, grad_v = flash(
-                grad_T[tail],
-                q_T[tail],
-                k_T[prompt],
-                v_T[prompt],
-                out_T[tail],
-                lse[:, tail].contiguous(),
-                cu_q,
-                cu_k,
-                max_q,
-                max_k,
-                0.0,
-                False,
-                *extra[2:],
-                scale=scale,
-            )
-            grads[0][tail] += grad_q
-            grads[1][prompt] += grad_k
-            grads[2][prompt] += grad_v
+        grad_T, out_T, grads = grad_out[0].contiguous(), out[0], None
+        for i, (queries, keys, lengths, causal) in enumerate(_varlen._calls(layout, q.device)):
+            of_part = grad_T[queries], q_T[queries], k_T[keys], v_T[keys], out_T[queries], lse[:, queries].contiguous()
+            flash, random = torch.ops.aten._flash_attention_backward, extra[2 * i : 2 * i + 2]
+            parts = flash(*of_part, *lengths, 0.0, causal, *random, scale=scale)
+            if grads is None:
+                grads = parts
+            else:
+                for total, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
+                    total[where] += part
         return tuple(g.transpose(0, 1).unsqueeze(0) for g in grads)
-
-    @staticmethod
-    def _ranges(layout: PackedLayout) -> tuple[slice, slice]:
-        """The prompts and the completions as slices of the row."""
-        tail = layout.children_start
-        return slice(int(layout.starts[layout.num_singles]), tail), slice(tail, layout.tokens)

@@ -1,7 +1,7 @@
 """Where a model draws at random while it trains, read off its modules, whatever the fields of its config are called.
 
-A packed row has another shape than a padded batch, so a mask is drawn for other numbers: unbiased, not the same. For
-dropout of attention's weights a packed pass has none at all, and layers left out at random are left out of other rows.
+A packed row has another shape than a padded batch, so masks are drawn for other numbers: unbiased, not the same. Dropout of
+attention's weights has no counterpart there, nor have layers left out at random.
 """
 
 import contextlib
@@ -54,17 +54,14 @@ def attention_reason(model: torch.nn.Module) -> str | None:
 
 def other_dropout(model: torch.nn.Module) -> str | None:
     """A line on dropout outside of attention (LoRA's, residual), which draws other masks on a packed row, or `None`."""
-    kinds: dict[str, float] = {}
+    kinds = set()
     for draw in draws(model):
-        path = draw.name.split(".")
-        kind = next((part for part in path if "drop" in part.lower()), draw.attribute)
-        kinds[kind] = max(kinds.get(kind, 0.0), draw.value)
+        kind = next((part for part in draw.name.split(".") if "drop" in part.lower()), draw.attribute)
+        kinds.add(f"{kind} {draw.value:g}")
     if not kinds:
         return None
-    listed = ", ".join(f"{kind} {value:g}" for kind, value in sorted(kinds.items()))
-    return (
-        f"dropout ({listed}) draws other masks on packed rows than on padded ones: unbiased, but not stock's numbers"
-    )
+    listed = ", ".join(sorted(kinds))
+    return f"dropout ({listed}) draws other masks on packed rows: unbiased, but not stock's numbers"
 
 
 @contextlib.contextmanager

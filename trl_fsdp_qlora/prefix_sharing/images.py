@@ -5,18 +5,15 @@ pixels of one row of every group, in the order in which the prompts stand in it:
 placeholders from left to right. Classes with three-axis rotary positions (Qwen-VL, GLM-4V) work them out from the images'
 grids; their own `get_rope_index` does that for one row of each group, and a group's completions count on from there.
 
-Rows share a prompt where tokens *and pixels* agree: "How many are red?" is asked of many pictures.
-
-Where the tokens of an image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
-
-Where nothing of the vision tower is trained, it is run apart from the model, without a graph, and its features are kept for the
-next passes over the same images ([`FrozenTower`]); `mm_encoder_outputs` is the argument that transformers takes them by.
+Rows share a prompt where tokens *and pixels* agree: "How many are red?" is asked of many pictures. Where the tokens of an
+image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
 """
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -38,32 +35,11 @@ _MASKS = "create_masks_for_generate"
 FEATURE_BYTES = 2**30
 
 
-def images_reason(model: PreTrainedModel) -> str | None:
-    """Why images cannot stand in packed rows of `model` (without wrappers), or `None`."""
-    inner = model.base_model
-    name = model.config.model_type
-    if not hasattr(inner, "get_image_features"):
-        return f"{name} has no get_image_features"
-    if "token_type_ids" in inspect.signature(type(inner).forward).parameters and not hasattr(model, _MASKS):
-        return f"{name} attends in both directions inside an image"
-    if image_token(model) is None:
-        return f"{name} does not say which token stands for an image"
-    return None
-
-
-def image_token(model: PreTrainedModel) -> int | None:
-    """The id of the token that image features are written over."""
-    names = ("image_token_id", "image_token_index")
-    return next((getattr(model.config, n) for n in names if getattr(model.config, n, None) is not None), None)
-
-
 def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
     """`(B, 3)` numbers that two rows have in common where their pixels, and how these are cut, are the same."""
     apart = split_pixel_values_by_grid(vision)
-    rows = [
-        [_sums(apart[name][row]) for name in PER_IMAGE if name in apart] for row in range(len(apart["pixel_values"]))
-    ]
-    return torch.stack([torch.stack(row).sum(0) for row in rows])
+    names = [name for name in PER_IMAGE if name in apart]
+    return torch.stack([sum(_sums(apart[name][row]) for name in names) for row in range(len(apart["pixel_values"]))])
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
@@ -76,67 +52,149 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([odd.new_tensor(bits.numel()), bits.sum(dtype=torch.int64), (bits * odd).sum()])
 
 
-def arguments(
-    model: PreTrainedModel, tower: "FrozenTower", request, layout: PackedLayout, facts: BatchFacts, autocast
-) -> tuple[dict, torch.Tensor]:
-    """The model's further arguments for a row of a batch's prompts with their images, and its positions.
+class Images:
+    """Images in the prompts of one model's packed rows.
 
-    `model` is without wrappers and `tower` its own; the row is made from the batch of `request`, with these `facts`.
+    A tower that nothing trains is run apart from the model, without a graph, and once for each prompt's images while its features
+    are kept. Not under FSDP or ZeRO-3, where its weights are gathered by the root module's forward, on all ranks alike.
+
+    Attributes:
+        reason: why batches with images run padded, or `None`.
+        features: of a frozen tower, by what identifies a prompt's images.
     """
-    layout.own_masks = own_masks(model, request, layout)
-    extra = per_token(request, layout)
-    # The row holds each prompt's pixels once; none where nothing is scored in it.
-    rows = layout.root_rows.tolist() if layout.tokens > 1 else []
-    if tower.serves:
-        counts = request.vision.get("num_images")
-        rows = [row for row in rows if counts is None or counts[row]]
-        if rows:
-            keys = [tuple(facts.image_keys_BN[row]) for row in rows]
-            extra["mm_encoder_outputs"] = tower.outputs(request, rows, keys, autocast)
-    else:
-        chosen = rows_of_images(request.vision, rows)
-        extra |= {name: chosen[name] for name in PER_IMAGE if name in chosen}
-    starts_B = facts.starts_group_B
-    return extra, positions(model, request, layout, starts_B.nonzero()[0], starts_B.cumsum() - 1)
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.inner = model, model.base_model
+        self.features: dict[tuple[int, ...], ModelOutput] = {}
+        self.shared: dict[str, torch.Tensor] | None = None  # what ranks without images run the tower on
+        names = ("image_token_id", "image_token_index")
+        self.token = next((t for t in (getattr(model.config, name, None) for name in names) if t is not None), None)
+        self.reason, kind = None, model.config.model_type
+        if not hasattr(self.inner, "get_image_features"):
+            self.reason = f"{kind} has no get_image_features"
+        elif "token_type_ids" in _parameters(type(self.inner).forward) and not hasattr(model, _MASKS):
+            self.reason = f"{kind} attends in both directions inside an image"
+        elif self.token is None:
+            self.reason = f"{kind} does not say which token stands for an image"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks meet in the tower: its weights are sharded, or its gradients are reduced."""
+        parts = [self.model.get_decoder(), self.model.get_output_embeddings()]
+        others = {id(p) for part in parts if part is not None for p in part.parameters()}
+        tower = (p for p in self.model.parameters() if id(p) not in others)  # FSDP2 puts others in their place
+        return any(p.requires_grad or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in tower)
+
+    def arguments(self, request, layout: PackedLayout, facts: BatchFacts, autocast) -> dict[str, Any]:
+        """The model's arguments, beside the tokens, for a row that was made from the batch of `request`, with these `facts`."""
+        given = {name: layout.take(request.vision[name]) for name in PER_TOKEN if name in request.vision}
+        layout.own_masks = own_masks(self.model, layout, given)
+        # The row holds each prompt's pixels once; none where nothing is scored in it.
+        rows = layout.row_T[layout.starts[: layout.num_roots]].tolist() if layout.tokens > 1 else []
+        if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
+            counts = request.vision.get("num_images")
+            rows = [row for row in rows if counts is None or counts[row]]
+            if rows:
+                keys = [tuple(facts.image_keys_BN[row]) for row in rows]
+                given["mm_encoder_outputs"] = self._encoded(request, rows, keys, autocast)
+        else:
+            chosen = rows_of_images(request.vision, rows)
+            given |= {name: chosen[name] for name in PER_IMAGE if name in chosen}
+        if hasattr(self.inner, "get_rope_index"):
+            given["position_ids"] = self._positions(request, layout, facts)
+        return given
+
+    def _positions(self, request, layout: PackedLayout, facts: BatchFacts) -> torch.Tensor:
+        """`(axes, 1, T)` rotary positions, worked out for one row of each group."""
+        heads = facts.starts_group_B.nonzero()[0]
+        ids, mask = request.input_ids[heads], request.attention_mask[heads].clone()
+        mask[:, -request.logits_to_keep :] = 1  # other completions of the group may be longer
+        wanted = *PER_TOKEN, "image_grid_thw"
+        more = {name: x for name, x in rows_of_images(request.vision, heads).items() if name in wanted}
+        position_ids, _ = self.inner.get_rope_index(ids, attention_mask=mask, **more)
+        group_B = torch.from_numpy(facts.starts_group_B.cumsum() - 1)
+        return layout.take(position_ids[:, to_device(group_B, position_ids.device)])
+
+    def _encoded(self, request, rows: list[int], keys: list[tuple[int, ...]], autocast) -> dict[str, ModelOutput]:
+        """`mm_encoder_outputs` for the images of some rows, in their order; the oldest are forgotten beyond `FEATURE_BYTES`."""
+        for row, key in zip(rows, keys, strict=True):
+            if key not in self.features:
+                with torch.no_grad(), autocast():
+                    self.features[key] = self._run_tower(rows_of_images(request.vision, [row]))
+        found = [self.features[key] for key in keys]
+        while sum(x.nbytes for x in _tensors(self.features)) > FEATURE_BYTES and len(self.features) > 1:
+            del self.features[next(iter(self.features))]
+        return {"image": _joined(found)}
+
+    def _run_tower(self, vision: dict[str, Any]) -> ModelOutput:
+        """What the tower makes of the images among a batch's vision arguments."""
+        taken = _parameters(self.inner.get_image_features)
+        images = {name: vision[name] for name in PER_IMAGE if name in vision and name in taken}
+        return self.inner.get_image_features(**images, return_dict=True)
+
+    def share(self, request) -> None:
+        """Agree on images for [`in_every_forward`], where ranks meet in the tower. Every rank has to call it, once one has images.
+
+        The first prompt with images on any rank gives those of all.
+        """
+        many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if self.shared is not None or not many or not self.is_collective:
+            return
+        device = request.input_ids.device
+        counts = request.vision.get("num_images") or [int(request.has_images)] * len(request.input_ids)
+        row = next((row for row, count in enumerate(counts) if count), None)
+        rank = torch.distributed.get_rank()
+        (source,) = reduced_over_ranks([-1 if row is None else rank], device)
+        mine = rows_of_images(request.vision, [row]) if source == rank else {}
+        sent = [{name: mine[name].cpu() for name in PER_IMAGE if name in mine}]
+        torch.distributed.broadcast_object_list(sent, source, device=device)
+        self.shared = {name: value.to(device) for name, value in sent[0].items()}
+
+    @contextmanager
+    def in_every_forward(self) -> Iterator[None]:
+        """Inside, a forward without images runs the tower too, on [`share`]'s, whose features count zero times.
+
+        Where the tower's weights are sharded or its gradients reduced, a rank whose prompts have no image would otherwise leave
+        the others waiting.
+        """
+        if self.shared is None:
+            yield
+            return
+        missing = False
+
+        def look(module, args, kwargs):
+            nonlocal missing
+            missing = kwargs.get("pixel_values") is None
+
+        def run_tower(module, args, embedded):
+            nonlocal missing
+            if not missing:
+                return embedded
+            missing = False
+            nothing = sum(0.0 * part.sum() for part in _tensors(self._run_tower(self.shared)))
+            return embedded + nothing.to(embedded.dtype)
+
+        hooks = [
+            self.inner.register_forward_pre_hook(look, with_kwargs=True),
+            self.inner.get_input_embeddings().register_forward_hook(run_tower),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
-def positions(model: PreTrainedModel, request, layout: PackedLayout, heads: np.ndarray, group_B: np.ndarray):
-    """`(axes, 1, T)` rotary positions of a packed row; where a class has one axis, the columns.
-
-    `heads` are a row of each group, `group_B` is each row's group.
-    """
-    inner = model.base_model
-    if not hasattr(inner, "get_rope_index"):
-        return layout.position_ids
-    ids, mask = request.input_ids[heads], request.attention_mask[heads].clone()
-    mask[:, -request.logits_to_keep :] = 1  # other completions of the group may be longer
-    wanted = *PER_TOKEN, "image_grid_thw"
-    more = {name: x for name, x in rows_of_images(request.vision, heads).items() if name in wanted}
-    position_ids, _ = inner.get_rope_index(ids, attention_mask=mask, **more)
-    source = group_B[layout.row_T] * request.input_ids.shape[1] + layout.column_T
-    index = to_device(torch.from_numpy(source.astype(np.int64)), position_ids.device)
-    return position_ids.flatten(1)[:, index].unsqueeze(1)
-
-
-def per_token(request, layout: PackedLayout) -> dict[str, torch.Tensor]:
-    """What a batch has per token, for each token of a packed row, `(1, T)`."""
-    index = torch.from_numpy(layout.row_T * request.input_ids.shape[1] + layout.column_T)
-    index = to_device(index, request.input_ids.device)
-    return {n: request.vision[n].flatten()[index].unsqueeze(0) for n in PER_TOKEN if n in request.vision}
-
-
-def own_masks(model: PreTrainedModel, request, layout: PackedLayout) -> dict[int, dict[str, torch.Tensor | None]]:
+def own_masks(
+    model: PreTrainedModel, layout: PackedLayout, given: dict[str, torch.Tensor]
+) -> dict[int, dict[str, torch.Tensor | None]]:
     """Masks of a row's prompts as the model itself makes them where an image's tokens see those behind them.
 
-    Returns:
-        For each place of the row where prompts of one length begin, and each kind of layer, a mask `(n, 1, P, P)`; `None`
-        where it is causal. Nothing for other models.
+    `given` has what the row has per token. For each place where prompts of one length begin, and each kind of layer, there is a mask
+    `(n, 1, P, P)`, or `None` where it is causal; nothing for other models.
     """
     make = getattr(model, _MASKS, None)
-    given = per_token(request, layout)
-    name = next(
-        (name for name in PER_TOKEN if make and name in given and name in inspect.signature(make).parameters), None
-    )
+    name = next((name for name in given if make and name in _parameters(make)), None)
     if name is None:
         return {}
     masks = {}
@@ -154,94 +212,8 @@ def own_masks(model: PreTrainedModel, request, layout: PackedLayout) -> dict[int
     return masks
 
 
-def features_of(inner: torch.nn.Module, vision: dict[str, Any]) -> ModelOutput:
-    """What the tower makes of the images among a batch's vision arguments."""
-    taken = inspect.signature(inner.get_image_features).parameters
-    images = {name: vision[name] for name in PER_IMAGE if name in vision and name in taken}
-    return inner.get_image_features(**images, return_dict=True)
-
-
-class TowerInEveryForward:
-    """Inside, a forward without images runs the tower too, on another prompt's, whose features count zero times.
-
-    Where the tower's weights are sharded or its gradients reduced, ranks meet in it: one whose prompts have no image would
-    leave the others waiting.
-
-    Args:
-        model: without wrappers.
-        request: of this rank's batch; the first prompt with images on any rank gives those of all. Every rank has to call it.
-    """
-
-    def __init__(self, model: PreTrainedModel, request):
-        self.inner, device = model.base_model, request.input_ids.device
-        counts = request.vision.get("num_images") or [int(request.has_images)] * len(request.input_ids)
-        row = next((row for row, count in enumerate(counts) if count), None)
-        rank = torch.distributed.get_rank()
-        (source,) = reduced_over_ranks([-1 if row is None else rank], device)
-        mine = rows_of_images(request.vision, [row]) if source == rank else {}
-        sent = [{name: mine[name].cpu() for name in PER_IMAGE if name in mine}]
-        torch.distributed.broadcast_object_list(sent, source, device=device)
-        self.images = {name: value.to(device) for name, value in sent[0].items()}
-
-    def __enter__(self):
-        embeddings = self.inner.get_input_embeddings()
-        self.hooks = [
-            self.inner.register_forward_pre_hook(self._look, with_kwargs=True),
-            embeddings.register_forward_hook(self._run_tower),
-        ]
-
-    def __exit__(self, *error):
-        for hook in self.hooks:
-            hook.remove()
-
-    def _look(self, module, args, kwargs) -> None:
-        self.wanted = kwargs.get("pixel_values") is None
-
-    def _run_tower(self, module, args, embedded):
-        if not self.wanted:
-            return embedded
-        self.wanted = False
-        nothing = sum(0.0 * part.sum() for part in _tensors(features_of(self.inner, self.images)))
-        return embedded + nothing.to(embedded.dtype)
-
-
-class FrozenTower:
-    """A vision tower that nothing trains: run without a graph, once for each prompt's images while their features are kept.
-
-    Not under FSDP or ZeRO-3, where its weights are gathered by the root module's forward, on all ranks alike.
-
-    Args:
-        model: without wrappers, before they are put around it.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self.model, self.inner = model, model.base_model
-        self.features: dict[tuple[int, ...], ModelOutput] = {}
-        self.takes_features = "mm_encoder_outputs" in inspect.signature(type(model).forward).parameters
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks meet in the tower: its weights are sharded, or its gradients are reduced."""
-        parts = [self.model.get_decoder(), self.model.get_output_embeddings()]
-        others = {id(p) for part in parts if part is not None for p in part.parameters()}
-        tower = (p for p in self.model.parameters() if id(p) not in others)  # FSDP2 puts others in their place
-        return any(p.requires_grad or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in tower)
-
-    @property
-    def serves(self) -> bool:
-        """Whether features may be computed apart from the model's own forward now."""
-        return self.takes_features and not self.is_collective
-
-    def outputs(self, request, rows: list[int], keys: list[tuple[int, ...]], autocast) -> dict[str, Any]:
-        """`mm_encoder_outputs` for the images of some rows, in their order; the oldest are forgotten beyond `FEATURE_BYTES`."""
-        for row, key in zip(rows, keys, strict=True):
-            if key not in self.features:
-                with torch.no_grad(), autocast():
-                    self.features[key] = features_of(self.inner, rows_of_images(request.vision, [row]))
-        found = [self.features[key] for key in keys]
-        while sum(x.nbytes for x in _tensors(self.features)) > FEATURE_BYTES and len(self.features) > 1:
-            del self.features[next(iter(self.features))]
-        return {"image": _joined(found)}
+def _parameters(function) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def _tensors(value) -> list[torch.Tensor]:
@@ -255,9 +227,9 @@ def _joined(outputs: list[ModelOutput]) -> ModelOutput:
     """One output for several prompts' images, as one call for all of them would give."""
 
     def cat(parts):
-        return (
-            torch.cat(list(parts)) if isinstance(parts[0], torch.Tensor) else tuple(x for part in parts for x in part)
-        )
+        if isinstance(parts[0], torch.Tensor):
+            return torch.cat(list(parts))
+        return tuple(x for part in parts for x in part)
 
     joined = {"pooler_output": cat([output.pooler_output for output in outputs])}
     if getattr(outputs[0], "deepstack_features", None) is not None:

@@ -7,11 +7,8 @@ A packed row holds each prompt once and no padding:
 Every stretch is a *segment*: a run of columns `[first, first + length)` of one row of the padded batch. A shared prompt
 is its first P-1 tokens; each of its completions starts with a copy of the prompt's last token, because that position
 is where the first completion token is predicted, and stops before the last token to be scored, which is only ever a
-target. So a group costs (P-1) + sum of its completion lengths. A prompt that occurs once is one plain causal segment
-with its completion ("single row"), with nothing to merge.
-
-Where completions begin alike and it pays, the row is a *nested* one instead ([`nested.nested_row`]): each group is one
-stretch that holds every prefix once.
+target. A prompt that occurs once is one plain causal segment with its completion ("single row"). Where completions begin
+alike and it pays, the row is a *nested* one instead ([`nested.nested_row`]).
 
 Positions are the columns of the padded batch: what stock TRL's forward uses, so every rotary table entry is the same.
 """
@@ -52,16 +49,10 @@ class BatchFacts:
         return np.where(self.scored_BC.any(1), self.scored_BC.shape[1] - self.scored_BC[:, ::-1].argmax(1), 0)
 
     def rows(self, part: slice, scored: bool = True) -> "BatchFacts":
-        """The facts of a stretch of rows; with `scored=False` as if nothing in them were to be scored."""
-        scored_BC = self.scored_BC[part]
-        return BatchFacts(
-            self.prompt_lengths_B[part],
-            self.completion_lengths_B[part],
-            scored_BC if scored else np.zeros_like(scored_BC),
-            self.new_prompt_B[part],
-            None if self.completion_ids_BC is None else self.completion_ids_BC[part],
-            None if self.image_keys_BN is None else self.image_keys_BN[part],
-        )
+        """The facts of some neighbouring rows; with `scored=False` as if nothing in them were to be scored."""
+        facts = BatchFacts(**{name: None if x is None else x[part] for name, x in vars(self).items()})
+        facts.scored_BC = facts.scored_BC & scored
+        return facts
 
 
 def read_batch(
@@ -147,11 +138,9 @@ def cut_rows(facts: BatchFacts, budget: int, rows_at_once: int | None) -> list[t
 class PackedLayout:
     """One packed row of T tokens: what the model is called with, where each result goes, who attends to whom.
 
-    Layers find it in [`scope.current`].
-
-    Segments lie in row order: `num_singles` single rows, then `num_families` shared prompts, then the completions of
-    each family in the same order (`children_per_family`). A completion attends to its family's prompt and, causally, to
-    itself; everything else attends causally to itself only.
+    Layers find it in [`scope.current`]. Segments lie in row order: `num_singles` single rows, then a shared prompt for each
+    family, then the completions of each family in the same order (`children_per_family`). A completion attends to its
+    family's prompt and, causally, to itself; everything else attends causally to itself only.
 
     Attributes:
         input_ids, position_ids: `(1, T)`.
@@ -160,7 +149,8 @@ class PackedLayout:
         multiplicity_1T: how many tokens of the padded batch a token stands for (the router loss of MoE models counts
             with it).
         starts, lengths: offset in the row and token count of each segment.
-        tokens, stock_tokens: T, and the B * (P + C) positions that a padded forward computes.
+        completion_shape, width: `(B, C)` and P + C of the padded batch.
+        row_T, column_T: where in it each token stands, on the host.
         end_T: for a nested row, the place behind the last token that sees each one: token q attends to k where
             k <= q < end_T[k]. Its groups count as single rows. `None` for every other row.
         backend: `"auto"` or the name of the attention backend to use.
@@ -168,9 +158,8 @@ class PackedLayout:
         problems: where this is a list, a layer that cannot be computed notes why and gives zeros, so that this rank meets
             the others in every collective of the forward; where it is `None`, such a layer raises.
         is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
-        own_masks: of prompts with images, see [`images.own_masks`].
+        own_masks: of prompts with images, see `images.py`.
         cache: index tensors that a backend derived from the layout, kept for the next layer.
-        row_T, column_T: where in the padded batch each token stands, on the host.
     """
 
     input_ids: torch.Tensor
@@ -184,8 +173,7 @@ class PackedLayout:
     num_singles: int
     children_per_family: np.ndarray
     completion_shape: tuple[int, int]
-    tokens: int
-    stock_tokens: int
+    width: int
     row_T: np.ndarray
     column_T: np.ndarray
     end_T: np.ndarray | None = None
@@ -197,24 +185,28 @@ class PackedLayout:
     cache: dict = field(default_factory=dict)
 
     @property
-    def root_rows(self) -> np.ndarray:
-        """The row of the padded batch that each segment without a prefix was taken from, in row order."""
-        return self.row_T[self.starts[: self.num_roots]]
-
-    @property
-    def num_families(self) -> int:
-        """Shared prompts."""
-        return len(self.children_per_family)
+    def tokens(self) -> int:
+        return len(self.row_T)
 
     @property
     def num_roots(self) -> int:
         """Segments without a prefix: single rows and shared prompts."""
-        return self.num_singles + self.num_families
+        return self.num_singles + len(self.children_per_family)
+
+    @property
+    def prompt_of_child(self) -> np.ndarray:
+        """The segment of each completion's prompt, for those that share one."""
+        return np.repeat(np.arange(self.num_singles, self.num_roots), self.children_per_family)
 
     @property
     def children_start(self) -> int:
         """Offset of the first completion segment; T where nothing is shared."""
         return int(self.starts[self.num_roots]) if len(self.starts) > self.num_roots else self.tokens
+
+    def take(self, x_BL: torch.Tensor) -> torch.Tensor:
+        """What the padded batch has at each token of the row: `(..., 1, T)` of `(..., B, P + C)`."""
+        source_T = torch.from_numpy(self.row_T * x_BL.shape[-1] + self.column_T)
+        return x_BL.flatten(-2)[..., to_device(source_T, x_BL.device)].unsqueeze(-2)
 
     def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
         """Put one value per scored position back to `(B, C)`, zeros elsewhere; differentiable."""
@@ -236,8 +228,7 @@ def pack(
     Args:
         input_ids, attention_mask, logits_to_keep: `(B, P + C)`, prompts left-padded, completions right-padded; C.
         score_mask_BC: completion tokens whose log-probability is wanted; the completion mask where absent. What lies
-            behind the last of them in a completion stays out of the row, and a completion without any stays out
-            altogether. A batch without any gives a row of one token, so that the forward still happens.
+            behind the last of them stays out of the row. A batch without any gives one token, so that the forward still happens.
         whole_rows: keep every token of the batch in the row (the router loss of MoE models counts all of them).
         facts: what [`read_batch`] found, where it was already called.
         pairs_per_token: compute equal beginnings of completions once, if the tokens saved are worth the wider
@@ -259,17 +250,20 @@ def pack(
         nested = nested_row(facts.completion_ids_BC, forward_B, *groups)
         saved = len(row.row_T) - len(nested.row_T)
         row = nested if saved * pairs_per_token > nested.pairs - row.pairs else row
-    source_T = row.row_T * width + row.column_T
     scored_row_N, scored_token_N = facts.scored_BC.nonzero()
-    score_index_N = row.index_BC[scored_row_N, scored_token_N]
-    target_N = scored_row_N * width + prompt_width + scored_token_N
-    scatter_N = scored_row_N * logits_to_keep + scored_token_N
-
     # One transfer for all of them.
-    parts = [source_T, row.column_T, row.weight_T, score_index_N, target_N, scatter_N]
+    parts = [
+        row.row_T * width + row.column_T,
+        row.column_T,
+        row.weight_T,
+        row.index_BC[scored_row_N, scored_token_N],
+        scored_row_N * width + prompt_width + scored_token_N,
+        scored_row_N * logits_to_keep + scored_token_N,
+    ]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
     source, column, weight, score_index, target, scatter_index = sent.split([len(part) for part in parts])
     flat_ids = input_ids.reshape(-1)
+    segments = ("starts", "lengths", "num_singles", "children_per_family", "row_T", "column_T", "end_T")
     return PackedLayout(
         input_ids=flat_ids[source].unsqueeze(0),
         position_ids=column.unsqueeze(0),
@@ -277,16 +271,9 @@ def pack(
         score_targets_N=flat_ids[target],
         scatter_index_N=scatter_index,
         multiplicity_1T=weight.float().unsqueeze(0),
-        starts=row.starts,
-        lengths=row.lengths,
-        num_singles=row.num_singles,
-        children_per_family=row.children_per_family,
         completion_shape=(rows, logits_to_keep),
-        tokens=len(source_T),
-        stock_tokens=rows * width,
-        row_T=row.row_T,
-        column_T=row.column_T,
-        end_T=row.end_T,
+        width=width,
+        **{name: getattr(row, name) for name in segments},
     )
 
 

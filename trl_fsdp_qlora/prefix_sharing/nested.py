@@ -83,13 +83,8 @@ def nested_row(
 ) -> Row:
     """Lay out a batch with each prefix of a group once: every group is one single stretch, its prompt, then its trie.
 
-    Args:
-        completion_ids_BC: token ids.
-        forward_B: positions of each completion that the forward needs, its prompt's last token included; 0 leaves the
-            completion out (not all of them).
-        prompt_lengths_B: prompt tokens of each row.
-        new_prompt_B: row b has another prompt than row b - 1.
-        prompt_width: columns in front of the completions.
+    `forward_B` is how many positions of each completion the forward needs, its prompt's last token included; 0 leaves the
+    completion out (not all of them). The others are as in [`layout.BatchFacts`], `prompt_width` columns before completions.
     """
     index_BC = np.full(completion_ids_BC.shape, -1)
     parts, starts, lengths, offset, pairs = [], [], [], 0, 0
@@ -120,15 +115,10 @@ def nested_row(
         end = tail[rows_behind_subtree(common, depths + 1)[row_of, depth_of + 1]]
         length = prompt - 1 + len(row_of)
         used = np.bincount(node[np.arange(depths) < forward[:, None]] - trie, minlength=len(row_of))
-        head = np.arange(prompt - 1)
-        parts.append(
-            (
-                np.concatenate([head * 0 + rows[0], rows[row_of]]),
-                np.concatenate([head + prompt_width - prompt, depth_of + prompt_width - 1]),
-                np.concatenate([head * 0 + offset + length, end]),
-                np.concatenate([head * 0 + len(rows), used]),
-            )
-        )
+        head = np.arange(prompt - 1)  # the prompt but for its last token
+        of_head = head * 0 + rows[0], head + prompt_width - prompt, head * 0 + offset + length, head * 0 + len(rows)
+        of_trie = rows[row_of], depth_of + prompt_width - 1, end, used
+        parts.append([np.concatenate(both) for both in zip(of_head, of_trie, strict=True)])
         starts.append(offset)
         lengths.append(length)
         pairs += length * length

@@ -5,9 +5,6 @@ would run on from one completion into the next. So a layer is called twice: on t
 states they end in, and on the completions as a batch, with a cache that answers the states of their prompts. Autograd
 adds up what the completions send back into a prompt. No kernel is touched, and no family of models has a line of its
 own: a layer is served if it speaks the cache protocol of transformers (`cache_utils.LinearAttentionCacheLayerMixin`).
-
-    hidden_states (1, T, H) = [ single rows | prompt 1 | prompt 2 | ... | c_11 ... c_1G | c_21 ... c_2G | ... ]
-
 Mamba-1 goes on from no state in transformers' code; such a layer gets each completion behind its prompt, whose output is kept
 once. Prompts are not padded, which would need a mask of each layer's own. Completions are, behind their last token, where
 nothing looks.
@@ -16,7 +13,6 @@ nothing looks.
 import functools
 import inspect
 import types
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -81,25 +77,21 @@ class StateCache:
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """The modules of `model` that keep a state in transformers' cache, found by what their code calls."""
-    return [module for module in model.modules() if _keeps_a_state(type(module))]
+    return [module for module in model.modules() if _KEEPS_A_STATE & looked_up(type(module))]
 
 
 @functools.cache
-def _keeps_a_state(cls: type) -> bool:
-    return any(_KEEPS_A_STATE & set(code.co_names) for code in _methods(cls))
+def looked_up(cls: type) -> set[str]:
+    """Names that the methods of `cls` look up, and the keywords that they call functions with."""
+    functions = (x for base in cls.__mro__ for x in vars(base).values() if inspect.isfunction(x))
+    codes = [inspect.unwrap(function).__code__ for function in functions]
+    keywords = (part for code in codes for part in code.co_consts if isinstance(part, tuple))
+    return {name for names in (*(code.co_names for code in codes), *keywords) for name in names}
 
 
-@functools.cache
 def _goes_on_from_a_state(cls: type) -> bool:
     """Whether a layer hands its kernel a state to begin with; convolutions get theirs from the cache itself."""
-    codes = list(_methods(cls))
-    keywords = {x for code in codes for part in code.co_consts if isinstance(part, tuple) for x in part}
-    return bool(keywords & _FIRST_STATES) or not any("update_recurrent_state" in code.co_names for code in codes)
-
-
-def _methods(cls: type) -> Iterator[types.CodeType]:
-    for base in cls.__mro__:
-        yield from (inspect.unwrap(x).__code__ for x in vars(base).values() if inspect.isfunction(x))
+    return bool(_FIRST_STATES & looked_up(cls)) or "update_recurrent_state" not in looked_up(cls)
 
 
 def state_bytes(module: nn.Module, width: int) -> int:
@@ -186,27 +178,23 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool):
     if key in layout.cache:
         return layout.cache[key]
     starts, lengths, singles, roots = layout.starts, layout.lengths, layout.num_singles, layout.num_roots
-    root_runs = [
-        (*run, are_prompts)
-        for first, last, are_prompts in ((0, singles, False), (singles, singles if whole else roots, True))
-        for run in equal_runs(starts[first:last], lengths[first:last])
-    ]
-    prompt_of = np.repeat(np.arange(layout.num_families), layout.children_per_family)
+    prompts = slice(singles, singles if whole else roots)
+    root_runs = [(*run, False) for run in equal_runs(starts[:singles], lengths[:singles])]
+    root_runs += [(*run, True) for run in equal_runs(starts[prompts], lengths[prompts])]
+    prompt_of = layout.prompt_of_child
     is_first = np.concatenate([[True], prompt_of[1:] != prompt_of[:-1]])[: len(prompt_of)] & whole
-    prompt_length = lengths[singles:roots][prompt_of] * whole
+    prompt_length = lengths[prompt_of] * whole
     batches, places = [], [np.arange(starts[singles] if whole and roots > singles else layout.children_start)]
     for children in _similar(prompt_length + lengths[roots:]):
         start, before = starts[roots + children, None], prompt_length[children, None]
         length = before + lengths[roots + children, None]
         within = np.arange(max(int(length.max()), _SHORTEST))
-        index = np.where(
-            within < before, starts[singles + prompt_of[children], None] + within, start - before + within
-        )
+        index = np.where(within < before, starts[prompt_of[children], None] + within, start - before + within)
         index = np.minimum(index, layout.tokens - 1)
         is_real = (within < length) & ((within >= before) | is_first[children, None])
         real = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real))
         places.append(index[is_real])
-        batches.append((torch.from_numpy(index), real, torch.from_numpy(prompt_of[children])))
+        batches.append((torch.from_numpy(index), real, torch.from_numpy(prompt_of[children] - singles)))
     place = np.concatenate(places)
     order = None if (place[1:] > place[:-1]).all() else torch.from_numpy(np.argsort(place))
     batches = [tuple(None if x is None else to_device(x, device) for x in batch) for batch in batches]

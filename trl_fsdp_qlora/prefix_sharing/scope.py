@@ -1,7 +1,7 @@
 """Which packed row the layers of a model compute: set around the forward of the root, and again where they are recomputed.
 
-It does not travel through the arguments of the layers, which many models drop on the way. Gradient checkpointing recomputes
-layers during backward, when the forward is long over; so what it is given to recompute carries the row along.
+It does not travel through the arguments of the layers, which many models drop. What gradient checkpointing is given to
+recompute, during backward, carries the row along.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Which models can be computed on a packed row, decided from the model itself before anything runs.
-
-What this check cannot see, the layer counter and the self-check of the first step do.
-"""
+"""Which models can be computed on a packed row, decided from the model itself; the first pass shows what this cannot see."""
 
 import inspect
 from collections.abc import Callable
@@ -31,21 +28,15 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     name, text = config.model_type, config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
-    reason = _layers_reason(model, text)
-    if reason is not None:
+    if (reason := _layers_reason(model, text)) is not None:
         return reason
     if getattr(text, "alibi", False):
         return f"{name} adds ALiBi biases by distance in the row"
     if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) not in _CAUSAL_TEXT:
         return f"{name} attends in both directions"
-    dropout = attention_reason(model)
-    if dropout is not None:
-        return dropout
-    if not attention_layers(model):
-        return None
-    if not takes_positions(model) and not position_tables(model):
+    if attention_layers(model) and not takes_positions(model) and not position_tables(model):
         return f"{name} takes no position_ids"
-    return None
+    return attention_reason(model)
 
 
 def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None:
@@ -81,8 +72,8 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 def position_tables(model: PreTrainedModel) -> list[nn.Module]:
     """Modules of `model` that give positions their embeddings, and can be told which positions."""
-    wanted = {"past_key_values_length", "position_ids"}
     tables = [m for m in model.modules() if "Position" in type(m).__name__]
+    wanted = {"past_key_values_length", "position_ids"}
     return [m for m in tables if wanted <= set(inspect.signature(type(m).forward).parameters)]
 
 
@@ -104,12 +95,9 @@ def position_limit(model: PreTrainedModel) -> float:
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    limits = [
-        one.get("original_max_position_embeddings") or config.max_position_embeddings
-        for one in by_layer_type or [rope]
-        if one.get("rope_type") in ("dynamic", "longrope")
-    ]
+    tables = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # by type of layer, or one
+    longest = (x for x in tables if x.get("rope_type") in ("dynamic", "longrope"))
+    limits = (x.get("original_max_position_embeddings") or config.max_position_embeddings for x in longest)
     return min(limits, default=float("inf"))
 
 

@@ -4,9 +4,6 @@ A completion's keys are its prompt's, expanded over the group, with its own behi
 Whatever the model's function does (softcap, sinks, a sliding window through its mask, grouped queries, any head size)
 it does here, so this backend serves every layer that takes a mask. The price is one copy of the prompt's keys and
 values per completion, kept for backward, and a mask of (longest completion) x (prompt + longest completion).
-
-It wins against padding wherever `cascade` does not apply: sliding windows, softcap, sinks, unequal head sizes. Where
-both apply `cascade` was never slower on CPU and keeps fewer bytes (docs/prefix_sharing.md has the figures).
 """
 
 import torch
