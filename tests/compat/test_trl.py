@@ -2,28 +2,29 @@ import importlib
 import inspect
 
 import pytest
-import transformers
 import trl
 
 from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer
-from trl_fsdp_qlora.compat import transformers as transformers_seams
 from trl_fsdp_qlora.compat import trl as trl_seams
 from trl_fsdp_qlora.compat.generation import MISFIT
-from trl_fsdp_qlora.compat.signatures import misfits, warn_of_misfits
+from trl_fsdp_qlora.compat.signatures import misfits
 from trl_fsdp_qlora.compat.vllm import adapter_misfits
 
 
 def test_the_installed_libraries_fit():
-    assert misfits(trl_seams, trl_seams.EXPECTED) == misfits(transformers.Trainer, transformers_seams.EXPECTED) == []
     assert adapter_misfits() == [] and MISFIT is None
 
 
-def test_a_changed_signature_is_named(caplog):
-    changed = {"split_tensor_dict": "tensor_dict chunks extra", "GRPOTrainer._gone": "self"}
-    warn_of_misfits("TRL", "1.99.0", trl_seams, changed)
-    assert "TRL 1.99.0" in caplog.text
-    assert "split_tensor_dict: expected (tensor_dict chunks extra), found (tensor_dict num_chunks)" in caplog.text
-    assert "GRPOTrainer._gone: expected (self), found nothing" in caplog.text
+def test_a_changed_signature_is_named():
+    changed = {
+        "split_tensor_dict": "tensor_dict chunks extra",
+        "GRPOTrainer._gone": "self",
+        "use_adapter": "model adapter_name",
+    }
+    assert misfits(trl_seams, changed) == [
+        "split_tensor_dict: expected (tensor_dict chunks extra), found (tensor_dict num_chunks)",
+        "GRPOTrainer._gone: expected (self), found nothing",
+    ]
 
 
 def test_the_next_version_is_a_warning(monkeypatch, caplog):

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import transformers
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -17,21 +16,7 @@ from transformers import (
 from transformers.utils.generic import is_flash_attention_requested
 
 from .replaced import replaced
-from .signatures import warn_of_misfits
 
-# Of `Trainer`, overridden or called -> parameters, in order; the same in all versions that are allowed.
-EXPECTED = {
-    "create_accelerator_and_postprocess": "self",
-    "training_step": "self model inputs num_items_in_batch",
-    "save_model": "self output_dir _internal_call",
-    "_save": "self output_dir state_dict",
-    "_save_checkpoint": "self model trial",
-    "_save_optimizer_and_scheduler": "self output_dir",
-    "_load_from_checkpoint": "self resume_from_checkpoint model",
-    "_load_optimizer_and_scheduler": "self checkpoint",
-    "_load_best_model": "self",
-    "_get_output_dir": "self trial",
-}
 _LANGUAGE_MODELS = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -95,6 +80,3 @@ def under_own_name(config: PretrainedConfig, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = registered
-
-
-warn_of_misfits("transformers", transformers.__version__, Trainer, EXPECTED)

@@ -1,11 +1,6 @@
-"""Every name borrowed from TRL.
-
-Functions and methods that this package calls or overrides are listed with the parameters they are written for, and compared
-once at import: a warning names those that an upstream release has renamed or reshaped.
-"""
+"""Every name borrowed from TRL."""
 
 import logging
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,43 +27,10 @@ from trl.trainer.utils import (
 )
 
 from .replaced import replaced
-from .signatures import warn_of_misfits
 
 logger = logging.getLogger(__name__)
 
 TESTED_TRL = "1.16"
-# What is overridden or called -> its parameters, in order, as of TRL 1.16.
-EXPECTED = {
-    "GRPOTrainer._prepare_inputs": "self generation_batch",
-    "GRPOTrainer._generate_and_score_completions": "self inputs",
-    "GRPOTrainer._generate": "self prompts",
-    "GRPOTrainer._generate_single_turn": "self prompt_ids images multimodal_fields num_generations has_tool_images",
-    "GRPOTrainer._calculate_rewards": "self inputs prompts completions completion_ids_list",
-    "GRPOTrainer._log_completion_extra": "self column values",
-    "GRPOTrainer._log_metric": "self name value",
-    "grpo_trainer.gather": "tensor",
-    "GRPOTrainer._get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size "
-    "compute_entropy compute_aux_loss pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles "
-    "image_sizes token_type_ids mm_token_type_ids image_position_ids",
-    "GRPOTrainer._compute_loss": "self model inputs",
-    "GRPOTrainer._tokenize_prompts": "self prompts",
-    "GRPOTrainer._get_train_sampler": "self dataset",
-    "GRPOTrainer._save_checkpoint": "self model trial",
-    "GRPOTrainer._load_optimizer_and_scheduler": "self checkpoint",
-    "ChunkedLogProbFunction.forward": "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping "
-    "logit_scale outputs",
-    "chunked_logprob._addmm_fp32": "acc a b",  # see `older_gpus.py`
-    "RepeatSampler.__init__": "self data_source mini_repeat_count batch_size repeat_count shuffle seed",
-    "shuffle_sequence_dict": "seq_dict",
-    "split_tensor_dict": "tensor_dict num_chunks",
-    "split_pixel_values_by_grid": "batch",
-    "unsplit_pixel_values_by_grid": "batch",
-    "maybe_gather_lm_head_ctx": "params",
-    "parse_response": "tokenizer ids prefix tools",
-    "unwrap_model_for_generation": "model accelerator gather_deepspeed3_params generation_kwargs "
-    "gradient_checkpointing_kwargs",
-    "use_adapter": "model adapter_name",
-}
 # What a micro-batch may hold for the log-probabilities to be compared with.
 OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS = "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"
 COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
@@ -87,8 +49,12 @@ GROUP_SPREAD = "frac_reward_zero_std"
 
 
 if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
-    logger.warning("trl_fsdp_qlora is written for TRL %s and was never run with TRL %s", TESTED_TRL, trl.__version__)
-warn_of_misfits("TRL", trl.__version__, sys.modules[__name__], EXPECTED)
+    logger.warning(
+        "trl_fsdp_qlora is written for TRL %s and was never run with TRL %s: compare a few steps with stock TRL "
+        "(`trl-fsdp-qlora compare`), or install the version of constraints.txt",
+        TESTED_TRL,
+        trl.__version__,
+    )
 
 
 def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
