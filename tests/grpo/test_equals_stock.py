@@ -12,18 +12,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.grpo.test_token_budget import assert_close, loss_and_gradients
-from tests.tiny import (
-    LOSS_TYPES,
-    character_tokenizer,
-    config,
-    digit_share,
-    lora,
-    prompts,
-    save_tiny_model,
-    serve_by_onednn,
-    tiny_model,
-    trainer,
-)
+from tests.tiny import LOSS_TYPES, config, lora, save_tiny_model, serve_by_onednn, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.scoring.cpu_linear import product
@@ -49,15 +38,9 @@ def stock_run(peft, changes):
 
 def assert_equal_runs(tmp_path, peft=True, sharing="off", **changes):
     stock, start, expected = stock_run(peft, tuple(changes.items()))
-    ours, _, weights = run(
-        EfficientGRPOTrainer,
-        EfficientGRPOConfig,
-        tmp_path,
-        peft,
-        prefix_sharing=sharing,
-        compact_generation=False,  # which draws other completions of the same distribution
-        **changes,
-    )
+    # Compact generation draws other completions of the same distribution.
+    ours = {"prefix_sharing": sharing, "compact_generation": False, **changes}
+    ours, _, weights = run(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft, **ours)
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], **TOLERANCE)
@@ -67,52 +50,47 @@ def assert_equal_runs(tmp_path, peft=True, sharing="off", **changes):
     if changes.get("gradient_accumulation_steps", 1) == 1:
         keys += ["kl", "entropy", "clip_ratio/region_mean"]  # means of means over micro-batches, which differ
     for mine, theirs in zip(ours[:-1], stock[:-1], strict=True):
+        assert theirs.keys() - mine.keys() == set()
         for key in theirs.keys() & set(keys):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("sharing", ["off", "auto"])
+@pytest.mark.parametrize("sharing, loss_type", [*(("auto", x) for x in LOSS_TYPES), ("off", "dapo"), ("off", "vespo")])
 def test_loss_types(tmp_path, loss_type, sharing):
     level = "sequence" if loss_type == "luspo" else "token"
     assert_equal_runs(tmp_path, sharing=sharing, loss_type=loss_type, importance_sampling_level=level)
 
 
-@pytest.mark.parametrize("sharing", ["off", "auto"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"beta": 0.1},
-        {"beta": 0.1, "num_iterations": 2, "max_steps": 4},
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "loss_type": "dapo", "beta": 0.1},
-        {"mask_truncated_completions": True},
-        {"scale_rewards": "batch", "entropy_coef": 0.01},
-    ],
-    ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items())[:60],
-)
-def test_options(tmp_path, changes, sharing):
+OPTIONS = [
+    {"beta": 0.1, "num_iterations": 2, "max_steps": 4},
+    {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "loss_type": "dapo", "beta": 0.1},
+    {"mask_truncated_completions": True},
+    {"scale_rewards": "batch", "entropy_coef": 0.01},
+]
+
+
+@pytest.mark.parametrize("sharing, i", [*(("auto", i) for i in range(len(OPTIONS))), ("off", 0), ("off", 2)])
+def test_options(tmp_path, i, sharing):
     # With loss_type "grpo" a step is a mean over completions, so which micro-batch one falls into does not matter.
-    assert_equal_runs(tmp_path, sharing=sharing, **{"loss_type": "grpo", **changes})
+    assert_equal_runs(tmp_path, sharing=sharing, **{"loss_type": "grpo", **OPTIONS[i]})
 
 
-@pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["kept", "checkpointed"])
-def test_products_by_another_library(tmp_path, changes, peft, monkeypatch):
-    assert_equal_runs(tmp_path / "torch", peft=peft, sharing="auto", **changes)
+@pytest.mark.parametrize("peft, checkpointing", [(True, True), (False, False)], ids=["checkpointed lora", "full"])
+def test_products_by_another_library(tmp_path, checkpointing, peft, monkeypatch):
+    changes = {"peft": peft, "sharing": "auto", "gradient_checkpointing": checkpointing}
+    assert_equal_runs(tmp_path / "torch", **changes)
     calls = []
     serve_by_onednn(monkeypatch)
     monkeypatch.setattr(cpu_linear, "product", lambda *args: calls.append(1) or product(*args))
-    assert_equal_runs(tmp_path / "onednn", peft=peft, sharing="auto", **changes)
+    assert_equal_runs(tmp_path / "onednn", **changes)
     assert calls
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_full_fine_tuning(tmp_path, beta):
-    model = tmp_path / "model"
-    save_tiny_model(model)  # beta > 0 loads the reference from the checkpoint
+def test_full_fine_tuning(tmp_path):
+    model = save_tiny_model(tmp_path / "model")  # beta > 0 loads the reference from the checkpoint
     for sharing in ("off", "auto"):
-        assert_equal_runs(tmp_path / sharing, peft=False, sharing=sharing, model=str(model), beta=beta)
+        assert_equal_runs(tmp_path / sharing, peft=False, sharing=sharing, model=model, beta=0.1)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -130,6 +108,6 @@ def test_loss_and_gradients_on_the_same_batch(tmp_path, loss_type):
 
 def test_a_plain_trl_config_serves(tmp_path):
     given = config(GRPOConfig, tmp_path)
-    made = EfficientGRPOTrainer(tiny_model(), digit_share, given, prompts(), processing_class=character_tokenizer())
+    made = trainer(EfficientGRPOTrainer, lambda **_: given, tmp_path)
     assert made.args.prefix_sharing == "auto" and made.args.learning_rate == given.learning_rate
     assert type(given) is GRPOConfig and not hasattr(given, "prefix_sharing")  # the user's own stays as it was

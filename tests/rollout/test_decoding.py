@@ -1,4 +1,4 @@
-"""The compact decoding loop against transformers' own, and its sampler against exact probabilities."""
+"""The compact decoding loop against transformers' own: greedy completions token by token, and what is drawn whatever else runs."""
 
 import copy
 
@@ -6,29 +6,34 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     Gemma2Config,
     GenerationConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
-    OpenAIGPTConfig,
     Phi3Config,
     Qwen2MoeConfig,
     Qwen3Config,
 )
+from transformers.generation import WatermarkingConfig
 
-from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT, make_trainer, processor
+from tests.prefix_sharing.helpers import MULTIMODAL, RECURRENT
 from tests.prefix_sharing.helpers import build as build_family
+from tests.prefix_sharing.test_images import COMPLETION, FAMILIES, IMAGE, ROWS, llava_trainer, with_images
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.rollout.completions import complete, generate
-from trl_fsdp_qlora.rollout.decoding import Decoding
+from trl_fsdp_qlora.rollout.decoding import Decoding, why_stock
 
 VOCABULARY, PAD, EOS = 64, 0, [3, 5, 7, 11, 13]
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": PAD,
 }  # fmt: skip
+ROTARY = {"rope_theta": 1e4, "factor": 2.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 MODELS = {
     "llama": LlamaConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
@@ -37,15 +42,24 @@ MODELS = {
     "gemma2": Gemma2Config(**SIZES, sliding_window=6),
     "moe": Qwen2MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "gpt-oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
+    # Throws its cache away where it changes tables.
+    "longrope": Phi3Config(
+        **{name: value for name, value in SIZES.items() if name != "head_dim"},
+        original_max_position_embeddings=14,
+        rope_parameters={**ROTARY, **LONG, "original_max_position_embeddings": 14},
+    ),
+    "dynamic": LlamaConfig(
+        **SIZES | {"max_position_embeddings": 14}, rope_parameters={**ROTARY, "rope_type": "dynamic"}
+    ),
 }
+LENGTH_DEPENDENT = ("longrope", "dynamic")
 # Two groups of prompts of different lengths, and one prompt that stands alone.
 PROMPTS = [[20, 21, 22, 23, 24, 25, 26, 27, 28]] * 4 + [[30, 31, 32]] * 4 + [[40, 41, 42, 43, 44]]
 
 
 def build(name="llama"):
     torch.manual_seed(0)
-    config = copy.deepcopy(MODELS[name])
-    return AutoModelForCausalLM.from_config(config).float().eval()
+    return AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name])).float().eval()
 
 
 def greedy(**changes):
@@ -57,32 +71,59 @@ def sampled(**changes):
     return greedy(**{"do_sample": True, "top_k": 0, **changes})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*(x for x in MODELS if x not in LENGTH_DEPENDENT), *RECURRENT, *(f"{name} (text)" for name in MULTIMODAL)]
+)
 def test_greedy_is_token_identical(name):
-    model = build(name)
+    """States of recurrent layers are repeated and dropped with keys and values; positions may have several axes."""
+    family = MULTIMODAL.get(name.removesuffix(" (text)")) or RECURRENT.get(name, [None])[0]
+    model = build(name) if name in MODELS else build_family(family)
     expected, nothing = complete(model, PROMPTS, greedy(), compact=False)
     found, work = complete(model, PROMPTS, greedy())
-    assert nothing is None
-    assert found == expected
-    lengths = {len(row) for row in found}
-    assert len(lengths) > 1  # otherwise no row was dropped before the others
-    assert work.prefill_tokens == 3 * 9
-    assert work.prefill_tokens_stock == 9 * 9
-    longest = max(lengths)
-    assert work.row_steps_stock == 9 * (longest - 1)
+    assert nothing is None and found == expected
+    assert (work.prefill_tokens, work.prefill_tokens_stock) == (3 * 9, 9 * 9)
+    assert work.row_steps_stock == 9 * (max(map(len, found)) - 1)
     # A row takes part in every forward but the one that would follow its last token.
     assert work.row_steps == sum(len(row) - 1 for row in found)
+    assert len({len(row) for row in found}) > 1 or name not in MODELS  # otherwise no row was dropped before the others
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, *(f"{name} (text)" for name in MULTIMODAL)])
-def test_greedy_is_token_identical_for_recurrent_and_multimodal_classes(name):
-    """States are repeated and dropped with keys and values; positions may have several axes."""
-    model = build_family(MULTIMODAL[name.removesuffix(" (text)")] if "text" in name else RECURRENT[name][0])
-    expected, _ = complete(model, PROMPTS, greedy(), compact=False)
-    found, work = complete(model, PROMPTS, greedy())
-    assert found == expected
-    assert work.prefill_tokens == 3 * 9
+# Why decoding attends to prompts in each row, as for text.
+PER_ROW = {
+    "qwen3_5": "layers with a LinearAttentionLayer",
+    "qwen3_5_moe": "layers with a LinearAttentionLayer",
+    **dict.fromkeys(["mistral3", "gemma3", "gemma4"], "layers with a DynamicSlidingWindowLayer"),
+    "llava_onevision": "its attention takes logits_to_keep",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_is_token_identical_for_prompts_with_images(name):
+    """Against transformers' loop on a batch that holds each image per row."""
+    model, ids, mask, vision = with_images(name)
+    ids, mask = ids[:, :-COMPLETION], mask[:, :-COMPLETION]
+    prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    vision = {n: x[:, :-COMPLETION] if n.endswith("token_type_ids") else x for n, x in vision.items()}
+    config, decoding = greedy(suppress_tokens=[IMAGE]), Decoding()
+    expected, _ = complete(model.eval(), prompts, config, compact=False, vision=vision)
+    found, work = complete(model, prompts, config, decoding=decoding, vision=vision)
+    assert found == expected and len({*map(tuple, found)}) > 3
+    assert decoding.per_row == PER_ROW.get(name)
+    assert work.prefill_tokens == 5 * ids.shape[1] and work.prefill_tokens_stock == len(ROWS) * ids.shape[1]
     assert work.row_steps == sum(len(row) - 1 for row in found)
+    assert complete(model, prompts, config, vision=vision)[1] == work  # found exact without being told
+    if name == "llava":
+        for counts in (None, [1]):  # which image belongs to which prompt is not known
+            others = {n: x for n, x in (vision | {"num_images": counts}).items() if x is not None}
+            assert complete(model, prompts, greedy(max_new_tokens=2), vision=others)[1] is None
+
+
+def test_training_generates_with_each_image_once(tmp_path, monkeypatch):
+    trainer = llava_trainer(EfficientGRPOTrainer, tmp_path, max_steps=1, compact_generation=True)
+    monkeypatch.setattr("trl.GRPOTrainer._generate_single_turn", None)
+    trainer.train()
+    (step,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert step["generation/prefill_tokens"] == step["generation/prefill_tokens_stock"] / 4
 
 
 @pytest.mark.parametrize(
@@ -91,10 +132,10 @@ def test_greedy_is_token_identical_for_recurrent_and_multimodal_classes(name):
         {"repetition_penalty": 1.3},
         {"min_new_tokens": 15},
         {"no_repeat_ngram_size": 2},
-        {"suppress_tokens": [20, 33]},
         {"prefill_chunk_size": 4},
-        {"bad_words_ids": [[49], [32, 32]], "renormalize_logits": True},
+        {"bad_words_ids": [[49], [32, 32]], "renormalize_logits": True, "suppress_tokens": [20, 33]},
         {"max_new_tokens": 150, "eos_token_id": [3]},  # room for the cache grows
+        {"watermarking_config": WatermarkingConfig(bias=3.0)},  # looks at the whole batch, which is kept
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -102,50 +143,17 @@ def test_greedy_with_processors(changes):
     model = build("qwen3-sliding" if "prefill_chunk_size" in changes else "llama")
     expected, _ = complete(model, PROMPTS, greedy(**changes), compact=False)
     found, work = complete(model, PROMPTS, greedy(**changes))
-    assert found == expected
-    assert work.row_steps < work.row_steps_stock
+    assert found == expected and work.prefill_tokens < work.prefill_tokens_stock
+    assert (work.row_steps < work.row_steps_stock) == ("watermarking_config" not in changes)
     assert expected != complete(model, PROMPTS, greedy(), compact=False)[0] or "prefill_chunk_size" in changes
-
-
-def test_processors_that_look_at_the_batch_keep_it_whole():
-    from transformers.generation import WatermarkingConfig
-
-    model, config = build(), greedy(watermarking_config=WatermarkingConfig(bias=3.0))
-    expected, _ = complete(model, PROMPTS, config, compact=False)
-    found, work = complete(model, PROMPTS, config)
-    assert found == expected
-    assert work.row_steps == work.row_steps_stock
-    assert work.prefill_tokens < work.prefill_tokens_stock
-
-
-ROTARY = {"rope_theta": 1e4, "factor": 2.0}
-LENGTH_DEPENDENT = {
-    # Throws its cache away where it changes tables.
-    "longrope": Phi3Config(
-        **{name: value for name, value in SIZES.items() if name != "head_dim"},
-        original_max_position_embeddings=14,
-        rope_parameters={
-            **ROTARY,
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 4,
-            "long_factor": [3.0] * 4,
-            "original_max_position_embeddings": 14,
-        },
-    ),
-    "dynamic": LlamaConfig(
-        **{**SIZES, "max_position_embeddings": 14}, rope_parameters={**ROTARY, "rope_type": "dynamic"}
-    ),
-}
 
 
 @pytest.mark.parametrize("name", LENGTH_DEPENDENT)
 def test_rotary_tables_of_the_longest_row(name):
     """They depend on rows that have ended; so these stay, where a row may grow beyond the limit."""
 
-    def run(compact, tokens):
-        torch.manual_seed(0)  # built anew: dynamic tables remember the longest row that they have seen
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(LENGTH_DEPENDENT[name])).float().eval()
-        return complete(model, PROMPTS, greedy(max_new_tokens=tokens), compact=compact)
+    def run(compact, tokens):  # built anew: dynamic tables remember the longest row that they have seen
+        return complete(build(name), PROMPTS, greedy(max_new_tokens=tokens), compact=compact)
 
     found, work = run(True, 24)
     assert found == run(False, 24)[0]
@@ -154,24 +162,20 @@ def test_rotary_tables_of_the_longest_row(name):
     assert short == run(False, 5)[0] and work.row_steps == sum(len(row) - 1 for row in short)
 
 
-def test_the_padded_matrix_is_the_librarys():
-    model = build()
-    ids = torch.tensor([[20, 21, 22]] * 2 + [[30, 31, 32]] * 2)
-    expected = model.generate(ids, generation_config=greedy())
-    assert torch.equal(model.generate(ids, generation_config=greedy(), custom_generate=Decoding()), expected)
-    assert (expected == PAD).any()
-    without_end = greedy(eos_token_id=None, max_new_tokens=6)
-    expected = model.generate(ids, generation_config=without_end)
-    found = model.generate(ids, generation_config=without_end, custom_generate=Decoding())
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("changes", [{}, {"eos_token_id": None, "max_new_tokens": 6}], ids=["ends", "without an end"])
+def test_the_padded_matrix_is_the_librarys(changes):
+    model, ids = build(), torch.tensor([[20, 21, 22]] * 2 + [[30, 31, 32]] * 2)
+    expected = model.generate(ids, generation_config=greedy(**changes))
+    assert torch.equal(model.generate(ids, generation_config=greedy(**changes), custom_generate=Decoding()), expected)
+    assert (expected == PAD).any() or changes
 
 
-def test_a_model_without_a_cache_runs_as_stock():
-    torch.manual_seed(0)
-    config = OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    expected, _ = complete(model, PROMPTS, greedy(), compact=False)
-    assert complete(model, PROMPTS, greedy()) == (expected, None)
+@pytest.mark.parametrize("name", ["minimax", "rwkv", "t5", "openai-gpt"])
+def test_models_with_a_cache_of_their_own_or_none_are_refused(name):
+    with torch.device("meta"):
+        auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+        model = auto.from_config(AutoConfig.for_model(name))
+    assert why_stock(model, GenerationConfig(do_sample=True)) is not None
 
 
 def test_adapters():
@@ -180,11 +184,7 @@ def test_adapters():
     assert found == expected
     with model.disable_adapter():
         base, expected = (complete(model, PROMPTS, greedy(), compact=c)[0] for c in (True, False))
-    assert base == expected
-    assert base != found
-
-
-# --- sampling -------------------------------------------------------------------------------------------------------
+    assert base == expected != found
 
 
 def test_a_rows_draw_does_not_depend_on_which_rows_have_finished():
@@ -213,18 +213,3 @@ def test_nan_is_told_as_by_the_library():
     for compact in (True, False):
         with pytest.raises(RuntimeError, match="probability tensor contains either"):
             complete(model, PROMPTS, sampled(), compact=compact)
-
-
-def test_text_of_a_processor_is_no_run_with_images(tmp_path, monkeypatch):
-    """A chat template of a processor gives fields of its own for text, too."""
-    model = build_family(MULTIMODAL["gemma3"])
-    trainer = make_trainer(
-        EfficientGRPOTrainer, model, tmp_path, processing_class=processor(), compact_generation=True
-    )
-    ids = [[20, 21, 22]] * 4
-    stock = []
-    monkeypatch.setattr("trl.GRPOTrainer._generate_single_turn", lambda self, *turn: stock.append(turn))
-    trainer._generate_single_turn(ids, None, {"token_type_ids": [[0] * 3] * 4}, 4)
-    assert not stock
-    trainer._generate_single_turn(ids, None, {"pixel_values": torch.zeros(1)}, 4)
-    assert stock

@@ -12,19 +12,18 @@ from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base, has_packed_base
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def checkpoint(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base") / "model"
-    return tiny.make_checkpoint(folder, tie_word_embeddings=request.param)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.make_checkpoint(tmp_path_factory.mktemp("base") / "model", tie_word_embeddings=False)
 
 
 def write(model, folder, **options):
     return dequantized_base(model, tiny.make_tokenizer(), folder, torch.float32, progress=False, **options)
 
 
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("adapted", [True, False])
-def test_logits_are_the_4_bit_models(checkpoint, tmp_path, double, adapted):
+@pytest.mark.parametrize("tied, double, adapted", [(True, True, True), (False, True, False), (False, False, True)])
+def test_logits_are_the_4_bit_models(tmp_path, tied, double, adapted):
+    checkpoint = tiny.make_checkpoint(tmp_path / "model", tie_word_embeddings=tied)
     model = tiny.load(checkpoint, double=double)
     tiny.without_repacking(model)
     assert has_packed_base(model)
@@ -32,9 +31,9 @@ def test_logits_are_the_4_bit_models(checkpoint, tmp_path, double, adapted):
     with torch.no_grad():
         expected = model(ids).logits
     folder = write(get_peft_model(model, tiny.lora()) if adapted else model, tmp_path)
-    # By plain transformers, with nothing missing and nothing left over.
+    # By plain transformers, of a file for each layer, with nothing missing and nothing left over.
     dense, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not has_packed_base(dense)
+    assert not has_packed_base(dense) and len(list(folder.glob("*.safetensors"))) > 2
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     with torch.no_grad():
         torch.testing.assert_close(dense(ids).logits, expected, rtol=1e-5, atol=1e-5)
@@ -43,30 +42,20 @@ def test_logits_are_the_4_bit_models(checkpoint, tmp_path, double, adapted):
     assert AutoTokenizer.from_pretrained(folder)("1+2=")["input_ids"] == tiny.make_tokenizer()("1+2=")["input_ids"]
 
 
-def test_made_once_per_content(checkpoint, tmp_path, monkeypatch):
-    first = write(tiny.load(checkpoint), tmp_path)
-    assert not [path for path in tmp_path.iterdir() if path != first]  # no scratch left
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_shards", lambda *_: pytest.fail("written again"))
-        assert write(get_peft_model(tiny.load(checkpoint), tiny.lora()), tmp_path) == first
-    assert write(tiny.load(checkpoint, double=False), tmp_path) != first
-
-
-def test_shards(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHARD_BYTES", 1 << 14)
-    folder = write(tiny.load(checkpoint), tmp_path)
-    assert len(list(folder.glob("*.safetensors"))) > 3
-    AutoModelForCausalLM.from_pretrained(folder)
-
-
 @pytest.mark.processes
-def test_the_script_writes_what_the_trainer_would(checkpoint, tmp_path):
+def test_made_once_per_content_and_as_the_script_makes_it(checkpoint, tmp_path, monkeypatch):
+    first = write(tiny.load(checkpoint), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == [first]  # no scratch left
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", lambda *_, **__: pytest.fail("written again"))
+        assert write(get_peft_model(tiny.load(checkpoint), tiny.lora()), tmp_path / "cache") == first
+    other = tiny.load(checkpoint, double=False)
+    assert write(other, tmp_path / "cache") != first
     command = ["--model_name_or_path", checkpoint, "--dtype", "float32"]
     command += ["--use_bnb_nested_quant", "true", "--dense_dtype", "float32", "--output", str(tmp_path / "dense")]
     run = run_script("recipes/dequantize.py", *command, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == str(tmp_path / "dense")
-    ours = write(tiny.load(checkpoint), tmp_path / "cache")
-    assert (tmp_path / "dense" / module.DONE).read_text() == (ours / module.DONE).read_text()
+    assert (tmp_path / "dense" / module.DONE).read_text() == (first / module.DONE).read_text()
     with pytest.raises(RolloutError, match="holds something else"):
-        write(tiny.load(checkpoint, double=False), tmp_path / "cache", output=tmp_path / "dense")
+        write(other, tmp_path / "cache", output=tmp_path / "dense")

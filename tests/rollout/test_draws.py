@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
+from tests.rollout.test_decoding import SIZES
 from trl_fsdp_qlora.rollout.completions import generate
 from trl_fsdp_qlora.rollout.decoding import RowUniforms, draw
 
@@ -16,27 +17,14 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float
     return ((counts - expected) ** 2 / expected).sum().item(), limit
 
 
-@pytest.mark.parametrize("size", [7, 256, 700])
-def test_inversion_follows_the_weights(size):
-    torch.manual_seed(size)
-    weights = torch.rand(size) ** 3 + 0.01
-    n = 400_000
-    uniform = torch.rand(n, dtype=torch.float64)
-    tokens = torch.cat([draw(weights.expand(10_000, -1), part) for part in uniform.split(10_000)])
-    counts = tokens.bincount(minlength=size)
-    statistic, limit = chi_square(counts, weights / weights.sum())
-    assert statistic < limit
-    # Against the same weights in another order: the test can fail.
-    statistic, limit = chi_square(counts, weights.flip(0) / weights.sum())
-    assert statistic > limit
-
-
 def test_inversion_is_the_cumulated_distribution():
     torch.manual_seed(0)
-    weights = torch.rand(64, 1000) * (torch.rand(64, 1000) > 0.5)
-    uniform = torch.rand(64, dtype=torch.float64)
-    upto = weights.double().cumsum(1)
-    assert torch.equal(draw(weights, uniform), (upto <= uniform[:, None] * upto[:, -1:]).sum(1))
+    for size in (7, 256, 1000):
+        weights = torch.rand(64, size) * (torch.rand(64, size) > 0.5)
+        weights[:, 3] = 0.5
+        upto = weights.double().cumsum(1)
+        for uniform in (torch.rand(64, dtype=torch.float64), torch.arange(64, dtype=torch.float64) / 64):
+            assert torch.equal(draw(weights, uniform), (upto <= uniform[:, None] * upto[:, -1:]).sum(1))
 
 
 def test_never_a_token_of_probability_zero():
@@ -68,26 +56,25 @@ def test_completions_follow_the_models_distribution(settings):
         "hidden_size": 16,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        "initializer_range": 0.5,
     }
-    config = LlamaConfig(**sizes, initializer_range=0.5, pad_token_id=0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | sizes)).eval()
     settings = {"top_k": 0, **settings}
     sampling = GenerationConfig(max_new_tokens=2, do_sample=True, pad_token_id=0, eos_token_id=[3], **settings)
     prompt, n = [5, 6, 7], 20_000
-    drawn = generate(model, [prompt] * n, sampling, seed=0)
     first, pairs = torch.zeros(12), torch.zeros(12, 12)
-    for tokens in drawn:
+    for tokens in generate(model, [prompt] * n, sampling, seed=0):
         first[tokens[0]] += 1
         if len(tokens) == 2:
             pairs[tokens[0], tokens[1]] += 1
+    config = model._prepare_generation_config(sampling)[0]
+    model._prepare_special_tokens(config, True, device=torch.device("cpu"), batch_size=1)
+    processors = model._get_logits_processor(config, input_ids_seq_length=3, device="cpu")
 
     @torch.no_grad()
     def exact(ids):
-        scores = model(torch.tensor([ids])).logits[:, -1].double()
-        for processor in _processors(model, sampling):
-            scores = processor(torch.tensor([ids]), scores)
-        return scores.softmax(-1)[0]
+        return processors(torch.tensor([ids]), model(torch.tensor([ids])).logits[:, -1].double()).softmax(-1)[0]
 
     rows = [(first, exact(prompt))] + [(pairs[t], exact([*prompt, t])) for t in range(12) if pairs[t].sum() > 1000]
     assert len(rows) > 1
@@ -98,9 +85,3 @@ def test_completions_follow_the_models_distribution(settings):
         assert statistic < limit
     statistic, limit = chi_square(first[exact(prompt) > 0], exact(prompt)[exact(prompt) > 0].pow(0.9).softmax(0))
     assert statistic > limit
-
-
-def _processors(model, config):
-    config = model._prepare_generation_config(config)[0]
-    model._prepare_special_tokens(config, True, device=torch.device("cpu"), batch_size=1)
-    return model._get_logits_processor(config, input_ids_seq_length=3, device="cpu")

@@ -1,4 +1,4 @@
-"""What goes to the engine, and what is refused before a model is loaded."""
+"""What goes to the engine, what is refused before a model is loaded, and the adapter's versions on their way."""
 
 import json
 import re
@@ -8,14 +8,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
-from peft import LoraConfig, get_peft_model
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl.generation.vllm_generation import VLLMGeneration
 
 from tests import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
 from trl_fsdp_qlora.rollout import adapter_sync
-from trl_fsdp_qlora.rollout.adapter_sync import RolloutError, choose_sync, served_rank, warnings_for
+from trl_fsdp_qlora.rollout.adapter_sync import (
+    AdapterVersions,
+    RolloutError,
+    Sync,
+    adapter_weights,
+    choose_sync,
+    served_rank,
+    warnings_for,
+)
+from trl_fsdp_qlora.rollout.completions import sampling
 
 LORA = LoraConfig(r=16, target_modules="all-linear")
 
@@ -46,12 +57,17 @@ def on_a_gpu(monkeypatch):
         ({}, None, False, "merge", "no adapter"),
         ({"vllm_mode": "server"}, LoraConfig(r=16, use_dora=True), False, "merge", "use_dora"),
         ({"use_vllm": False}, LORA, True, "off", "use_vllm"),
+        ({"rollout_sync": "merge"}, LORA, True, None, "trl#4973"),
+        ({"rollout_sync": "adapter"}, None, False, None, "use_peft"),
     ],
 )
 def test_choice(on_a_gpu, changes, peft_config, quantized, mode, reason):
-    sync = choose_sync(args(**changes), peft_config, quantized)
-    assert sync.mode == mode
-    assert reason in sync.reason
+    if mode is None:
+        with pytest.raises(RolloutError, match=reason):
+            choose_sync(args(**changes), peft_config, quantized)
+    else:
+        sync = choose_sync(args(**changes), peft_config, quantized)
+        assert sync.mode == mode and reason in sync.reason
 
 
 def test_fsdp_is_sharded(on_a_gpu, monkeypatch):
@@ -71,8 +87,7 @@ def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     (tmp_path / "base" / "model.safetensors").unlink()  # told without a weight
-    assert found() == (LORA, True)
-    assert choose_sync(args(), *found()) == adapter_sync.Sync("adapter", "the base is quantized")
+    assert found(dtype="float32") == (LORA, True)
     assert found(use_vllm=False) == (LORA, False)  # nothing depends on it
     assert found(use_vllm=False, quantization_config=object()) == (LORA, True)
     shutil.rmtree(checkpoint)
@@ -84,21 +99,22 @@ def test_ranks_are_rounded_up(rank, served):
     assert served_rank(LoraConfig(r=rank)) == served_rank(LoraConfig(r=1, rank_pattern={"q_proj": rank})) == served
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
-        ({"r": 1000}, "1000"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
-    ],
-)
-def test_what_vllm_cannot_serve_is_refused_by_name(changes, named):
+REFUSED = {
+    "use_dora": {"use_dora": True},
+    "bias": {"bias": "all"},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "init_lora_weights": {"init_lora_weights": "pissa"},
+    "rank 1000": {"r": 1000},
+    "target_parameters": {"target_parameters": ["mlp.experts.gate_up_proj"]},
+    "lm_head": {"target_modules": ["q_proj", "lm_head"]},
+    "embed_tokens": {"target_modules": r".*embed_tokens"},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_vllm_cannot_serve_is_refused_by_name(named):
     with pytest.raises(RolloutError, match=named):
-        served_rank(LoraConfig(**{"r": 16, **changes}))
+        served_rank(LoraConfig(**{"r": 16, **REFUSED[named]}))
 
 
 def test_all_linear_on_a_mixture_is_refused_as_what_peft_makes_of_it():
@@ -114,28 +130,25 @@ def test_trl_refuses_the_same_adapters():
     """What TRL's asynchronous trainer says of the adapters above, where it can be imported."""
     asynchronous = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
     assert asynchronous.VLLM_LORA_RANKS == adapter_sync._RANKS
-    changes = [
-        {},
-        {"use_dora": True},
-        {"bias": "all"},
-        {"modules_to_save": ["lm_head"]},
-        {"target_modules": ["lm_head"]},
-    ]
-    changes += [{"target_parameters": ["x"]}, {"target_modules": r".*embed_tokens"}, {"target_modules": "all-linear"}]
-    for change in changes:
+    own = ("rank 1000", "init_lora_weights")  # which TRL looks at elsewhere, or not at all
+    for change in ({}, {"target_modules": "all-linear"}, *(x for name, x in REFUSED.items() if name not in own)):
         config = LoraConfig(**{"r": 16, **change})
-        model = SimpleNamespace(active_adapters=["default"], peft_config={"default": config})
-        try:
-            asynchronous.validate_lora_for_vllm_sync(model)
-            theirs = True
-        except ValueError:
-            theirs = False
-        assert theirs == (adapter_sync._why_not_served(config) is None), change
+        refused = []
+        for check, given in (
+            (
+                asynchronous.validate_lora_for_vllm_sync,
+                SimpleNamespace(active_adapters=["x"], peft_config={"x": config}),
+            ),
+            (served_rank, config),
+        ):
+            try:
+                check(given)
+            except (ValueError, RolloutError):
+                refused.append(check)
+        assert len(refused) in (0, 2), change
 
 
 def test_a_trl_that_differs_is_sent_whole_weights(on_a_gpu, monkeypatch):
-    from trl.generation.vllm_generation import VLLMGeneration
-
     monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, other: None)
     sync = choose_sync(args(vllm_mode="server"), LORA, False)
     assert sync.mode == "merge" and "VLLMGeneration.generate: expected (self prompts images" in sync.reason
@@ -148,34 +161,44 @@ def test_refused_before_the_base_is_loaded(tmp_path, monkeypatch):
     config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, rollout_sync="adapter")
     with pytest.raises(RolloutError, match="use_dora"):
         peft_config = LoraConfig(r=4, use_dora=True)
-        EfficientGRPOTrainer("nobody/model", tiny.digit_share, config, tiny.prompts(), peft_config=peft_config)
-
-
-@pytest.mark.parametrize(
-    "changes, quantized, peft_config, named",
-    [
-        ({"rollout_sync": "merge"}, True, LORA, "trl#4973"),
-        ({"rollout_sync": "adapter"}, False, None, "use_peft"),
-    ],
-)
-def test_wrong_choices(changes, quantized, peft_config, named):
-    with pytest.raises(RolloutError, match=named):
-        choose_sync(args(**changes), peft_config, quantized)
+        EfficientGRPOTrainer("nobody/nothing", tiny.digit_share, config, tiny.prompts(), peft_config=peft_config)
 
 
 @pytest.mark.parametrize(
     "changes, named",
     [
         ({"max_completion_length": 4096}, "token_truncate"),
-        ({"top_p": 0.9}, r"under top_p=0\.9 .*too small .*product over all of its tokens \(trl#6789\)"),
-        ({"top_k": 50, "vllm_importance_sampling_mode": "token_truncate"}, r"what was left \(trl#6789\)"),
+        ({"top_p": 0.9}, r"under top_p=0\.9 .*too small .*\(trl#6789\)"),
         ({"generation_kwargs": {"min_p": 0.1}}, r"under min_p=0\.1"),
         ({"vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}}, "where it is started"),
         ({"learning_rate": 1e-6}, "learning_rate"),
     ],
 )
 def test_warnings(changes, named):
-    sync = adapter_sync.Sync("adapter", "")
-    assert warnings_for(args(), sync) == []
-    (warning,) = warnings_for(args(**changes), sync)
+    assert warnings_for(args(), Sync("adapter", "")) == []
+    (warning,) = warnings_for(args(**changes), Sync("adapter", ""))
     assert re.search(named, warning)
+
+
+def test_a_version_loads_as_the_policy_and_old_ones_go(tmp_path):
+    torch.manual_seed(0)
+    policy = get_peft_model(tiny.tiny_model(), tiny.lora())
+    versions = AdapterVersions("run", tmp_path / "shared")
+    folders = [versions.publish(v, adapter_weights(policy), policy.peft_config["default"]) for v in (1, 2, 3)]
+    assert folders[0].is_absolute() and (tmp_path / "shared").resolve() in folders[0].parents  # which a server sees
+    loaded = PeftModel.from_pretrained(tiny.tiny_model(), folders[0])
+    ids = torch.arange(5, 15)[None]
+    torch.testing.assert_close(loaded(ids).logits, policy(ids).logits, rtol=0, atol=0)
+    adapter = sum(p.nbytes for p in policy.parameters() if p.requires_grad)
+    on_disk = load_file(folders[0] / "adapter_model.safetensors")
+    assert versions.bytes == adapter == sum(tensor.nbytes for tensor in on_disk.values())
+    versions.forget_before(3)
+    assert [path.name for path in versions.root.iterdir()] == ["run-v3"]
+
+
+def test_sampling_parameters():
+    common = {"max_new_tokens": 7, "eos_token_id": [2, 5], "pad_token_id": 0}
+    greedy = sampling(GenerationConfig(do_sample=False, **common), None)
+    assert greedy == {"max_tokens": 7, "stop_token_ids": [2, 5], "temperature": 0.0}
+    drawn = sampling(GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, **common), 11)
+    assert (drawn["temperature"], drawn["top_p"], drawn["top_k"], drawn["seed"]) == (0.7, 0.9, 0, 11)

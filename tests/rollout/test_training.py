@@ -1,10 +1,12 @@
-"""Rollouts of training through the compact decoding loop, in every trainer."""
+"""Rollouts of training through the compact decoding loop, in every trainer; what runs otherwise does as with stock."""
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.tiny import lora, prompts, tiny_model, trainer
+from tests.prefix_sharing.helpers import MULTIMODAL, build, make_trainer, processor
+from tests.tiny import config, digit_share, lora, prompts, tiny_model, trainer
 from trl_fsdp_qlora import (
     AStarPOConfig,
     AStarPOTrainer,
@@ -13,16 +15,20 @@ from trl_fsdp_qlora import (
     TSPMOConfig,
     TSPMOTrainer,
 )
+from trl_fsdp_qlora.recipe.small_base import CHAT_TEMPLATE, character_tokenizer
 
+STOCK, OURS = (GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)
 # Almost greedy: the same completions whatever the draws are.
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 # A third of the vocabulary ends a completion.
 ENDS = list(range(3, 14))
+# By default the engine's cache takes half of the machine's memory, here 12 GB of 24.
+SMALL_CACHE = {"num_blocks": 64, "max_batch_tokens": 256}
 
 
-def make(cls=EfficientGRPOTrainer, config=EfficientGRPOConfig, folder="unused", ends=ENDS, **changes):
+def make(cls=EfficientGRPOTrainer, config=EfficientGRPOConfig, folder="unused", **changes):
     model = tiny_model()
-    model.generation_config.eos_token_id = ends
+    model.generation_config.eos_token_id = ENDS
     return trainer(cls, config, folder, model=model, peft_config=lora(), max_completion_length=16, **changes)
 
 
@@ -31,58 +37,46 @@ def history(made):
     return [entry for entry in made.state.log_history if "loss" in entry]
 
 
-def test_greedy_training_equals_stock(tmp_path):
-    stock = history(make(GRPOTrainer, GRPOConfig, tmp_path / "stock", **GREEDY))
-    ours = history(make(folder=tmp_path / "ours", **GREEDY))
-    assert len(ours) == 3
+def assert_equal_steps(ours, stock, *keys):
+    assert len(ours) == len(stock) == 3
     for mine, theirs in zip(ours, stock, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
-        for key in ("completions/mean_length", "completions/clipped_ratio", "num_tokens", "reward"):
+        for key in ("completions/mean_length", "completions/clipped_ratio", "num_tokens", "reward", *keys):
             assert mine[key] == pytest.approx(theirs[key]), key
 
 
-def test_metrics_tell_what_ran_and_what_stock_would_have_run(tmp_path):
-    made = make(folder=tmp_path)
-    seen = []
+def test_greedy_training_equals_stock_and_metrics_tell_what_ran(tmp_path):
+    stock = history(make(*STOCK, tmp_path / "stock", **GREEDY))
+    made, seen = make(folder=tmp_path / "ours", **GREEDY), []
     turn = made._generate_single_turn
 
     def watched(prompt_ids, *rest):
         drawn = turn(prompt_ids, *rest)
-        seen.append((prompt_ids, drawn[0]))
+        seen.append((max(map(len, prompt_ids)), drawn[0]))
         return drawn
 
     made._generate_single_turn = watched
-    entries = history(made)
-    for entry, (prompt_ids, completions) in zip(entries, seen, strict=True):
-        width, longest = max(map(len, prompt_ids)), max(map(len, completions))
-        assert entry["generation/prefill_tokens"] == 2 * width
-        assert entry["generation/prefill_tokens_stock"] == 8 * width
-        assert entry["generation/row_steps_stock"] == 8 * (longest - 1)
-        assert entry["generation/row_steps"] == sum(len(row) - 1 for row in completions)
-    assert any(e["generation/row_steps"] < e["generation/row_steps_stock"] for e in entries)
+    ours = history(made)
+    assert_equal_steps(ours, stock)
+    for entry, (width, completions) in zip(ours, seen, strict=True):
+        ran = {"prefill_tokens": 2 * width, "prefill_tokens_stock": 8 * width}
+        ran |= {"row_steps_stock": 8 * (max(map(len, completions)) - 1)}
+        ran |= {"row_steps": sum(len(row) - 1 for row in completions)}
+        assert {name: entry[f"generation/{name}"] for name in ran} == ran
+    assert any(e["generation/row_steps"] < e["generation/row_steps_stock"] for e in ours)
 
 
 def test_a_run_is_reproducible_from_its_seed(tmp_path):
-    def losses(seed, name):
-        return [entry["loss"] for entry in history(make(folder=tmp_path / name, seed=seed))]
-
-    first = losses(1, "a")
-    assert losses(1, "b") == first
-    assert losses(2, "c") != first
+    runs = [[entry["loss"] for entry in history(make(folder=tmp_path / str(i), seed=i // 2))] for i in (0, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
 
 
 @pytest.mark.parametrize(
-    ("cls", "config", "changes"),
-    [
-        (TSPMOTrainer, TSPMOConfig, {}),
-        (AStarPOTrainer, AStarPOConfig, {"num_generations": 1, "value_samples": 3}),
-    ],
-    ids=["t_spmo", "a_star_po"],
+    "both", [(TSPMOTrainer, TSPMOConfig), (AStarPOTrainer, AStarPOConfig)], ids=["t_spmo", "a_star_po"]
 )
-def test_other_trainers(tmp_path, cls, config, changes):
-    if cls is AStarPOTrainer:
-        changes = {**changes, "value_cache": str(tmp_path / "values")}
-    entries = history(make(cls, config, tmp_path, **changes))
+def test_other_trainers(tmp_path, both):
+    changes = {"num_generations": 1, "value_samples": 3, "value_cache": str(tmp_path / "values")}
+    entries = history(make(*both, tmp_path, **(changes if both[0] is AStarPOTrainer else {})))
     assert all(entry["generation/row_steps"] <= entry["generation/row_steps_stock"] for entry in entries)
     assert any(entry["generation/row_steps"] < entry["generation/row_steps_stock"] for entry in entries)
 
@@ -92,6 +86,16 @@ def test_evaluation_repeats_by_its_own_number(tmp_path):
     made.evaluate(prompts(4))
     logged = made.state.log_history[-1]
     assert logged["eval_generation/prefill_tokens"] == logged["eval_generation/prefill_tokens_stock"] / 2
+
+
+def goes_to_stock(made, multimodal_fields=None) -> bool:
+    answer = made.rollout.training_turn(
+        lambda *turn: "stock",
+        ([[20, 21]] * 4, None, multimodal_fields or {}, 4, False),
+        made.model,
+        made._generate_settings(),
+    )
+    return answer == "stock"
 
 
 @pytest.mark.parametrize(
@@ -109,42 +113,91 @@ def test_what_is_not_exact_runs_as_stock_and_says_so(tmp_path, changes, said):
     made = make(folder=tmp_path, **changes)
     heading, line = next(feature for feature in made.features() if feature[1].startswith("rollouts:"))
     assert said in line and heading == ("off" if "compact_generation" in changes else "as stock TRL")
-    asked = []
-    made.rollout.generating = lambda *_: asked.append(1)
-
-    def stock(*turn):
-        return "stock", turn
-
-    turn = ([[5, 6]] * 4, None, {}, 4, False)
-    assert made.rollout.training_turn(stock, turn, made.model_wrapped, made._generate_settings()) == ("stock", turn)
-    assert not asked
+    assert goes_to_stock(made)
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-@pytest.mark.parametrize("bf16", [True, False])
-def test_what_decoding_saves_is_said_as_it_is(tmp_path, adapter, bf16):
-    """Autocast reaches `generate` where no adapter stands between it and accelerate's wrapper."""
-    made = trainer(
-        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora() if adapter else None, bf16=bf16
-    )
-    made.model_wrapped = made.accelerator.prepare_model(made.model)
-    line = next(line for _, line in made.features() if line.startswith("decoding:"))
-    seen = []
-    head = made.accelerator.unwrap_model(made.model_wrapped).get_output_embeddings()
-    head.register_forward_hook(lambda _, __, out: seen.append(torch.is_autocast_enabled("cpu")))
-    settings = made._generate_settings()
-    made.rollout.training_turn(lambda *_: 1 / 0, ([[5, 6]] * 4, None, {}, 4, False), made.model_wrapped, settings)
-    assert set(seen) == {"autocast" in line}
-    assert ("per row (autocast)" in line) == (bf16 and not adapter)
+def test_text_of_a_processor_is_no_run_with_images(tmp_path):
+    """A chat template of a processor gives fields of its own for text, too."""
+    model, more = build(MULTIMODAL["gemma3"]), {"processing_class": processor(), "compact_generation": True}
+    made = make_trainer(EfficientGRPOTrainer, model, tmp_path, **more)
+    assert not goes_to_stock(made, {"token_type_ids": [[0] * 2] * 4})
+    assert goes_to_stock(made, {"pixel_values": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("name", ["minimax", "rwkv", "t5"])
-def test_models_with_a_cache_of_their_own_are_refused(name):
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+def add(a: int, b: int) -> str:
+    """Add two numbers.
 
-    from trl_fsdp_qlora.rollout.decoding import why_stock
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return str(a + b)
 
-    with torch.device("meta"):
-        auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
-        model = auto.from_config(AutoConfig.for_model(name))
-    assert why_stock(model, GenerationConfig(do_sample=True)) is not None
+
+def calling_tokenizer():
+    """Reads a call of [`add`] out of every completion with an even first token, once per conversation."""
+    tokenizer = character_tokenizer()
+    calls = "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message['content'] }}", "message['content'] }}" + calls, 1)
+    tokenizer.response_template = {}  # TRL then asks the tokenizer to read completions
+
+    def read(ids, prefix, tools=None):
+        message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+        # A tool's answer begins with characters that the tokenizer does not know.
+        if ids[0] % 2 == 0 and tokenizer.unk_token_id not in prefix:
+            call = {"name": "add", "arguments": {"a": ids[0], "b": len(ids)}}
+            message["tool_calls"] = [{"type": "function", "function": call}]
+        return message
+
+    tokenizer.parse_response = read
+    return tokenizer
+
+
+def roll(asked, trainer):
+    """A rollout function: greedy, a prompt at a time."""
+    tokenizer = trainer.processing_class
+    ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in asked]
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=ENDS)
+    done = [
+        trainer.model.generate(torch.tensor([row]), generation_config=settings)[0, len(row) :].tolist() for row in ids
+    ]
+    return {"prompt_ids": ids, "completion_ids": done, "logprobs": None}
+
+
+@pytest.mark.filterwarnings("ignore:.*rollout_func")
+@pytest.mark.parametrize("drawn_by", ["tools", "rollout_func"])
+def test_other_turns_equal_stock(tmp_path, drawn_by):
+    """Some rows go on after a tool's answer, each with a history of its own; a rollout function draws itself."""
+    runs = []
+    for cls, config_cls in (STOCK, OURS):
+        model, tokenizer = tiny_model(), calling_tokenizer() if drawn_by == "tools" else character_tokenizer()
+        model.generation_config.eos_token_id = ENDS
+        args = config(config_cls, tmp_path, max_completion_length=60, **GREEDY)
+        more = {"peft_config": lora(), "processing_class": tokenizer, drawn_by: [add] if drawn_by == "tools" else roll}
+        runs.append(history(cls(model, digit_share, args, prompts(), **more)))
+    stock, ours = runs
+    if drawn_by == "rollout_func":
+        assert_equal_steps(ours, stock)
+        assert not any("generation/prefill_tokens" in entry for entry in ours)
+    else:
+        assert_equal_steps(ours, stock, "tools/call_frequency", "tools/failure_frequency")
+        assert any(0 < entry["tools/call_frequency"] < 1 for entry in ours)
+        assert all(entry["generation/prefill_tokens"] < entry["generation/prefill_tokens_stock"] for entry in ours)
+
+
+@pytest.mark.parametrize("both", [STOCK, OURS], ids=["stock", "ours"])
+def test_continuous_batching_leaves_weights_frequencies_and_mode(tmp_path, both):
+    """Stock leaves what is trained in bf16, which is why the repair is there; once TRL mends it, it can go."""
+    settings = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": SMALL_CACHE}
+    made = trainer(*both, tmp_path, peft_config=lora(), bf16=True, **settings)
+    before = {n: x.clone() for n, x in (*made.model.named_parameters(), *made.model.named_buffers())}
+    made.model.train()
+    batch = made._generate_and_score_completions([made.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
+    after = dict((*made.model.named_parameters(), *made.model.named_buffers()))
+    assert batch["completion_mask"].sum() > 8
+    if both is STOCK:
+        trained = [name for name, p in made.model.named_parameters() if p.requires_grad]
+        assert {(before[name].dtype, after[name].dtype) for name in trained} == {(torch.float32, torch.bfloat16)}
+        return
+    assert made.model.training and any("continuous batching" in line for _, line in made.features())
+    assert [n for n, x in before.items() if after[n].dtype != x.dtype or not torch.equal(after[n], x)] == []

@@ -203,7 +203,7 @@ def test_draws_depend_on_seed_step_micro_step_and_rank_and_leave_the_global_gene
     ("options", "message"),
     [
         ({"strategy": "sgrpo"}, "sgrpo"),
-        ({"strategy": "uniform", "rate": float("nan")}, r"rate=nan .*in \(0, 1\]"),
+        ({"strategy": "uniform", "rate": float("nan")}, r"rate=nan: .*in \(0, 1\]"),
         ({"strategy": "uniform", "always_first": 3}, "use 's_grpo'"),
         ({"strategy": "s_grpo", "always_first": 4, "max_tokens": 3}, "always kept"),
         ({"strategy": "s_grpo", "always_first": 4, "max_tokens": 4, "weighting": "horvitz_thompson"}, "probability 0"),

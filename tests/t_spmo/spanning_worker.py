@@ -15,20 +15,6 @@ from tests.tiny import digit_share
 GROUP = 8
 
 
-def whole_group(ours, batch):
-    """The rows of both ranks as one padded batch, and the rewards of their texts."""
-    pairs = [(f"{part}_ids", f"{part}_mask") for part in ("prompt", "completion")]
-    mine = [[ids[m.bool()] for ids, m in zip(batch[i], batch[mask], strict=True)] for i, mask in pairs]
-    rows = gather_object(list(zip(*mine, strict=True)))
-    assert len(rows) == GROUP and all(torch.equal(prompt, rows[0][0]) for prompt, _ in rows)
-    whole = {}
-    for (ids, mask), values in zip(pairs, zip(*rows, strict=True), strict=True):
-        whole[ids] = pad_sequence(values, batch_first=True)
-        whole[mask] = pad_sequence([torch.ones_like(row) for row in values], batch_first=True)
-    texts = ours.processing_class.batch_decode([completion for _, completion in rows], skip_special_tokens=True)
-    return whole, digit_share(texts)
-
-
 def main(folder: Path) -> None:
     ours = made(folder, max_steps=1, per_device_train_batch_size=4, num_generations=GROUP)
     ours.train()
@@ -36,7 +22,14 @@ def main(folder: Path) -> None:
     ours.model.train()
     ours.current_gradient_accumulation_steps = 1
     batch = ours._buffered_inputs[0]
-    whole, rewards = whole_group(ours, batch)
+    whole = {}
+    for name in ("prompt", "completion"):  # of both ranks, as one padded batch
+        pairs = zip(batch[f"{name}_ids"], batch[f"{name}_mask"], strict=True)
+        rows = gather_object([ids[mask.bool()] for ids, mask in pairs])
+        whole[f"{name}_ids"] = pad_sequence(rows, batch_first=True)
+        whole[f"{name}_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        assert len(rows) == GROUP and (name == "completion" or len({tuple(row.tolist()) for row in rows}) == 1)
+    rewards = digit_share(ours.processing_class.batch_decode(rows, skip_special_tokens=True))
     parameters = [p for p in ours.model.parameters() if p.requires_grad]
     want = torch.autograd.grad(objective_by_hand(ours, whole, rewards, "probability", GROUP), parameters)
     ours.model_wrapped.zero_grad()

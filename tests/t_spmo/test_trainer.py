@@ -33,8 +33,8 @@ def branching_batch(ours):
     mask = (ids != 0).long()
     mask[7] = 0  # truncated and masked out
     rewards = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0, 1.0, 9.0])
-    credit = group_credit(ids, mask, rewards, 4)
-    return {**batch, "completion_ids": ids, "completion_mask": mask, "advantages": credit.credit_BC}, rewards, credit
+    credit_BC, figures = group_credit(ids, mask, rewards, 4)
+    return {**batch, "completion_ids": ids, "completion_mask": mask, "advantages": credit_BC}, rewards, figures
 
 
 def objective_by_hand(ours, batch, rewards, objective, group_size=4):
@@ -79,36 +79,31 @@ def test_loss_and_gradients_equal_the_definition(tmp_path, objective, sharing):
     want = torch.autograd.grad(want_loss, parameters)
     assert loss.item() == pytest.approx(want_loss.item(), rel=1e-4, abs=1e-7)
     largest = max(grad.abs().max() for grad in want)
-    assert largest > 0
-    for mine, theirs in zip(got, want, strict=True):
-        assert (mine - theirs).abs().max() <= 1e-4 * largest
+    assert max((mine - theirs).abs().max() for mine, theirs in zip(got, want, strict=True)) <= 1e-4 * largest > 0
 
 
 def test_completions_are_cut_behind_their_last_branching_token(tmp_path):
     ours = made(tmp_path)
-    batch, _, credit = branching_batch(ours)
+    batch, _, figures = branching_batch(ours)
     # 7 8 parts into 6 and 9, and 7 8 9 into 6 and 7; the other group parts at once into 9 and 8, and 8 into 6 and 7.
-    places = [row.nonzero().flatten().tolist() for row in credit.credit_BC]
+    places = [row.nonzero().flatten().tolist() for row in batch["advantages"]]
     assert places == [[2, 3], [3], [2], [], [0], [0, 1], [1], []]
-    assert credit.forward == int(sum((row.nonzero().max().item() if row.any() else 0) for row in credit.credit_BC))
     ours._compute_loss(ours.model, batch)
     # The prompts, whose last tokens predict the first, and in front of the last credited tokens: 7, 78, 789; 8.
     want = int(batch["prompt_mask"].sum(1)[[0, 4]].sum()) + 4
-    assert credit.distinct == 4
+    assert figures["repeated_fraction"] == 1 - 4 / sum(max(row, default=0) for row in places)
+    assert figures["credited_transitions"] == sum(map(len, places)) / 2
     whole = batch["prompt_mask"].numel() + batch["completion_mask"].numel()
     assert ours._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] == pytest.approx(want / whole)
 
 
 def test_a_run_trains_and_reports(tmp_path):
-    ours = made(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=8)
-    trained = [p for p in ours.model.parameters() if p.requires_grad]
-    before = [p.detach().clone() for p in trained]
+    ours = made(tmp_path, gradient_accumulation_steps=2, max_steps=2)
     ours.train()
-    assert not all(map(torch.equal, before, trained))
     rows = [row for row in ours.state.log_history if "loss" in row]
-    assert len(rows) == 3
+    assert len(rows) == 2
     for row in rows:
-        assert 0 < row["t_spmo/credited_transitions"] <= row["t_spmo/transitions"]
+        assert row["grad_norm"] > 0 and 0 < row["t_spmo/credited_transitions"] <= row["t_spmo/transitions"]
         assert 0 <= row["t_spmo/repeated_fraction"] < 1 and 0 < row["tokens/scored_fraction"] <= 1
 
 
@@ -123,21 +118,15 @@ def test_a_group_may_span_ranks(tmp_path):
 
 
 def test_equal_rewards_leave_nothing_to_learn(tmp_path):
-    ours = made(tmp_path, reward=lambda completions, **columns: [1.0] * len(completions))
+    ours = made(tmp_path, reward=lambda completions, **columns: [1.0] * len(completions), max_steps=1)
     ours.train()
-    rows = [row for row in ours.state.log_history if "loss" in row]
-    assert all(row["tokens/nothing_to_learn"] == 1 and row["grad_norm"] == 0 for row in rows)
+    row = ours.state.log_history[0]
+    assert row["tokens/nothing_to_learn"] == 1 and row["grad_norm"] == 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"t_spmo_objective": "logits"}, "probability"),
-        ({"beta": 0.04}, "no KL term"),
-        ({"num_iterations": 2}, "no ratio"),
-        ({"token_selection": "uniform"}, "selects its tokens itself"),
-    ],
+    "changes", [{"t_spmo_objective": "logits"}, {"beta": 0.04}, {"num_iterations": 2}, {"token_selection": "uniform"}]
 )
-def test_config_refuses_what_the_objective_does_not_have(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_config_refuses_what_the_objective_does_not_have(tmp_path, changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
         TSPMOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)

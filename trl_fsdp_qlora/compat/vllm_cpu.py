@@ -40,13 +40,11 @@ class OneAdapterOnCPU(Stock):
             left += width
 
     def add_lora_logits(self, y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs) -> None:
-        """The same for the LM head, whose logits may be padded. vLLM does it for adapters without one, too."""
+        """The same for the LM head, whose logits may be padded."""
         if self.slot is None:
             super().add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs)
-            return
-        rows = y.view(-1, y.shape[-1])[:, : lora_b_stacked.shape[-2]]
-        low = x.view(-1, x.shape[-1]) @ lora_a_stacked[self.slot, 0].T.to(x.dtype)
-        rows.addmm_(low, lora_b_stacked[self.slot, 0].T.to(low.dtype), alpha=scale)
+        else:
+            self.add_lora_linear(y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (lora_b_stacked.shape[-2],))
 
 
 def one_adapter():

@@ -22,10 +22,8 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
         options = getattr(args, "model_init_kwargs", None) or {}
         stored = options.get("quantization_config")
         if stored is None and getattr(args, "use_vllm", False):  # without vLLM nothing depends on the checkpoint
-            where = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
             with suppress(OSError, ValueError):  # no such checkpoint, or an unreadable one: loading it says so in full
-                config, _ = PreTrainedConfig.get_config_dict(model, **{k: options[k] for k in where if k in options})
-                stored = config.get("quantization_config")
+                stored = PreTrainedConfig.get_config_dict(model, **options)[0].get("quantization_config")
     else:
         if peft_config is None and is_peft_model(model):
             peft_config = model.peft_config[model.active_adapters[0]]
@@ -34,11 +32,7 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
-    """`args`, or where there are none a config of class `cls` whose folder is named after `model` and the method.
-
-    Raises:
-        TypeError: `args` are of another class.
-    """
+    """`args`, or a config of class `cls` whose folder is named after `model` and the method; `TypeError` for another class."""
     if args is None:
         return cls(f"{model_name(model).rstrip('/').split('/')[-1]}-{suffix}")
     if not isinstance(args, cls):
@@ -64,19 +58,17 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     peft_config = checks.language_model_only(call.get("peft_config"), model, revision)
     call = call | {"peft_config": peft_config}
     checks.check_processes(args.world_size)
-    if call.get("train_dataset") is not None:
+    if (dataset := call.get("train_dataset")) is not None:
         needs_prompt = call.get("environment_factory") is None
-        checks.check_dataset(call["train_dataset"], args.generation_batch_size // args.num_generations, needs_prompt)
-    if args.dynamic_sampling:
-        dataset = call.get("train_dataset")
-        columns = {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ())
-        given = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
-        given += ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
-        if given or columns:
-            raise ValueError(
-                f"dynamic_sampling draws single-turn completions of further text prompts, by their index in the dataset, and "
-                f"there is {', '.join([*given, *map(repr, columns)])}: set dynamic_sampling=False"
-            )
+        checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
+    found = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
+    found += [name for name in ("image", "images") if name in (getattr(dataset, "column_names", None) or ())]
+    found += ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
+    if args.dynamic_sampling and found:
+        raise ValueError(
+            "dynamic_sampling draws single-turn completions of further text prompts, by their index in the dataset, and "
+            f"there is {', '.join(found)}: set dynamic_sampling=False"
+        )
     quantization_config = call.get("quantization_config")
     # Refuses what vLLM cannot serve before anything is loaded.
     adapter, is_quantized = adapter_and_base(call)

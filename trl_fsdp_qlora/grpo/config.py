@@ -36,9 +36,8 @@ class EfficientGRPOConfig(GRPOConfig):
     )
     lm_head_kernel: str = option(
         "auto",
-        "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
-        "(keeps its Jacobian: two matrix products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on "
-        "a GPU until the other one has been measured to be faster there. A trained head and an entropy bonus are TRL's. Values agree up to rounding.",
+        "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' (two matrix "
+        "products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU. Values agree up to rounding.",
         choices=HEAD_KERNELS,
     )
     skip_zero_advantage: bool = option(
@@ -53,9 +52,8 @@ class EfficientGRPOConfig(GRPOConfig):
     )
     token_selection_rate: float | None = option(
         None,
-        "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, "
-        "0.5 or more. Default: 0.75 for 'prefix_cut', whose last tokens would weigh as much as a whole completion at "
-        "0.5, and 0.5 for the others.",
+        "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, 0.5 or more. "
+        "Default: 0.75 for 'prefix_cut', and 0.5 for the others.",
     )
     token_selection_always_first: int = option(
         0, "With token_selection: tokens at the start of a completion that are always kept (α)."
@@ -70,9 +68,9 @@ class EfficientGRPOConfig(GRPOConfig):
     )
     compact_generation: bool = option(
         True,
-        "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
-        "with one random number per row. Completions follow the same distribution and are not the ones that stock "
-        "TRL draws from the same seed; False draws those. Runs as stock, and says why, where it would not be exact.",
+        "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample with one random "
+        "number per row: the same distribution, but not the completions that stock TRL draws from the same seed. Runs as stock, "
+        "and says why, where it would not be exact.",
     )
     dynamic_sampling: bool = option(
         False,
@@ -86,34 +84,31 @@ class EfficientGRPOConfig(GRPOConfig):
     )
     rollout_sync: str = option(
         "auto",
-        "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), "
-        "'merge' (TRL's way: every weight, with the adapter merged into it), or 'auto': the adapter where the base is "
-        "quantized, sharded, not on a GPU, or held by a server that was started to take adapters.",
+        "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), 'merge' (every weight, "
+        "the adapter merged, as in TRL), or 'auto': the adapter where the base is quantized, sharded, not on a GPU, or held by a "
+        "server that takes adapters.",
         choices=SYNCS,
     )
     vllm_adapter_dir: str | None = option(
         None,
-        "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine. By default memory, "
-        "where engine and trainer are one process on one node, and a folder under output_dir otherwise. A server on "
-        "another machine has to see it under the same path.",
+        "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to see it under the same "
+        "path. By default memory, where the engine is in this process on one node, and a folder under output_dir otherwise.",
     )
     vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
         None,
-        "With vLLM in this process: further arguments of `vllm.LLM`, as a dictionary, such as {'quantization': 'fp8'}. They take "
-        "precedence over what TRL and this package set.",
+        "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take precedence.",
     )
     fsdp_gather: str = option(
         "auto",
-        "Under FSDP2, how weights come together while completions are generated and scored, and while "
-        "accuracy is measured. 'once': the whole model is gathered for the phase (a 4-bit base as it is packed); "
-        "'per_layer': layer by layer in every forward pass, so for every token; 'auto': once, where it fits into half "
-        "of the free memory of every rank.",
+        "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole model is gathered for "
+        "the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for every token; 'auto': once, where it "
+        "fits into half of the free memory of every rank.",
         choices=GATHERS,
     )
     fsdp_keep_gathered: bool = option(
         False,
-        "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step, instead of "
-        "for each forward and backward. Every rank then holds the whole 4-bit base while it trains.",
+        "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank then holds the whole "
+        "4-bit base while it trains.",
     )
     phase_metrics: str = option(
         "on",
@@ -142,10 +137,6 @@ class EfficientGRPOConfig(GRPOConfig):
             value, known = getattr(self, item.name), item.metadata.get("choices")
             if known and item.name not in GRPOConfig.__dataclass_fields__ and value not in known:
                 raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
-        if self.dynamic_sampling_max_rounds < 1:
-            raise ValueError(
-                f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} draws nothing further; use 1 or more"
-            )
 
     def _take_numpy(self) -> None:
         # An optimizer.pt with numpy's number as the learning rate could be written, but not read again.
@@ -174,16 +165,16 @@ class EfficientGRPOConfig(GRPOConfig):
         return redaction.without_secrets(self.__dict__)
 
     def __copy__(self):
-        return self.__deepcopy__()
-
-    def __deepcopy__(self, memo=None):
-        # Copies within a process keep what a pickle leaves out.
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__ if memo is None else copy.deepcopy(self.__dict__, memo))
+        twin.__dict__.update(self.__dict__)  # copies within a process keep what a pickle leaves out
+        return twin
+
+    def __deepcopy__(self, memo):
+        twin = copy.copy(self)
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
         return twin
 
     def to_dict(self):
         return redaction.without_secrets(super().to_dict())
 
-    def __repr__(self):
-        return str(self)
+    __repr__ = GRPOConfig.__str__

@@ -12,10 +12,9 @@ from ..scoring.transfer import to_device
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
     """A random order of `batch_size` rows in which whole groups move and rows inside a group keep their order.
 
-    Draws exactly one `torch.randperm(batch_size)` from the global generator, which is what TRL's shuffle draws, so a
-    run with the same seed generates the same completions as stock TRL where transformers draws them as in stock. A
-    group that this rank holds only in part (`batch_size` no multiple of `group_size`) stays at the end of the slice
-    where it stood.
+    Draws exactly one `torch.randperm(batch_size)` from the global generator, which is what TRL's shuffle draws, so a run
+    with the same seed generates the same completions as stock TRL where transformers draws them as in stock. A group that
+    this rank holds only in part stays at the end of the slice where it stood.
 
     Args:
         batch_size: rows on this rank.
@@ -28,34 +27,11 @@ def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) ->
     draw = torch.randperm(batch_size)
     head = min(-rank_offset % group_size, batch_size)
     whole = (batch_size - head) // group_size
-    if whole == 0:
-        return torch.arange(batch_size)
     tail = head + whole * group_size
     starts = torch.arange(head, tail, group_size)
     order = starts[draw[starts].argsort()]
     middle = (order.unsqueeze(1) + torch.arange(group_size)).flatten()
     return torch.cat([torch.arange(head), middle, torch.arange(tail, batch_size)])
-
-
-def shuffle_groups(
-    batch: dict[str, torch.Tensor | Sequence | None], group_size: int, rank_offset: int = 0
-) -> dict[str, torch.Tensor | Sequence | None]:
-    """Shuffle whole groups of a generation batch; scalars and `None` pass through. See [`group_permutation`]."""
-    rows = len(batch["prompt_ids"])
-    order = group_permutation(rows, group_size, rank_offset)
-
-    on_device = {order.device: order}  # sent once, not with every value
-
-    def permute(value):
-        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
-            return value
-        if not isinstance(value, torch.Tensor):
-            return [value[i] for i in order]
-        if value.device not in on_device:
-            on_device[value.device] = to_device(order, value.device)
-        return value[on_device[value.device]]
-
-    return {key: permute(value) for key, value in batch.items()}
 
 
 def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: int, rank: int, count: int) -> list:
@@ -64,7 +40,7 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
     Pixels are lists with an entry per row, to be put together by `joined_images` when a slice is used: TRL's
     batch has them once per completion, this one once per prompt.
     """
-    apart = split_pixel_values_by_grid(batch)
+    apart, rows = split_pixel_values_by_grid(batch), len(batch["prompt_ids"])
     if isinstance(apart.get("pixel_values"), list):
         kept: dict[tuple, torch.Tensor] = {}
         keys = [tuple(key) for key in fingerprints(batch).tolist()]
@@ -74,8 +50,14 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
                     if (name, key) not in kept:
                         kept[name, key] = one.clone()  # the batch itself is then let go
                 apart[name] = [kept[name, key] for key in keys]
-    apart = shuffle_groups(apart, group_size, rank_offset=rank * len(batch["prompt_ids"]))
-    return split_tensor_dict(apart, count)
+    order = group_permutation(rows, group_size, rank_offset=rank * rows)
+
+    def permute(value):
+        if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+            return value
+        return value[to_device(order, value.device)] if isinstance(value, torch.Tensor) else [value[i] for i in order]
+
+    return split_tensor_dict({key: permute(value) for key, value in apart.items()}, count)
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -86,18 +68,6 @@ class EpochRepeatSampler(RepeatSampler):
     """
 
     epoch = 0
-
-    @classmethod
-    def like(cls, sampler: RepeatSampler) -> "EpochRepeatSampler":
-        """The same sampler with epochs; samplers of other kinds are the caller's."""
-        return cls(
-            sampler.data_source,
-            sampler.mini_repeat_count,
-            sampler.batch_size,
-            sampler.repeat_count,
-            sampler.shuffle,
-            sampler.seed,
-        )
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer and by accelerate before each epoch."""

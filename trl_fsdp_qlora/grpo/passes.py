@@ -21,10 +21,8 @@ def rollout_pass(model, ref_model) -> PassRequest:
     """A pass that TRL asks for beside the loss, of a model as it is; a request that travels as the model is itself."""
     if isinstance(model, PassRequest):
         return model
-    if model is ref_model:
-        return PassRequest(Kind.REFERENCE, model, role="reference")
-    if is_reference(model):
-        return PassRequest(Kind.REFERENCE, model)
+    if model is ref_model or is_reference(model):
+        return PassRequest(Kind.REFERENCE, model, role="reference" if model is ref_model else "policy")
     return PassRequest(Kind.POLICY if torch.is_grad_enabled() else Kind.OLD, model)
 
 
@@ -67,8 +65,8 @@ def padded_pass(stock: Callable[..., LogProbs], request: PassRequest, whole_rows
     end = request.input_ids.shape[1] - columns + width
     ids, mask = (x[index, :end] for x in (request.input_ids, request.attention_mask))
     *values, aux_loss = replace(request, input_ids=ids, attention_mask=mask, logits_to_keep=width).padded(stock)
-    whole = [
-        None if x is None else x.new_zeros(scored_BC.shape).index_copy(0, index, F.pad(x, (0, columns - width)))
-        for x in values
-    ]
-    return *whole, aux_loss
+
+    def whole(x):
+        return x.new_zeros(scored_BC.shape).index_copy(0, index, F.pad(x, (0, columns - width)))
+
+    return *(None if x is None else whole(x) for x in values), aux_loss

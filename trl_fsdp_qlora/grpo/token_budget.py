@@ -11,16 +11,21 @@ exact:
   ratio 1, KL 0, no gradient.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.logging import get_logger
 
 from ..compat.trl import COMPARED, IMPORTANCE_RATIO, LEARNING_MEANS, PHI_MEAN, SCORED_MEANS
 from ..scoring.token_selection import check_selection, select_tokens, step_generator
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
+
+
+def _options(args: Any) -> dict[str, Any]:
+    """What a config says of [`select_tokens`], by its names."""
+    return {x: getattr(args, f"token_selection_{x}") for x in ("rate", "always_first", "max_tokens", "weighting")}
 
 
 def check_config(args: Any) -> None:
@@ -29,40 +34,31 @@ def check_config(args: Any) -> None:
     Raises:
         ValueError: names the value, the reason and what to write instead.
     """
-    strategy, at = args.token_selection, "token_selection_"
-    options = (getattr(args, at + name) for name in ("rate", "always_first", "max_tokens", "weighting"))
-    check_selection(strategy, *options)
-    of_sequence = args.importance_sampling_level == "sequence" or args.loss_type == "vespo"
-    for wrong, reason in (
-        (
-            of_sequence,
-            "the ratio of a sequence needs the log-probabilities of all its tokens, and its gradient is no sum over tokens "
-            "that weights could estimate; use importance_sampling_level='token' and another loss_type",
+    strategy = args.token_selection
+    check_selection(strategy, **_options(args))
+    refused = {
+        "the ratio of a sequence needs the log-probabilities of all its tokens, and its gradient is no sum over tokens that "
+        "weights could estimate; use importance_sampling_level='token' and another loss_type": (
+            args.importance_sampling_level == "sequence" or args.loss_type == "vespo"
         ),
-        (
-            args.off_policy_mask_threshold is not None,
-            "off_policy_mask_threshold takes a mean over all tokens; leave it out",
-        ),
-        (args.top_entropy_quantile < 1.0, "top_entropy_quantile selects tokens itself; leave one out"),
-        (args.entropy_coef or args.use_adaptive_entropy, "the entropy bonus is a mean over all tokens; leave one out"),
-    ):
-        if wrong and strategy != "all":
+        "off_policy_mask_threshold takes a mean over all tokens; leave it out": args.off_policy_mask_threshold
+        is not None,
+        "top_entropy_quantile selects tokens itself; leave one out": args.top_entropy_quantile < 1.0,
+        "the entropy bonus is a mean over all tokens; leave one out": args.entropy_coef or args.use_adaptive_entropy,
+    }
+    for reason, holds in refused.items():
+        if holds and strategy != "all":
             raise ValueError(f"token_selection={strategy!r} cannot be right here: {reason}")
 
 
 class Choice(NamedTuple):
-    """The tokens that one micro-batch spends anything on.
-
-    Attributes:
-        scored_BC, weight_BC: for the [`PassRequest`]; no weights where each is one.
-        inputs: of the loss, with zeros in what the log-probabilities are compared with where nothing is scored.
-        counts: int64 `(5,)`: tokens of the loss, those of completions that were not skipped, those of the latter that a
-            selection kept, which are scored; completions, and those of them with a scored token.
-    """
+    """The tokens that one micro-batch spends anything on."""
 
     scored_BC: torch.Tensor
-    weight_BC: torch.Tensor | None
-    inputs: dict[str, Any]
+    weight_BC: torch.Tensor | None  # where each is one
+    inputs: dict[str, Any]  # with zeros in what the log-probabilities are compared with where nothing is scored
+    # Int64 `(5,)`: tokens of the loss, those of completions that were not skipped, those of the latter that are scored;
+    # completions, and those of them with a scored token.
     counts: torch.Tensor
 
 
@@ -88,26 +84,20 @@ class TokenBudget:
             "the router loss is taken over every completion": router_loss,
         }
         self.kept_by = next((reason for reason, holds in reasons.items() if holds), None)
-        self.empty_batches = 0
 
     def features(self, packed: bool = True) -> list[tuple[str, str]]:
         """Headings and lines of the start-up block; `packed`: the policy's passes run on packed rows."""
-        if self.kept_by is None:
-            found = [("on", "completions with zero advantage skipped")]
-        else:
-            heading = "as stock TRL" if self.args.skip_zero_advantage else "off"
-            found = [(heading, f"completions with zero advantage skipped: {self.kept_by}")]
+        heading = "on" if self.kept_by is None else "as stock TRL" if self.args.skip_zero_advantage else "off"
+        found = [(heading, "completions with zero advantage skipped" + (f": {self.kept_by}" if self.kept_by else ""))]
         if self.strategy != "all":
             saving = "" if packed else " (padded: whole rows and columns only)"
             found.append(("on", f"token selection: {self.strategy}, rate {self.args.token_selection_rate}{saving}"))
         return found
 
     def choose(self, inputs: dict[str, Any], step: int, micro_step: int) -> Choice | None:
-        """The tokens of a training micro-batch; `None` where there is nothing to choose.
+        """The tokens of a training micro-batch (`inputs` of `GRPOTrainer._compute_loss`); `None` where there is no choice.
 
-        Args:
-            inputs: of `GRPOTrainer._compute_loss`.
-            step, micro_step: what the draw depends on, beside the seed and the rank.
+        A draw depends on `step` and `micro_step`, beside the seed and the rank.
         """
         if self.kept_by is not None and self.strategy == "all":
             return None
@@ -119,36 +109,22 @@ class TokenBudget:
             advantages = inputs["advantages"]
             advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
             learning_BC = mask_BC & (advantages != 0).any(1, keepdim=True)
-        scored_BC, weight_BC, args = learning_BC, None, self.args
+        scored_BC, weight_BC = learning_BC, None
         if self.strategy != "all":
-            scored_BC, weight_BC = select_tokens(
-                learning_BC,
-                self.strategy,
-                rate=args.token_selection_rate,
-                always_first=args.token_selection_always_first,
-                max_tokens=args.token_selection_max_tokens,
-                weighting=args.token_selection_weighting,
-                generator=step_generator(args.seed, step, micro_step, self.rank),
-            )
+            options = _options(self.args) | {"generator": step_generator(self.args.seed, step, micro_step, self.rank)}
+            scored_BC, weight_BC = select_tokens(learning_BC, self.strategy, **options)
         scored = scored_BC.sum()
         rows = scored.new_full((), len(mask_BC))  # filled in on the device: one from the host would be waited for
         counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum()])
-        tensors = [key for key in COMPARED if isinstance(inputs.get(key), torch.Tensor)]
-        compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in tensors}
-        ratio = inputs.get(IMPORTANCE_RATIO)
-        if isinstance(ratio, torch.Tensor):  # one per token, or one per completion
+        compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if inputs.get(key) is not None}
+        if (ratio := inputs.get(IMPORTANCE_RATIO)) is not None:  # one per token, or one per completion
             left_out = ~scored_BC if ratio.shape == scored_BC.shape else ~scored_BC.any(1, keepdim=True)
             compared[IMPORTANCE_RATIO] = ratio.masked_fill(left_out, 1.0)
         return Choice(scored_BC, weight_BC, {**inputs, **compared}, counts)
 
     def report(self, metrics: dict[str, list]) -> Callable[[list[float]], None]:
-        """What adds the share of scored tokens to `metrics`, and corrects the means that TRL took over all tokens.
-
-        Args:
-            metrics: the trainer's, right after the loss.
-
-        Returns:
-            A function of the counts of that loss's [`Choice`], summed over ranks: it can be called when they are read.
+        """What adds the share of scored tokens to the trainer's metrics right after the loss, and corrects the means that TRL
+        took over all tokens: a function of the counts of that loss's [`Choice`], summed over ranks.
         """
         keys = (*SCORED_MEANS, *LEARNING_MEANS, PHI_MEAN)
         last = {key: (metrics[key], len(metrics[key]) - 1) for key in keys if metrics.get(key)}
@@ -158,9 +134,8 @@ class TokenBudget:
             valid, learning, scored, completions, scored_completions = counts
             fraction.append(scored / max(valid, 1.0))
             nothing.append(float(learning == 0))
-            self.empty_batches += learning == 0
-            if learning == 0 and self.empty_batches == 1 and self.rank == 0:  # the counts are those of all ranks
-                logger.warning(
+            if learning == 0:
+                logger.warning_once(
                     "A micro-batch has no token to learn from (every advantage is zero or every completion is "
                     "masked); it leaves the gradient as it is. tokens/nothing_to_learn counts such batches."
                 )

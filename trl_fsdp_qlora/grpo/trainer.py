@@ -18,7 +18,6 @@ from ..compat.trl import (
     IMPORTANCE_RATIO,
     OLD_LOGPS,
     SAMPLED_LOGPS,
-    SAMPLING_METRICS,
     counts_experts,
     joined_images,
 )
@@ -36,11 +35,10 @@ from ..rollout.correction import (
     sampled_mask,
     sampling_figures,
     sampling_metrics,
-    weighs_in_loss,
 )
 from ..rollout.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollout.rollout import GenerateSettings, Rollout
-from ..scoring.contexts import with_tied_entropies
+from ..scoring.contexts import share_values
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.request import Kind, PassRequest
 from ..telemetry.phases import PhaseTimer, TelemetryCallback, token_counts
@@ -65,10 +63,10 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     - `checkpointing`: a checkpoint is whole or not taken for one, and holds the completions still to be used;
     - `clock`: seconds, bytes and efficiency of each phase, as ordinary metrics.
 
-    Completions of one prompt stay together in micro-batches, and bad input is reported before the first step.
+    Completions of one prompt stay together in micro-batches.
 
     Raises:
-        ValueError: no `prompt` column, an empty or too small dataset.
+        ValueError: no `prompt` column, an empty or too small dataset; before the first step.
     """
 
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
@@ -78,8 +76,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *positional, **named).arguments
         given.pop("self")
         call, self.sync = checked_arguments(given)
-        engine = trl_starts_engine(call["args"], self.sync)
-        with experts_in_4bit(), engine:
+        with experts_in_4bit(), trl_starts_engine(call["args"], self.sync):
             super().__init__(**call)
         self.aux_loss_enabled = self.aux_loss_enabled and counts_experts(self.model.config.get_text_config())
         self.card_info = CardInfo()
@@ -118,7 +115,9 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     # --- a step: groups stay whole, each phase is on the clock ------------------------------------------------------
 
     def _get_train_sampler(self, dataset=None):
-        return EpochRepeatSampler.like(super()._get_train_sampler(dataset))
+        sampler = super()._get_train_sampler(dataset)
+        sampler.__class__ = EpochRepeatSampler
+        return sampler
 
     def _prepare_inputs(self, generation_batch):
         # TRL's own method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
@@ -181,12 +180,12 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
 
         With vLLM it is the engine, holding the adapter as it is now.
         """
-        if wrapped is None and self.engine_draws:
-            if self.state.global_step != self._last_loaded_step:
-                self.vllm_generation.sync_weights()
-                self._last_loaded_step = self.state.global_step
-            return self._engine_model()
-        return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
+        if wrapped is not None or not self.engine_draws:
+            return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
+        if self.state.global_step != self._last_loaded_step:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        return self._engine_model()
 
     @property
     def engine_draws(self) -> bool:
@@ -218,9 +217,10 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         # TRL does nothing with `model` but hand it to `_get_per_token_logps_and_entropies`: the request travels as it.
         micro_step = self._step % self.args.gradient_accumulation_steps
         choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
+        request = loss_pass(model, self.model.training)
         if choice is None:
-            return super()._compute_loss(*self._weighed(loss_pass(model, self.model.training), inputs))
-        request = loss_pass(model, self.model.training, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
+            return super()._compute_loss(*self._weighed(request, inputs))
+        request = replace(request, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
         loss = super()._compute_loss(*self._weighed(request, choice.inputs))
         counts = self.accelerator.reduce(choice.counts, reduction="sum")  # on every rank, whatever it skipped
         self.telemetry.later(counts, self.budget.report(self._metrics["train"]))
@@ -228,7 +228,10 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
 
     @property
     def _weighs_in_loss(self) -> bool:
-        return weighs_in_loss(self.args, self.budget.strategy)
+        """Old log-probabilities are the loss's own: one optimizer step per generation batch, every token scored."""
+        whole = self.budget.strategy == "all" or not self.args.vllm_importance_sampling_mode.startswith("sequence")
+        every = self.args.steps_per_generation * self.num_iterations
+        return self.use_vllm and self.args.gradient_accumulation_steps % every == 0 and whole
 
     def _weighed(self, request: PassRequest, inputs):
         """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
@@ -250,18 +253,19 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
 
     def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
         """Log how far the engine's log-probabilities lie from the policy's, and let that be checked. Collective."""
-        figures = self.accelerator.gather(sampling_figures(inputs, policy_BC, scored_BC, self.args)[None]).flatten()
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        figures = sampling_figures(inputs, policy_BC, scored_BC)
+        width, figures = len(figures), self.accelerator.gather(figures)
+        metrics, check = self._metrics["train" if self.model.training else "eval"], self.weight_sync_check
         logged_by_trl = OLD_LOGPS in inputs and IMPORTANCE_RATIO in inputs
 
         def finish(numbers):
-            named, tokens, total = sampling_metrics(numbers)
-            for name, value in named.items():
-                if not (logged_by_trl and name in SAMPLING_METRICS):
-                    metrics[name].append(value)
-            self.weight_sync_check(tokens, total)
+            named, *sums = sampling_metrics([numbers[i : i + width] for i in range(0, len(numbers), width)])
+            for name, value in {} if logged_by_trl else named.items():
+                metrics[name].append(value)
+            check(*sums)
 
-        if self.model.training and not self.weight_sync_check.is_waiting:
+        # Another model is an error before the first optimizer step; later there is time.
+        if self.model.training and not (check.judges and check.first is None):
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())
@@ -286,8 +290,9 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         is_phase = self.model.training and request.kind in (Kind.OLD, Kind.REFERENCE)
         with self.clock.phase(f"{request.kind.value}_pass") if is_phase else nullcontext():
             values, figures = self.prefix_sharing.log_probs(request, padded)
-        if figures and self.top_entropy_quantile < 1.0:  # a quantile may fall on a tie
-            values = with_tied_entropies(values, request)
+        if figures and self.top_entropy_quantile < 1.0 and values[1] is not None:  # a quantile may fall on a tie
+            batch = request.input_ids, request.attention_mask, request.logits_to_keep
+            values = values[0], share_values(values[1], *batch), values[2]
         prefix = f"prefix_sharing/{'policy' if request.kind is Kind.POLICY else 'no_grad'}"
         self._add_metrics({f"{prefix}/{name}": value for name, value in figures.items()})
         return request.narrow(values)
@@ -317,8 +322,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        further = {"taken": self.dynamic_sampling.taken}
-        rollouts = {"step": self._step, "buffer": self._buffered_inputs, "further": further}
+        rollouts = {"step": self._step, "buffer": self._buffered_inputs}
+        rollouts["further"] = {"taken": self.dynamic_sampling.taken}
         with self.checkpointing.writing(folder, self.state, rollouts):
             super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
@@ -350,7 +355,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         rollouts = self.checkpointing.load_rollouts(checkpoint)
         if rollouts is not None:
             self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
-            self.dynamic_sampling.taken = (rollouts.get("further") or {}).get("taken", 0)
+            self.dynamic_sampling.taken = rollouts["further"]["taken"]
         elif checkpoint is not None:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps  # as far as the sampler is
 
@@ -375,9 +380,12 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         per_device, size = self.args.per_device_train_batch_size, self.num_generations
         groups = ("on", "whole groups in every micro-batch")
         if per_device % size:
-            whole = f"per_device_train_batch_size={-(-per_device // size) * size} keeps them whole"
-            groups = ("as stock TRL", f"groups of {size} are split over micro-batches of {per_device}: {whole}")
+            groups = (
+                "as stock TRL",
+                f"groups of {size} are split: make per_device_train_batch_size={per_device} a multiple",
+            )
         sync = "on" if self.sync.mode == "adapter" else "as stock TRL"
+        in_16_bit = experts_in_16_bit(self.model)
         return [
             self.prefix_sharing.feature(),
             *self.budget.features(self.prefix_sharing.active()),
@@ -385,7 +393,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
             *self.rollout.features(self.model, self._generate_settings()),
             *([(sync, self.sync.describe())] if self.use_vllm else []),
             *([] if self.base_bytes is None else [("on", str(self.base_bytes))]),
-            *([] if (left := experts_in_16_bit(self.model)) is None else [("as stock TRL", left)]),
+            *([] if in_16_bit is None else [("as stock TRL", in_16_bit)]),
             *adapted_parts(self.accelerator.unwrap_model(self.model)),
         ]
 

@@ -1,8 +1,7 @@
 """How the policy gets into a vLLM engine: decided, and refused where it cannot work, before a model is loaded; and the adapter's way.
 
-vLLM takes a LoRA adapter from a folder. Every version gets a name and a folder of its own: the engine keys its prefix cache
-by the adapter's name, and loading in place is sticky before vLLM 0.33, so a name that is used twice may answer from the
-policy before.
+vLLM takes a LoRA adapter from a folder. Every version gets a name and a folder of its own: the engine keys its prefix cache by the
+adapter's name, so one that is used twice may answer from the policy before.
 """
 
 import os
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig, PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..checkpoints.disk import written_whole
@@ -62,17 +60,16 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any
         args: of the trainer.
         peft_config: of the adapter that is trained, or `None`.
         quantized: the base is quantized.
-        ask: gives what the server of `args` was started with ([`trl_fsdp_qlora.rollout.engine.server_info`]), where the
-            choice hangs on it; `None` to choose without.
+        ask: what the server was started with ([`trl_fsdp_qlora.rollout.engine.server_info`]); `None` to choose without.
 
     Raises:
         RolloutError: the choice cannot work; names the line to change.
     """
     if not args.use_vllm:
         return Sync("off", "use_vllm is off")
+    if args.rollout_sync == "adapter" and peft_config is None:
+        raise RolloutError("rollout_sync='adapter' without an adapter: set use_peft: true, or rollout_sync: merge")
     if args.rollout_sync == "merge" or peft_config is None:
-        if args.rollout_sync == "adapter":
-            served_rank(peft_config)  # says that there is no adapter
         if quantized:
             raise RolloutError(
                 "rollout_sync='merge' with a quantized base: merging into packed weights is not possible "
@@ -116,30 +113,19 @@ def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
     return trl_starts(partial(engine.start_engine, args) if sync.mode == "adapter" else None, args.vllm_engine_kwargs)
 
 
-def served_rank(peft_config: LoraConfig | None) -> int:
-    """The `max_lora_rank` under which vLLM serves `peft_config`. Needs no model, so it can be asked before one is loaded.
+def served_rank(config: LoraConfig) -> int:
+    """The `max_lora_rank` under which vLLM serves an adapter. Needs no model, so it can be asked before one is loaded.
+
+    vLLM holds lora_A and lora_B beside linear layers, and leaves out in silence whatever else a folder has.
 
     Raises:
         RolloutError: vLLM cannot serve such an adapter; names the line to change.
     """
-    if peft_config is None:
-        raise RolloutError("rollout_sync='adapter' without an adapter: set use_peft: true, or rollout_sync: merge")
-    reason = _why_not_served(peft_config)
-    if reason is not None:
-        raise RolloutError(f"vLLM cannot serve this adapter by itself: {reason}")
-    return next(rank for rank in _RANKS if rank >= _rank(peft_config))
-
-
-def _rank(config: LoraConfig) -> int:
-    return max([config.r, *(config.rank_pattern or {}).values()])
-
-
-def _why_not_served(config: LoraConfig) -> str | None:
-    # vLLM holds lora_A and lora_B beside linear layers, and leaves out in silence whatever else a folder has.
     if not isinstance(config, LoraConfig):
-        return f"a {type(config).__name__} is no LoraConfig"
+        raise RolloutError(f"vLLM cannot serve this adapter by itself: a {type(config).__name__} is no LoraConfig")
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
     experts = config.target_parameters and sorted(config.target_parameters)
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
     refused = {
         "use_dora=True adds a magnitude; use use_dora=False": config.use_dora,
         f"modules_to_save={config.modules_to_save} are trained whole": config.modules_to_save,
@@ -151,9 +137,12 @@ def _why_not_served(config: LoraConfig) -> str | None:
         ),
         f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves the whole base "
         "beside it; use init_lora_weights=True": str(config.init_lora_weights).lower().startswith(_CHANGES_BASE),
-        f"its rank {_rank(config)} is above {_RANKS[-1]}": _rank(config) > _RANKS[-1],
+        f"its rank {rank} is above {_RANKS[-1]}": rank > _RANKS[-1],
     }
-    return next((reason for reason, found in refused.items() if found), None)
+    for reason, found in refused.items():
+        if found:
+            raise RolloutError(f"vLLM cannot serve this adapter by itself: {reason}")
+    return next(served for served in _RANKS if served >= rank)
 
 
 def truncations(args: Any) -> dict[str, Any]:
@@ -176,27 +165,21 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
     if sync.mode == "off":
         return []
     mode, longest = args.vllm_importance_sampling_mode, args.max_completion_length or 0
-    corrected, by_sequence = args.vllm_importance_sampling_correction, mode.startswith("sequence")
-    found = []
-    if corrected and by_sequence and longest > LONG_COMPLETION:
-        found.append(
-            f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is exp(sum of all "
-            "differences), which long completions push out of any clip; consider token_truncate"
-        )
-    if corrected and (cuts := truncations(args)):
-        product = ", in a sequence mode by the product over all of its tokens" if by_sequence else ""
-        found.append(
-            f"under {', '.join(f'{name}={value}' for name, value in cuts.items())} vLLM's log-probabilities are of the tokens "
-            "that are left, and the trainer's of all tokens: importance weights are too small by the probability of what "
-            f"was left{product} (trl#6789). Leave {' and '.join(cuts)} out, or set vllm_importance_sampling_correction: false"
-        )
-    if args.vllm_engine_kwargs and args.vllm_mode == "server":
-        found.append(
-            "vllm_engine_kwargs is for an engine in this process; give a server its options where it is started"
-        )
-    if sync.mode == "adapter" and (low := low_adapter_rate(args.learning_rate)) is not None:
-        found.append(low)
-    return found
+    cuts = ", ".join(f"{name}={value}" for name, value in truncations(args).items())
+    found = {
+        f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is exp(sum of all "
+        "differences), which long completions push out of any clip; consider token_truncate": (
+            args.vllm_importance_sampling_correction and mode.startswith("sequence") and longest > LONG_COMPLETION
+        ),
+        f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: importance "
+        "weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
+        "vllm_importance_sampling_correction: false": args.vllm_importance_sampling_correction and cuts,
+        "vllm_engine_kwargs is for an engine in this process; give a server its options where it is started": (
+            args.vllm_engine_kwargs and args.vllm_mode == "server"
+        ),
+        low_adapter_rate(args.learning_rate): sync.mode == "adapter" and args.learning_rate < LOW_ADAPTER_RATE,
+    }
+    return [warning for warning, holds in found.items() if holds]
 
 
 def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -212,12 +195,9 @@ def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 class AdapterVersions:
-    """Folders `<prefix>-v1`, `-v2`, … under one scratch folder, each written whole before it has its name.
+    """Folders `<prefix>-v1`, `-v2`, … under a scratch folder in `folder`, each written whole before it has its name.
 
-    Args:
-        prefix: of the names; unique to this run, so that two runs can share a server.
-        folder: for the scratch folder, which goes when the process ends.
-        in_memory: use `/dev/shm` instead, where it has room for four versions.
+    The prefix is unique to a run, so that two can share a server. `in_memory` takes `/dev/shm` where it has room for four versions.
     """
 
     def __init__(self, prefix: str, folder: str | Path, in_memory: bool = False):
@@ -226,30 +206,20 @@ class AdapterVersions:
         self.bytes = 0
 
     def publish(self, version: int, weights: dict[str, torch.Tensor], peft_config: LoraConfig) -> Path:
-        """Write version `version` and return its folder.
-
-        Raises:
-            RolloutError: it cannot be written.
-        """
+        """Write version `version` and return its folder."""
         self.bytes = sum(tensor.nbytes for tensor in weights.values())
-        try:
-            if self.root is None:
-                memory = self.in_memory and os.access(_MEMORY, os.W_OK)
-                memory = memory and shutil.disk_usage(_MEMORY).free > 4 * self.bytes
-                place = _MEMORY if memory else self.folder
-                place.mkdir(parents=True, exist_ok=True)
-                self._scratch = tempfile.TemporaryDirectory(prefix=".adapters-", dir=place, ignore_cleanup_errors=True)
-                self.root = Path(self._scratch.name).resolve()
-            folder = self.root / f"{self.prefix}-v{version}"
-            with written_whole(folder) as scratch:
-                scratch.mkdir()
-                save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
-                peft_config.save_pretrained(scratch)
-        except (OSError, SafetensorError) as error:  # safetensors reports a full disk in its own class
-            raise RolloutError(
-                f"the adapter ({self.bytes / 2**20:.1f} MiB) could not be written under {self.root or self.folder}: {error}. "
-                "Free disk there, or choose another vllm_adapter_dir"
-            ) from error
+        if self.root is None:
+            memory = self.in_memory and os.access(_MEMORY, os.W_OK)
+            memory = memory and shutil.disk_usage(_MEMORY).free > 4 * self.bytes
+            place = _MEMORY if memory else self.folder
+            place.mkdir(parents=True, exist_ok=True)
+            self._scratch = tempfile.TemporaryDirectory(prefix=".adapters-", dir=place, ignore_cleanup_errors=True)
+            self.root = Path(self._scratch.name).resolve()
+        folder = self.root / f"{self.prefix}-v{version}"
+        with written_whole(folder) as scratch:
+            scratch.mkdir()
+            save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+            peft_config.save_pretrained(scratch)
         return folder
 
     def forget_before(self, version: int) -> None:

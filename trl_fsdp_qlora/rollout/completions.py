@@ -73,21 +73,18 @@ def complete(
     """
     width = max(map(len, prompt_ids))
     device = _compute_device(model)
-    input_ids = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    pictures = vision_tensors(vision or {}, width, device)
+    ids_RP = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
+    mask_RP = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+    batch = {"input_ids": ids_RP, "attention_mask": mask_RP, **vision_tensors(vision or {}, width, device)}
+    pictures = {name: batch[name] for name in vision or ()}
     if decoding is None and compact and why_stock(model, config, pictures) is None:
         decoding = Decoding(synced)
-    loop = {}
     if decoding is not None:
-        keys = [input_ids, mask] + ([fingerprints(pictures)] if pictures else [])
+        keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
         first_U, decoding.place_R = distinct_rows(torch.cat(keys, 1))
-        input_ids, mask, pictures = input_ids[first_U], mask[first_U], rows_of_images(pictures, first_U)
-        loop["custom_generate"] = decoding
-    pictures.pop("num_images", None)
-    out = model.generate(
-        input_ids=input_ids, attention_mask=mask, generation_config=config, synced_gpus=synced, **loop, **pictures
-    )
+        batch = rows_of_images(batch, first_U)
+    batch.pop("num_images", None)
+    out = model.generate(**batch, generation_config=config, synced_gpus=synced, custom_generate=decoding)
     ends = config.eos_token_id if ends is None else ends
     completions = []
     for row in out[:, width:].tolist():
@@ -97,12 +94,7 @@ def complete(
 
 
 class EngineModel:
-    """vLLM in the place of a model in [`generate`]: what draws training's rollouts; this rank draws alone.
-
-    Args:
-        engine: on a server, or colocated with one device for each engine.
-        generation_config: of the model, for its end-of-sequence tokens.
-    """
+    """vLLM (a server, or an engine of this rank's own) in the place of a model in [`generate`]; the config is the model's."""
 
     def __init__(self, engine: "AdapterEngine", generation_config: GenerationConfig):
         self.engine, self.generation_config = engine, generation_config
@@ -124,7 +116,7 @@ class EngineModel:
 
         llm, sleeps = self.engine.llm, self.engine.enable_sleep_mode
         if sleeps:
-            llm.wake_up(tags=["kv_cache"])
+            llm.wake_up()
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
         outputs = llm.generate(prompts, sampling_params=[SamplingParams(**own) for own in settings], use_tqdm=False)
         if sleeps:
@@ -134,18 +126,13 @@ class EngineModel:
 
 def sampling(config: GenerationConfig, seed: int | None) -> dict:
     """vLLM's sampling parameters of a row for a generation config of transformers."""
-    ends = config.eos_token_id
-    settings = {
-        "max_tokens": config.max_new_tokens,
-        "repetition_penalty": 1.0 if config.repetition_penalty is None else config.repetition_penalty,
-        "stop_token_ids": list(ends) if isinstance(ends, list | tuple | set) else [ends],
-        "temperature": 0.0,
-    }
+    ends, wanted = config.eos_token_id, ["repetition_penalty"]
+    settings = {"max_tokens": config.max_new_tokens, "temperature": 0.0}
+    settings["stop_token_ids"] = list(ends) if isinstance(ends, list | tuple | set) else [ends]
     if config.do_sample:
-        chosen = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        settings |= {name: value for name, value in chosen.items() if value is not None}
+        wanted += ["temperature", "top_p", "top_k", "min_p"]
         settings["seed"] = None if seed is None else seed % 2**63
-    return settings
+    return settings | {name: getattr(config, name) for name in wanted if getattr(config, name) is not None}
 
 
 def generate(
@@ -166,9 +153,6 @@ def generate(
         model: causal language model, unwrapped; its training mode is restored. Or an engine that draws in its place.
         prompt_ids, config, synced, compact, vision: see [`complete`].
         seed: of the sampling; `None` for greedy decoding.
-
-    Returns:
-        R lists of completion token ids.
     """
     if isinstance(model, EngineModel):
         if vision:
@@ -198,7 +182,7 @@ def over_ranks(
     """Results of problems 0 to `count` - 1, each worked on exactly once, in their order on every rank.
 
     Batches are fixed by `count` and `batch_size` and dealt to the ranks in turn; results travel with their index, so
-    nothing is padded or counted twice, whatever the number of ranks. Works without an initialised process group.
+    nothing is padded or counted twice, whatever the number of ranks.
 
     Args:
         count: problems; the same on every rank.

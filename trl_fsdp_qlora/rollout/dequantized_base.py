@@ -1,8 +1,7 @@
 """The weights that a 4-bit base really computes with, as an ordinary checkpoint that an inference engine can load.
 
-QLoRA trains an adapter on the *rounded* base. An engine that served the unrounded one would sample from another policy; one
-that quantizes by itself is slower and rounds its own way. So the packed weights are dequantized once, with bitsandbytes'
-own function, and the engine serves exactly those.
+QLoRA trains an adapter on the *rounded* base; an engine that served the unrounded one would sample from another policy. So the
+packed weights are dequantized once, with bitsandbytes' own function, and the engine serves exactly those.
 """
 
 import hashlib
@@ -11,7 +10,6 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,7 +21,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from ..checkpoints.disk import written_whole
 from .adapter_sync import RolloutError
 
-SHARD_BYTES = 4 * 2**30
 DONE = "dequantized.json"
 
 
@@ -39,10 +36,8 @@ def _dense(base: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Ten
     from ..fsdp2_qlora.experts import packed_experts
 
     experts = {f"{name}.{p}": (module, p) for name, module in packed_experts(base).items() for p in module.layouts}
-    packed = {
-        f"{name}.weight": module for name, module in base.named_modules() if type(module).__name__ == "Linear4bit"
-    }
-    written: set[int] = set()
+    packed = {f"{name}.weight": x for name, x in base.named_modules() if type(x).__name__ == "Linear4bit"}
+    written = set()
     for name, tensor in base.state_dict().items():
         if tensor.data_ptr() in written:
             continue  # a tied head
@@ -106,10 +101,17 @@ def dequantized_base(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(folder) as scratch:
         scratch.mkdir()
-        # In the checkpoint's own layout, which may have a tensor for each expert; a layer at a time.
+        # A file for each layer, in the checkpoint's own layout, which may have a tensor for each expert.
         layers = groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0])
-        tensors = (pair for _, layer in layers for pair in revert_weight_conversion(base, dict(layer)).items())
-        index = _write_shards(tensors, scratch, progress)
+        files, size = {}, 0
+        for i, (_, layer) in enumerate(
+            tqdm(layers, unit=" layers", desc="dequantizing the base", disable=not progress)
+        ):
+            tensors, name = revert_weight_conversion(base, dict(layer)), f"model-{i:05d}.safetensors"
+            save_file(tensors, scratch / name, metadata={"format": "pt"})
+            files |= dict.fromkeys(tensors, name)
+            size += sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": files}
         (scratch / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         config = base.config.to_dict()
         config.pop("quantization_config", None)
@@ -119,24 +121,3 @@ def dequantized_base(
         base.generation_config.save_pretrained(scratch)
         (scratch / DONE).write_text(json.dumps({"content": content, "dtype": str(dtype)}) + "\n", encoding="utf-8")
     return folder
-
-
-def _write_shards(tensors: Iterator, folder: Path, progress: bool) -> dict[str, Any]:
-    """Write `(name, tensor)` into files of [`SHARD_BYTES`]; returns the index that transformers looks them up in."""
-    weight_map: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-    total = 0
-
-    def flush() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, tensor in tqdm(tensors, unit=" weights", desc="dequantizing the base", disable=not progress):
-        if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > SHARD_BYTES:
-            flush()
-        shard[name] = tensor
-        total += tensor.nbytes
-    flush()
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}

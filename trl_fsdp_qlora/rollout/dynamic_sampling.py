@@ -1,11 +1,12 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476): further prompts in place of groups with zero variance.
 
-A group whose rewards are all equal has zero advantage. Its place in the generation batch goes to another prompt's group,
-for a few rounds at most. The further prompts come from a stream of their own, which goes through the whole dataset in a
-random order before any prompt comes a second time; what training draws by itself is not moved by it.
+A group whose rewards are all equal has zero advantage. Its place in the generation batch goes to another prompt's group, for a
+few rounds at most. The further prompts come from a stream of their own, which goes through the whole dataset in a random
+order before any prompt comes a second time.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,12 +69,9 @@ class ScoredRows(list):
 def groups_with_variance(
     rewards_NK: torch.Tensor, weights_K: torch.Tensor, group_size: int, each: bool
 ) -> torch.Tensor:
-    """Which groups have rewards that differ, `(N / group_size,)`; completions without any reward do not count.
+    """Which groups have rewards that differ, `(N / group_size,)`; completions without any reward (NaN) do not count.
 
-    Args:
-        rewards_NK: NaN where a function gave none.
-        weights_K: of the functions.
-        each: the functions are normalised one by one, so one of them is enough; otherwise their weighted sum has to differ.
+    With `each` the functions are normalised one by one, so one of them is enough; otherwise their weighted sum has to differ.
     """
     weighted_NK = rewards_NK * weights_K.to(rewards_NK) if each else combine(rewards_NK, weights_K)[:, None]
     groups = weighted_NK.unflatten(0, (-1, group_size))
@@ -83,21 +81,16 @@ def groups_with_variance(
 
 
 class DynamicSampling:
-    """Replaces zero-variance groups of a generation batch by groups of further prompts.
-
-    Args:
-        args: of the trainer.
-        dataset: training rows by index.
-        accelerator: every rank calls [`fill`], and goes through the same rounds.
-        weights_K: of the reward functions.
+    """Replaces zero-variance groups of a generation batch by groups of further prompts, of the rows of `dataset`.
 
     Attributes:
         taken: further prompts since the start of the run; a checkpoint keeps it, the same on every rank.
     """
 
     def __init__(self, args: Any, dataset: Sequence[dict], accelerator: Accelerator, weights_K: torch.Tensor):
-        self.args, self.dataset, self.accelerator, self.weights_K = args, dataset, accelerator, weights_K
-        self.taken = 0
+        self.args, self.dataset, self.accelerator, self.taken = args, dataset, accelerator, 0
+        each = args.multi_objective_aggregation == "normalize_then_sum"
+        self._varied = partial(groups_with_variance, weights_K=weights_K, group_size=args.num_generations, each=each)
 
     def next_prompts(self, count: int) -> list[int]:
         """Indices of the next `count` further prompts."""
@@ -114,7 +107,7 @@ class DynamicSampling:
     def fill(
         self, inputs: list[dict], draw: Callable[[list[dict]], ScoredRows]
     ) -> tuple[ScoredRows, dict[str, float]]:
-        """Rows to train on, drawn for `inputs` or, in the place of a zero-variance group, for others; and metrics.
+        """Rows to train on, drawn for `inputs` or, in the place of a zero-variance group, for others; and metrics. Collective.
 
         Args:
             inputs: dataset rows of this rank; a group may lie on two ranks.
@@ -155,7 +148,3 @@ class DynamicSampling:
                 "dynamic_sampling_max_rounds for more; where it stays at 1, look at the rewards of a few completions"
             )
         return ScoredRows(rows, drawn, rewards_NK), {f"dynamic_sampling/{k}": v for k, v in metrics.items()}
-
-    def _varied(self, rewards_NK: torch.Tensor) -> torch.Tensor:
-        each = self.args.multi_objective_aggregation == "normalize_then_sum"
-        return groups_with_variance(rewards_NK, self.weights_K, self.args.num_generations, each)

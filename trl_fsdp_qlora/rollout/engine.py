@@ -1,8 +1,7 @@
 """`AdapterEngine`: TRL's vLLM engine, colocated or in a server, to which only the adapter is sent.
 
-TRL 1.16 merges the adapter into the base, pushes every weight and unmerges, for each step. Here the engine holds the
-untouched base and is given each version of the adapter under a name of its own: no weight of the base moves, a quantized or
-sharded base needs no merging, and putting the engine to sleep frees its cache and keeps its weights.
+TRL 1.16 merges the adapter into the base, pushes every weight and unmerges, for each step. Here the engine holds the untouched
+base and is given each version of the adapter under a name of its own; putting it to sleep frees its cache and keeps its weights.
 """
 
 import logging
@@ -33,7 +32,8 @@ logger = logging.getLogger(__name__)
 class _Serving:
     """vLLM's `LLM` as `VLLMGeneration.generate` uses it: requests name the adapter, and sleeping keeps the weights.
 
-    TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back.
+    TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back. Freeing the cache alone takes
+    vLLM 0.31 or newer.
     """
 
     def __init__(self, llm):
@@ -74,8 +74,7 @@ class AdapterServer(VLLMClient):
     """TRL's client of a vLLM server, for a server that is given adapters.
 
     Args:
-        url: of the server.
-        patience: seconds to wait until the server is up.
+        url, patience: of the server, and seconds to wait until it is up.
         max_lora_rank: the adapter's, as vLLM counts ranks.
 
     Attributes:
@@ -104,24 +103,15 @@ class AdapterServer(VLLMClient):
         for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
             self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=tries))
 
-    def load_adapter(self, name: str, folder: str) -> None:
-        """Load `folder` and answer with it from now on; raises [`RolloutError`] with the server's reason."""
-        self.ask("load_lora_adapter", {"lora_name": name, "lora_path": folder})
-        self.model = name
-
     def ask(self, endpoint: str, content: dict) -> None:
+        """Load or unload an adapter; raises [`RolloutError`] with the server's reason."""
         response = self.session.post(f"{self.base_url}/v1/{endpoint}", json=content)
-        if response.status_code == 200:
-            return
-        if response.status_code == 404 and response.json().get("detail") == "Not Found":  # no such endpoint
+        if response.status_code != 200:
             raise RolloutError(
-                f"the vLLM server at {self.base_url} takes no adapters at run time. Restart it with "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+                f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): {response.text[:500]} (it has to "
+                f"be started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, to see {content.get('lora_path')} "
+                "(vllm_adapter_dir), and to serve the model that is trained)"
             )
-        raise RolloutError(
-            f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): {response.text[:500]} (the server "
-            f"has to see {content.get('lora_path', 'the folder')} (vllm_adapter_dir), and to serve the model that is trained)"
-        )
 
 
 class AdapterEngine(VLLMGeneration):
@@ -133,20 +123,10 @@ class AdapterEngine(VLLMGeneration):
         versions: where versions of the adapter are written; used by rank 0.
         engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
         **options: of `VLLMGeneration`.
-
-    Raises:
-        RolloutError: the server cannot take adapters.
     """
 
     def __init__(
-        self,
-        *,
-        base: str,
-        peft_config,
-        max_lora_rank: int,
-        versions: AdapterVersions,
-        engine_kwargs: dict[str, Any] | None = None,
-        **options,
+        self, *, base: str, peft_config, max_lora_rank: int, versions: AdapterVersions, engine_kwargs=None, **options
     ):
         self.base, self.peft_config, self.max_lora_rank = base, peft_config, max_lora_rank
         self.versions, self.version = versions, 0
@@ -206,11 +186,6 @@ class AdapterEngine(VLLMGeneration):
             options["block_size"] = 32
         with one_adapter():
             llm = LLM(**{**options, **self.engine_kwargs})
-        if self.enable_sleep_mode and not hasattr(llm, "release_kv_cache_memory"):
-            raise RolloutError(
-                "vllm_enable_sleep_mode=True needs vLLM 0.31 or newer, which can free the cache alone: older versions throw "
-                "the base away, too. Upgrade vLLM, or set vllm_enable_sleep_mode: false"
-            )
         leave_groups_that_are_gone(llm)
         self.llm = _Serving(llm)
         if self.enable_sleep_mode:
@@ -242,11 +217,11 @@ class AdapterEngine(VLLMGeneration):
             if not self.llm.load(LoRARequest(name, version, folder)):
                 raise RolloutError(f"vLLM refused the adapter in {folder}")
             return
-        before, self.vllm_client.model = self.vllm_client.model, name
         if self.accelerator.is_main_process:
-            self.vllm_client.load_adapter(name, folder)
+            self.vllm_client.ask("load_lora_adapter", {"lora_name": name, "lora_path": folder})
             if self.version:
-                self.vllm_client.ask("unload_lora_adapter", {"lora_name": before})
+                self.vllm_client.ask("unload_lora_adapter", {"lora_name": self.vllm_client.model})
+        self.vllm_client.model = name
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         answer = super().generate(prompts, images, num_generations, profiler)
@@ -269,9 +244,6 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
     """An [`AdapterEngine`] holding the base that `model` trains on, given what TRL gives its own. Collective.
 
     The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet.
-
-    Raises:
-        RolloutError: the server cannot take adapters, or a 4-bit base cannot be dequantized.
     """
     peft_config = model.peft_config[model.active_adapters[0]]
     rank = served_rank(peft_config)  # what PEFT made of the targets, before anything is written
@@ -280,10 +252,7 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
         # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
         dtype = torch.float32 if accelerator.device.type == "cpu" else torch.bfloat16
         cache = cache_folder() / "dequantized"
-        try:
-            base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
-        except OSError as error:
-            raise RolloutError(str(error)) from error
+        base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
     one_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) == accelerator.num_processes
     folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
     in_memory = args.vllm_adapter_dir is None and mode == "colocate" and one_node

@@ -1,14 +1,13 @@
 """`Rollout`: whatever draws completions asks here, training's own rollouts, accuracy and stage 1 alike."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
@@ -18,7 +17,6 @@ from ..fsdp2_qlora.generation import gathered_as, is_gathered
 from ..scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
 from .decoding import Decoding, DecodingWork, why_stock
-from .shared_prompts import why_per_row
 
 logger = get_logger(__name__)
 
@@ -66,23 +64,23 @@ class Rollout:
             with restore_weights(self.accelerator.unwrap_model(wrapped)):
                 return stock(*turn)
         prompt_ids, images, multimodal_fields, _, of_tools = turn
+        if settings is None or of_tools or self.why_stock(wrapped, settings) is not None:
+            return stock(*turn)
         vision = {}
         if images or any(name.startswith("pixel_values") for name in multimodal_fields):
             counts = [len(each or ()) for each in images or ()]
             vision = vision_tensors(multimodal_fields | {"num_images": counts}, max(map(len, prompt_ids)))
-        if settings is None or of_tools or self.why_stock(wrapped, settings) is not None:
-            return stock(*turn)
-        if vision and (reason := self.why_stock(wrapped, settings, vision)) is not None:
-            logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
-            return stock(*turn)
+            if (reason := self.why_stock(wrapped, settings, vision)) is not None:
+                logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
+                return stock(*turn)
         with self.generating(wrapped, settings.overrides) as (model, lockstep):
             decoding, ends = Decoding(lockstep), settings.eos_token_ids
             completions, work = complete(
                 model, prompt_ids, settings.config, ends=ends, synced=lockstep, decoding=decoding, vision=vision
             )
         self._work += work
-        if decoding.found:  # the start-up block said that prompts are attended to once
-            logger.warning_once(f"decoding: {_prompts(decoding.per_row)}")
+        if decoding.per_row is not None and self.accelerator.device.type == "cpu":
+            logger.warning_once(f"decoding: prompts attended to per row, not once per group ({decoding.per_row})")
         return completions, None
 
     def why_stock(self, wrapped: nn.Module, settings: GenerateSettings, vision: dict | None = None) -> str | None:
@@ -101,16 +99,9 @@ class Rollout:
             heading = "as stock TRL" if self.args.compact_generation else "off"
             return [(heading, f"rollouts: every completion prefills its prompt, no row leaves early ({reason})")]
         found = [("on", "rollouts: each prompt prefilled once, finished rows leave the batch")]
-        if self.accelerator.device.type != "cpu":
-            return found
-        model = self.accelerator.unwrap_model(wrapped)
-        adapted = is_peft_model(model)
-        # accelerate wraps the outermost forward alone, and `generate` calls the model inside an adapter.
-        with nullcontext() if adapted else self.accelerator.autocast():
-            reason = why_per_row(model.get_base_model() if adapted else model)
-        products = "; float32 products by oneDNN" if beats_mkl() else ""
-        heading = "on" if reason is None or products else "as stock TRL"
-        return [*found, (heading, f"decoding: {_prompts(reason)}{products}")]
+        if self.accelerator.device.type == "cpu" and beats_mkl():
+            found.append(("on", "decoding: float32 products by oneDNN"))
+        return found
 
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
@@ -123,7 +114,6 @@ class Rollout:
     def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:
         """A model for [`completions.generate`] beside training's own rollouts, without gradients. Every rank has to enter.
 
-        Accuracy, evaluation and V* draw for other prompts than a training batch's, with other numbers on each rank.
         Under FSDP2 the weights are gathered once for the whole block, if `args.fsdp_gather` and the free memory say so:
         each rank then generates on its own. Otherwise every forward is a collective operation.
 
@@ -154,9 +144,8 @@ class Rollout:
 def restore_weights(model: nn.Module) -> Iterator[None]:
     """Give every parameter and buffer back the values and dtype it had, and the model its mode.
 
-    TRL casts the model that is trained to bf16 or fp16 for the engine and leaves it so: the float32 master weights of the
-    adapter lose their low bits in the first step and every update below them later, and rotary frequencies are rounded,
-    which moves the positions of long prompts. Costs a copy of what is cast while completions are generated.
+    TRL casts the model that is trained to bf16 or fp16 for the engine and leaves it so: the adapter's float32 weights lose
+    their low bits, and rotary frequencies are rounded. Costs a copy of what is cast while completions are generated.
     """
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
@@ -169,8 +158,3 @@ def restore_weights(model: nn.Module) -> Iterator[None]:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
         model.train(was_training)
-
-
-def _prompts(reason: str | None) -> str:
-    """How decoding attends to prompts, and why not once."""
-    return "prompts attended to once per group" if reason is None else f"prompts attended to per row ({reason})"

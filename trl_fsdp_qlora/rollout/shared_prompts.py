@@ -1,22 +1,18 @@
-"""The cache while decoding: rows of keys and values, and attention over a prompt once for all its completions.
+"""On a CPU, prompts are not repeated while completions are decoded: attention runs over each once for all its rows.
 
-A prompt is prefilled once. The cache is then repeated for its rows, with room for what follows, and rows that have ended leave.
-On a CPU prompts need not be repeated: while completions are decoded, each prompt's keys and values are held once, and those of
-the completions row by row. A layer attends from all queries of a group to their prompt in one product, and from each query to its own
-completion; the two are merged by their log-sum-exps, which is attention over both.
-
-It serves layers of plain causal attention that go through transformers' attention interface. Which those are is seen in
-the prefill: each layer's call is looked at before the model's own function computes it.
+Each prompt's keys and values are held once, and those of the completions row by row. A layer attends from all queries of a
+group to their prompt in one product, and from each query to its own completion; the two are merged by their log-sum-exps, which
+is attention over both. It serves layers of plain causal attention that go through transformers' attention interface. Which
+those are is seen in the prefill: each layer's call is looked at before the model's own function computes it.
 """
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from ..compat.generation import prepares_inputs_itself
 from ..prefix_sharing.attention import (
@@ -30,87 +26,10 @@ from ..prefix_sharing.attention import (
 from ..prefix_sharing.cascade import merge
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
 from ..prefix_sharing.support import position_limit, unsupported_reason
-
-# Layers whose states have one entry per row; static layers have a fixed batch size. By name: transformers 5.17 has fewer.
-_BY_ROW = {
-    "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionLayer",
-}  # fmt: skip
-# Positions for which room is made at once: copying is rare, and little room is left unused when the last row ends.
-_ROOM = 16
-
-
-class RoomyLayer(DynamicLayer):
-    """A full-attention layer that writes new keys and values behind the old ones, into room made for `_ROOM` at once.
-
-    `DynamicLayer` copies the whole cache for every token. What attention reads is the same, entry by entry. It takes over the rows
-    `rows_R` of keys and values `(rows, H_kv, L, D)`, and never makes room beyond `max_length` positions.
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows_R: torch.Tensor, max_length: int):
-        super().__init__()
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.max_length = max_length
-        self.keys, self.values = keys, values
-        self._move(rows_R)
-
-    def _move(self, rows: torch.Tensor | None = None, new: int = 0) -> None:
-        """Take these rows (all by default) to where there is room for at least `new` more positions."""
-        length = self.keys.shape[-2]
-        size = max(length + new, min(length + _ROOM, self.max_length))
-        self._rooms = []
-        for states in (self.keys, self.values):
-            room = states.new_empty(len(states) if rows is None else len(rows), states.shape[1], size, states.shape[3])
-            if rows is None:
-                room[:, :, :length] = states
-            else:
-                # A model split over several devices keeps each layer's keys where the layer is.
-                torch.index_select(states, 0, rows.to(states.device), out=room[:, :, :length])
-            self._rooms.append(room)
-        self.keys, self.values = (room[:, :, :length] for room in self._rooms)
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        length, new = self.keys.shape[-2], key_states.shape[-2]
-        if length + new > self._rooms[0].shape[-2]:
-            self._move(new=new)
-        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
-            room[:, :, length : length + new] = states
-        self.keys, self.values = (room[:, :, : length + new] for room in self._rooms)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._move(indices)
-
-
-def unrepeatable(cache: DynamicCache) -> str | None:
-    """Why the rows of `cache` cannot be repeated and dropped; `None` where they can."""
-    if type(cache) is not DynamicCache:
-        return f"the cache is a {type(cache).__name__}"
-    if getattr(cache, "offloading", False):
-        return "the cache is offloaded"
-    others = sorted({type(layer).__name__ for layer in cache.layers} - _BY_ROW)
-    return f"the cache has layers of type {', '.join(others)}" if others else None
-
-
-def take_rows(cache: DynamicCache, rows_A: torch.Tensor, max_length: int | None = None) -> None:
-    """Let row i of `cache` be what was row `rows_A[i]`, in place; with `max_length`, room is made for rows so long."""
-    for i, layer in enumerate(cache.layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            layer.reorder_cache(rows_A)  # its states, and keys and values where it has both
-        elif type(layer).__name__ == "DummyLayer" or not layer.get_seq_length():
-            continue
-        elif max_length is not None and type(layer) is DynamicLayer:
-            cache.layers[i] = RoomyLayer(layer.keys, layer.values, rows_A, max_length)
-        else:
-            layer.batch_select_indices(rows_A.to(layer.keys.device))
-
-
-# --- prompts once -----------------------------------------------------------------------------------------------------
+from .cache import RoomyLayer
 
 _NAME = "shared_prompts_"
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# Looking through a model's modules takes as long as generating a few tokens with a small one.
-_LOOKED_AT: WeakKeyDictionary[PreTrainedModel, str | None] = WeakKeyDictionary()
 # Of the model's call: what a decoding forward is given here, or needs no more.
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 _ARGUMENTS |= {*PER_IMAGE, *PER_TOKEN, "mm_encoder_outputs"}
@@ -125,14 +44,7 @@ def why_per_row(model: PreTrainedModel) -> str | None:
     implementation = model.config._attn_implementation.removeprefix(PREFIX)
     if implementation not in ("sdpa", "eager"):
         return f"attn_implementation={implementation!r}"
-    if model not in _LOOKED_AT:
-        _LOOKED_AT[model] = _reason_of_its_structure(model)
-    return _LOOKED_AT[model]
-
-
-def _reason_of_its_structure(model: PreTrainedModel) -> str | None:
-    layers = DynamicCache(config=model.config).layers
-    others = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
+    others = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers} - {"DynamicLayer"}
     if others:
         return f"layers with a {', '.join(sorted(others))}"
     if prepares_inputs_itself(model):
@@ -154,8 +66,7 @@ def watched_attention(model: PreTrainedModel) -> Iterator[str | None]:
     AttentionMaskInterface.register(name, masks[base])
     use_in_decoder(model, name)
     try:
-        taken = model.config._attn_implementation == name
-        yield None if taken else f"{type(model).__name__} keeps its attn_implementation"
+        yield None
     finally:
         use_in_decoder(model, base)
 
@@ -178,11 +89,9 @@ class PrefillWatch:
     def __init__(self, cache: DynamicCache, kwargs: dict):
         self.cache, self.mask_UP = cache, _padding_mask(kwargs)
         self.seen: set[int] = set()
-        self._last_mask = None
-        more = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
-        self.reason = f"generate hands {', '.join(more)} to the model" if more else None
-        if kwargs.get("position_ids") is None:
-            self.reason = self.reason or "generate hands no positions to the model"
+        self.reason = "generate hands no positions to the model" if kwargs.get("position_ids") is None else None
+        if more := sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS):
+            self.reason = f"generate hands {', '.join(more)} to the model"
 
     def attend(self, base, module, query, key, value, mask, **kwargs):
         """The layer's own function, after a look at what it is given. Shapes as in transformers' interface."""
@@ -194,19 +103,15 @@ class PrefillWatch:
         if torch.is_autocast_enabled("cpu"):  # a wrapper of the model's forward switched it on
             return "autocast"
         more = {name: x for name, x in kwargs.items() if x is not None and name not in {*NEUTRAL, "scaling"}}
-        if more.pop("dropout", 0.0):
-            return "attention dropout"
-        if more or getattr(module, "sinks", None) is not None:
-            return f"its attention takes {', '.join(sorted(more)) or 'sinks'}"
+        more |= {} if getattr(module, "sinks", None) is None else {"sinks": module.sinks}
+        if more.pop("dropout", 0.0) or more:
+            return f"its attention takes {', '.join(sorted(more)) or 'dropout'}"
         layer = self.cache.layers[module.layer_idx]
         if key is not layer.keys or value is not layer.values:
             return "it attends to other keys than it caches"
         if not query.dtype == key.dtype == value.dtype or query.shape[-1] != value.shape[-1]:
             return "queries, keys and values differ in size or dtype"
-        if mask is not self._last_mask and not self._sees_the_prompt(mask):
-            return "its mask leaves out part of the prompt"
-        self._last_mask = mask
-        return None
+        return None if self._sees_the_prompt(mask) else "its mask leaves out part of the prompt"
 
     def _sees_the_prompt(self, mask: torch.Tensor | None) -> bool:
         """Whether the last query sees every token of its prompt so far and nothing else, under one mask for all heads."""
@@ -227,13 +132,10 @@ class PrefillWatch:
 
 
 class SharedPrompts:
-    """Keys and values of U prompts, those of the completions of A rows, and which row has which prompt.
+    """Keys and values of U prompts, those of the completions of A rows, and which row has which prompt (`place_A`).
 
-    Args:
-        cache: as a prefill of the U prompts left it; holds the completions from here on.
-        place_A: which prompt each row has.
-        kwargs: of the model's calls, of the U prompts, positions among them.
-        max_length: of a row, prompt included.
+    `cache` is as a prefill of the U prompts left it and holds the completions from here on; `kwargs` are those of the model's calls
+    of the prompts, and rows end at `max_length`, prompt included.
     """
 
     def __init__(self, cache: DynamicCache, place_A: torch.Tensor, kwargs: dict, max_length: int):

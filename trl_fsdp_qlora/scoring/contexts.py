@@ -2,8 +2,6 @@
 
 import torch
 
-from .request import LogProbs, PassRequest
-
 
 def share_values(
     values_BC: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
@@ -30,12 +28,3 @@ def share_values(
         same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1).bool()
         first_BC[row] = (same & computed_BC[: row + 1]).int().argmax(0)  # a computed token is equal to itself
     return torch.where(computed_BC, values_BC.gather(0, first_BC), values_BC)
-
-
-def with_tied_entropies(values: LogProbs, request: PassRequest) -> LogProbs:
-    """`values` of a pass, in which equal contexts have one entropy: see [`share_values`]."""
-    logps, entropies, aux_loss = values
-    if entropies is None:
-        return values
-    tied = share_values(entropies, request.input_ids, request.attention_mask, request.logits_to_keep)
-    return logps, tied, aux_loss

@@ -1,10 +1,9 @@
 """Linear layers on a CPU in float32: by oneDNN where that beats MKL, with LoRA's part in two products while decoding.
 
-Torch hands float32 products to MKL on x86, and to oneDNN, which is in the same wheel, only under its compiler, by the
-private operator borrowed here. On AMD's processors MKL takes slower kernels, about half as fast at the sizes that matter
-(docs/LOG.md). A LoRA layer runs five small operations beside its base; without gradients one product
-and one that is added to the base's output in place do. Sums run in another order, so outputs differ by a few units in the
-last place of the largest term. Weights are neither copied nor changed.
+Torch hands float32 products to MKL on x86, and to oneDNN, which is in the same wheel, only under its compiler, by the private
+operator borrowed here. On AMD's processors MKL takes slower kernels, about half as fast (docs/LOG.md). A LoRA layer runs five
+small operations beside its base; without gradients one product and one that is added to the base's output in place do, 12%
+of generation's time with SmolLM2. Sums run in another order; weights are neither copied nor changed.
 """
 
 import functools
@@ -17,6 +16,8 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+from ..compat.replaced import replaced
 
 # Below, the call costs what the product does.
 MANY_WEIGHTS = 2**16
@@ -55,11 +56,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
     """Inside the block, layers of a model on the CPU multiply as above; nothing changes for one on another device.
 
-    A block has to hold the backward too where gradients are checkpointed: it runs the forward again.
-
-    Args:
-        model: the model that is called.
-        decoding: adapters in two products, too; no gradient is wanted and no weight changes inside.
+    A block has to hold the backward too where gradients are checkpointed: it runs the forward again. With `decoding`, adapters
+    take two products; no gradient is wanted then, and no weight changes inside.
     """
     first = next(model.parameters(), None)
     if first is None or first.device.type != "cpu":
@@ -67,12 +65,10 @@ def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
         return
     with ExitStack() as stack:
         if nn.Linear.forward is _LINEAR:
-            nn.Linear.forward = _linear
-            stack.callback(setattr, nn.Linear, "forward", _LINEAR)
+            stack.enter_context(replaced(nn.Linear, forward=_linear))
         for layer in model.modules() if decoding else ():
             if type(layer) is LoraLinear and (name := _only_adapter(layer)):
-                layer.forward = _fused(layer, name)  # hides the class's method until it is removed
-                stack.callback(delattr, layer, "forward")
+                stack.enter_context(replaced(layer, forward=_fused(layer, name)))
         yield
 
 
@@ -102,30 +98,24 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        grad_weight = grad_bias = None
+        (x, weight), wanted = ctx.saved_tensors, ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
-            grad_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t())
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        return grad_x, grad_weight, grad_bias
+        grad_x = product(grad, weight.t()) if wanted[0] else None
+        grad_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if wanted[1] else None
+        return grad_x, grad_weight, rows.sum(0) if wanted[2] else None
 
 
 def _only_adapter(layer: LoraLinear) -> str | None:
     """The adapter of `layer` where its output is the base's product plus that adapter's, and nothing more."""
     active = () if layer.disable_adapters or layer.merged else [x for x in layer.active_adapters if x in layer.lora_A]
-    if len(active) != 1 or active[0] in layer.lora_variant or "forward" in vars(layer) or layer._forward_pre_hooks:
+    if len(active) != 1 or active[0] in layer.lora_variant:
         return None
-    parts = (layer.base_layer, layer.lora_A[active[0]], layer.lora_B[active[0]])
-    drops = layer.training and not isinstance(layer.lora_dropout[active[0]], nn.Identity)
-    return active[0] if all(map(_is_plain, parts)) and parts[2].bias is None and not drops else None
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    changed = "forward" in vars(layer) or layer._forward_pre_hooks or layer._forward_hooks
-    return type(layer) is nn.Linear and not changed and is_plain(layer.weight)
+    (name,) = active
+    parts = (layer.base_layer, layer.lora_A[name], layer.lora_B[name])
+    plain = all(type(part) is nn.Linear and is_plain(part.weight) for part in parts) and parts[2].bias is None
+    hooked = any("forward" in vars(x) or x._forward_pre_hooks or x._forward_hooks for x in (layer, *parts))
+    drops = layer.training and not isinstance(layer.lora_dropout[name], nn.Identity)
+    return name if plain and not hooked and not drops else None
 
 
 def _fused(layer: LoraLinear, name: str) -> Callable:

@@ -56,15 +56,13 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         # In the sums' precision: rounding it to bf16 here and the product again would put the gradient's error above
         # that of a kernel that rounds once.
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
-        transform = (temperature, softcap, logit_scale)
+        entropy_N, how = torch.empty_like(log_probs_N), (temperature, softcap, logit_scale, keep_jacobian)
         with torch.autocast(device_type, enabled=False):
-            entropy_N = torch.empty_like(log_probs_N)
             for start in range(0, len(hidden_NH), TOKEN_TILE):
                 tile = slice(start, start + TOKEN_TILE)
                 hidden_TH = hidden_NH[tile].to(compute_dtype)
-                log_probs_N[tile], entropy_N[tile], jacobian_TH = _score_tile(
-                    hidden_TH, weight_VH, bias_V, targets_N[tile], *transform, keep_jacobian
-                )
+                found = _score_tile(hidden_TH, weight_VH, bias_V, targets_N[tile], *how)
+                log_probs_N[tile], entropy_N[tile], jacobian_TH = found
                 if keep_jacobian:
                     jacobian_NH[tile] = jacobian_TH
         # Without this, an entropy that is only logged would come back as a gradient of zeros.
@@ -79,8 +77,7 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
     def backward(ctx, grad_log_probs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None):
         if grad_entropy_N is not None:
             raise RuntimeError(
-                "a gradient of the entropy was asked for, and the frozen-head kernel keeps none: call "
-                "add_scoring_head(..., entropy_gradient=True), which scores through TRL's kernel"
+                "the frozen-head kernel keeps no gradient of the entropy: add_scoring_head(entropy_gradient=True)"
             )
         grad_hidden_NH = None
         if grad_log_probs_N is not None:
@@ -108,19 +105,6 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
         sum_MN.addmm_(left_MK.to(sum_MN.dtype), right_KN.to(sum_MN.dtype), beta=beta)
 
 
-def _project(z_TC, hidden_TH, weight_CH, bias_C, temperature, softcap, logit_scale) -> None:
-    """Logits of a chunk of the vocabulary, softcapped and divided by the temperature, into `z_TC`."""
-    # beta=0 reads nothing of what the buffer held.
-    add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
-    if bias_C is not None:
-        z_TC.add_(bias_C)
-    if softcap is None:
-        if logit_scale != temperature:
-            z_TC.mul_(logit_scale / temperature)
-    else:
-        z_TC.mul_(logit_scale / softcap).tanh_().mul_(softcap / temperature)
-
-
 def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, temperature, softcap, logit_scale, keep_jacobian):
     """One tile of tokens against the whole vocabulary: `(log_probs_T, entropy_T, jacobian_TH or None)`."""
     tokens, compute_dtype = len(hidden_TH), hidden_TH.dtype
@@ -141,8 +125,14 @@ def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, temperature, softcap, l
         weight_CH = weight_VH[start : start + chunk].to(compute_dtype)
         width = len(weight_CH)
         z_TC, e_TC = (buffer[: tokens * width].view(tokens, width) for buffer in (logits, weights))
-        bias_C = None if bias_V is None else bias_V[start : start + chunk].to(compute_dtype)
-        _project(z_TC, hidden_TH, weight_CH, bias_C, temperature, softcap, logit_scale)
+        # Logits, softcapped and divided by the temperature. beta=0 reads nothing of what the buffer held.
+        add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
+        if bias_V is not None:
+            z_TC.add_(bias_V[start : start + chunk].to(compute_dtype))
+        if softcap is not None:
+            z_TC.mul_(logit_scale / softcap).tanh_().mul_(softcap / temperature)
+        elif logit_scale != temperature:
+            z_TC.mul_(logit_scale / temperature)
 
         local_T1 = (targets_T - start).unsqueeze(-1)
         found_T1 = z_TC.gather(-1, local_T1.clamp(0, width - 1))

@@ -61,16 +61,11 @@ def logit_transform(config) -> tuple[float, float | None]:
 
     The names differ by family; the list is that of `trl.trainer.utils.add_fused_lm_head`.
     """
-    text_config = config.get_text_config()
-    softcap = getattr(text_config, "final_logit_softcapping", None)
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        scale = getattr(text_config, name, None)
-        if scale is not None:
-            return scale, softcap
-    scale = getattr(text_config, "logits_scaling", None)
-    if scale is not None:
-        return (scale if text_config.model_type == "hyperclovax" else 1 / scale), softcap
-    return 1.0, softcap
+    text = config.get_text_config()
+    divisor = getattr(text, "logits_scaling", None) or 1.0
+    scales = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    scales += [divisor if text.model_type == "hyperclovax" else 1 / divisor]
+    return next(scale for scale in scales if scale is not None), getattr(text, "final_logit_softcapping", None)
 
 
 def score_positions(
@@ -94,24 +89,15 @@ def score_positions(
         kernel: one of `HEAD_KERNELS`.
         gathered: `weight_VH` is a shard's gathered copy.
     """
-    device = hidden_NH.device.type
-    kernel = choose_head_kernel(
-        kernel,
-        device,
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype,
-        trained=weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad),
-        entropy_gradient=entropy_gradient,
-        gathered=gathered,
-    )
-    if kernel == "trl":
-        outputs = ("log_probs", "entropy")
-        log_probs_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
-            hidden_NH, weight_VH, bias_V, targets_N, temperature, VOCABULARY_TILE, softcap, logit_scale, outputs
-        )
-        return log_probs_N, entropy_N
+    device, given = hidden_NH.device.type, (hidden_NH, weight_VH, bias_V, targets_N, temperature)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+    trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
+    more = {"trained": trained, "entropy_gradient": entropy_gradient, "gathered": gathered}
+    if choose_head_kernel(kernel, device, dtype, **more) == "trl":
+        wanted = ("log_probs", "entropy")
+        return ChunkedLogProbFunction.apply(*given, VOCABULARY_TILE, softcap, logit_scale, wanted)[:2]
     keep_jacobian = torch.is_grad_enabled() and hidden_NH.requires_grad
-    given = (hidden_NH, weight_VH, bias_V, targets_N, temperature, softcap, logit_scale)
-    return FrozenHeadLogProbFunction.apply(*given, keep_jacobian)
+    return FrozenHeadLogProbFunction.apply(*given, softcap, logit_scale, keep_jacobian)
 
 
 def add_scoring_head(

@@ -50,25 +50,22 @@ def check_selection(
         raise ValueError(f"token_selection_weighting={weighting!r} is unknown; it is one of {', '.join(WEIGHTINGS)}")
     if weighting == "auto":
         weighting = "self_normalized" if strategy == "s_grpo" else "horvitz_thompson"
-    cut, most = strategy == "prefix_cut", float("inf") if max_tokens is None else max_tokens
-    unbiased = weighting == "horvitz_thompson"
-    for wrong, name, value, reason in (
-        (not 0 < rate <= 1, "rate", rate, "it is the share of tokens kept, in (0, 1]; use 0.5 for half"),
-        (always_first < 0, "always_first", always_first, "it counts tokens; use 0 for none"),
-        (most < max(always_first, 1), "max_tokens", most, "it is below the tokens that are always kept; raise it"),
-        (strategy == "uniform" and always_first, "always_first", always_first, "'uniform' has none: use 's_grpo'"),
+    uniform, cut, unbiased = strategy == "uniform", strategy == "prefix_cut", weighting == "horvitz_thompson"
+    most = float("inf") if max_tokens is None else max_tokens
+    refused = {
+        f"rate={rate}: it is the share of tokens kept, in (0, 1]; use 0.5 for half": not 0 < rate <= 1,
+        f"always_first={always_first}: it counts tokens; use 0 for none": always_first < 0,
+        f"max_tokens={most}: it is below the tokens that are always kept; raise it": most < max(always_first, 1),
+        f"always_first={always_first}: 'uniform' has none; use 's_grpo'": uniform and always_first,
         # A cut drawn uniformly from 1..L keeps half of the tokens on average, and every token must stay possible.
-        (cut and rate < 0.5, "rate", rate, "'prefix_cut' cannot keep fewer than half of the tokens; use 0.5 or more"),
-        (
-            cut and most < float("inf"),
-            "max_tokens",
-            most,
-            "'prefix_cut' would never see what is behind it; lower the rate",
-        ),
-        (unbiased and most <= always_first, "max_tokens", most, "the other tokens would have probability 0"),
-    ):
-        if wrong:
-            raise ValueError(f"token_selection_{name}={value} cannot be right: {reason}")
+        f"rate={rate}: 'prefix_cut' cannot keep fewer than half of the tokens; use 0.5 or more": cut and rate < 0.5,
+        f"max_tokens={most}: 'prefix_cut' would never see what is behind it; lower the rate": cut
+        and most < float("inf"),
+        f"max_tokens={most}: the other tokens would have probability 0": unbiased and most <= always_first,
+    }
+    for reason, holds in refused.items():
+        if holds:
+            raise ValueError(f"token_selection_{reason}")
     return weighting
 
 
@@ -133,22 +130,18 @@ def select_tokens(
     return TokenSelection(keep_BC.to(device), torch.where(keep_BC, weight_BC, 0.0).float().to(device))
 
 
-def _draw(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
-    # On the CPU, so that every device draws the same numbers.
-    return to_device(torch.rand(shape, generator=generator, dtype=torch.float64), device)
-
-
 def _prefix_cut(number_BC, length_B1, rate, always_first, generator):
     shortest_B1 = ((2 * rate - 1) * length_B1).round().long().clamp(min=max(always_first, 1)).minimum(length_B1)
     choices_B1 = length_B1 - shortest_B1 + 1
-    draw_B1 = _draw(length_B1.shape, generator, length_B1.device)
+    # On the CPU, so that every device draws the same numbers.
+    draw_B1 = to_device(torch.rand(length_B1.shape, generator=generator, dtype=torch.float64), length_B1.device)
     cut_B1 = shortest_B1 + (draw_B1 * choices_B1).long()
     return number_BC < cut_B1, ((length_B1 - number_BC) / choices_B1).clamp(max=1.0).double()
 
 
 def _bernoulli(number_BC, length_B1, valid_BC, rate, always_first, max_tokens, generator):
     first_BC = number_BC < always_first
-    draw_BC = _draw(number_BC.shape, generator, number_BC.device)
+    draw_BC = to_device(torch.rand(number_BC.shape, generator=generator, dtype=torch.float64), number_BC.device)
     drawn_BC = valid_BC & ~first_BC & (draw_BC < rate)
     probability_B1 = torch.full(length_B1.shape, rate, dtype=torch.float64, device=length_B1.device)
     if max_tokens is not None:

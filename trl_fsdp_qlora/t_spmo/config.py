@@ -32,10 +32,8 @@ class TSPMOConfig(EfficientGRPOConfig):
         super().__post_init__()
         for name, value, reason in (
             ("beta", 0.0, "it has no KL term"),
-            ("num_iterations", 1, "it has no ratio to correct for a policy that has moved since it generated"),
+            ("num_iterations", 1, "it has no ratio"),
             ("token_selection", "all", "it selects its tokens itself"),
         ):
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} has no place in T-SPMO: {reason}; leave it at {value!r}"
-                )
+            if (given := getattr(self, name)) != value:
+                raise ValueError(f"{name}={given!r} has no place in T-SPMO: {reason}; leave it at {value!r}")

@@ -19,13 +19,11 @@ class Transitions(NamedTuple):
     Attributes:
         advantage: float64 `(G, C)`. At (i, t), with p the first t tokens of completion i and v its next one,
             A(v|p) = mean{R_j : o_j starts with p∘v} − mean{R_j : o_j starts with p}. Zero at padding.
-        representative: bool `(G, C)`. Marks each distinct pair (p, v) once.
-        count: |U|, the number of distinct pairs.
+        representative: bool `(G, C)`. Marks each distinct pair (p, v) once; their number is |U|.
     """
 
     advantage: torch.Tensor
     representative: torch.Tensor
-    count: int
 
 
 def prefix_transitions(
@@ -37,7 +35,7 @@ def prefix_transitions(
     branching prefixes carry credit.
 
     Args:
-        completion_ids: `(G, C)` token ids of one prompt's completions, right-padded.
+        completion_ids: `(G, C)` token ids of one prompt's completions, right-padded; C is 1 or more.
         completion_mask: `(G, C)`, nonzero on a completion's own tokens; ones, then zeros.
         rewards: `(G,)`. A completion whose reward is NaN was not judged: it gets and gives no credit.
 
@@ -51,8 +49,6 @@ def prefix_transitions(
     # Padding equals no token, so a completion that ends parts from those that go on.
     ids_GC = np.where(valid_GC, completion_ids.cpu().numpy(), -1)
     rows, width = ids_GC.shape
-    if width == 0:
-        return Transitions(torch.zeros(rows, 0, dtype=torch.float64), torch.zeros(rows, 0, dtype=torch.bool), 0)
     length_G = valid_GC.sum(1)
     order, common = sort_by_prefix(ids_GC, length_G)
     valid_GC, judged_G = valid_GC[order], judged_G[order]
@@ -74,32 +70,12 @@ def prefix_transitions(
     representative = valid_GC & starts[:, 1:]
 
     inverse = np.argsort(order)
-    return Transitions(
-        torch.from_numpy(advantage[inverse]), torch.from_numpy(representative[inverse]), int(representative.sum())
-    )
-
-
-class Credit(NamedTuple):
-    """What T-SPMO's loss needs of a batch.
-
-    Attributes:
-        credit_BC: float32, A(v|p) / |U| at one representative of each distinct transition, zero elsewhere.
-        transitions: mean over groups of |U|.
-        credited: mean over groups of the distinct transitions with nonzero advantage.
-        forward: positions in front of the last credited token of each completion, summed over the batch.
-        distinct: different prefixes among those positions; `forward - distinct` repeat another completion's.
-    """
-
-    credit_BC: torch.Tensor
-    transitions: float
-    credited: float
-    forward: int
-    distinct: int
+    return Transitions(torch.from_numpy(advantage[inverse]), torch.from_numpy(representative[inverse]))
 
 
 def group_credit(
     completion_ids: torch.Tensor, completion_mask: torch.Tensor, rewards: torch.Tensor, group_size: int
-) -> Credit:
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Credit of all tokens of whole groups, one group after the other.
 
     Args:
@@ -107,6 +83,11 @@ def group_credit(
             masked out) gives and gets nothing.
         rewards: `(B,)`; NaN where a completion was not judged.
         group_size: G; B is a multiple of it.
+
+    Returns:
+        Float32 `(B, C)`: A(v|p) / |U| at one representative of each distinct transition, zero elsewhere; and metrics:
+        the means over groups of |U| and of those with nonzero advantage, and of the positions in front of the last credited
+        token of each completion the fraction that repeats another completion's prefix.
     """
     device = completion_ids.device
     completion_ids, completion_mask, rewards = (x.cpu() for x in (completion_ids, completion_mask, rewards))
@@ -115,15 +96,14 @@ def group_credit(
     for start in range(0, len(rewards), group_size):
         rows = slice(start, start + group_size)
         found = prefix_transitions(completion_ids[rows], completion_mask[rows], rewards[rows])
-        credit = torch.where(found.representative, found.advantage, 0.0)
-        parts.append(credit / max(found.count, 1))
-        transitions += found.count
-        credited += int((credit != 0).sum())
+        credit, count = torch.where(found.representative, found.advantage, 0.0), int(found.representative.sum())
+        parts.append(credit / max(count, 1))
+        transitions, credited = transitions + count, credited + int((credit != 0).sum())
         # Positions up to the last credited token, which itself is only a target.
         needed = (credit != 0).flip(1).cumsum(1).flip(1)[:, 1:] > 0
         forward += int(needed.sum())
         if needed.any():
-            distinct += prefix_transitions(completion_ids[rows, :-1], needed, torch.zeros(len(needed))).count
-    groups = max(len(parts), 1)
-    credit_BC = torch.cat(parts).float() if parts else torch.zeros(completion_ids.shape)
-    return Credit(credit_BC.to(device), transitions / groups, credited / groups, forward, distinct)
+            prefixes = prefix_transitions(completion_ids[rows, :-1], needed, torch.zeros(len(needed)))
+            distinct += int(prefixes.representative.sum())
+    means = {"transitions": transitions / len(parts), "credited_transitions": credited / len(parts)}
+    return torch.cat(parts).float().to(device), {**means, "repeated_fraction": (forward - distinct) / max(forward, 1)}

@@ -17,10 +17,9 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
         1/|U| · Σ_U A(v|p) · π(v|p),    A(v|p) = mean{R : starts with p∘v} − mean{R : starts with p}.
 
-    A is zero where completions do not part, so only branching tokens are scored, each distinct one once, and every
-    completion is cut behind its last credited token. The prompt is computed once, and so is every prefix that
-    completions share behind it (`t_spmo/repeated_fraction` tells how much that saves), unless the model runs padded or on
-    an attention implementation without masks.
+    A is zero where completions do not part, so only branching tokens are scored, each distinct one once, and every completion is
+    cut behind its last credited token. The prompt is computed once, and so is every prefix that completions share behind it
+    (`t_spmo/repeated_fraction`), unless the model runs padded or on an attention implementation without masks.
 
     A completion's reward is the weighted sum of the reward functions, unscaled. Groups may span ranks: the trie is
     built over the whole group. The definition follows the paper's abstract and is otherwise this project's reading.
@@ -50,13 +49,11 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         ids, mask = output["completion_ids"], output["completion_mask"]
         # A group may span ranks: completions of all of them, in the order of the gathered rewards.
         every = [self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1)) for x in (ids, mask)]
-        credit = group_credit(*every, self._rewards, self._group_size)
+        credit_BC, figures = group_credit(*every, self._rewards, self._group_size)
         first = self.accelerator.process_index * len(ids)
-        credit_BC = credit.credit_BC[first : first + len(ids), : ids.shape[1]]
+        credit_BC = credit_BC[first : first + len(ids), : ids.shape[1]]
         output["advantages"] = credit_BC * output["tool_mask"] if "tool_mask" in output else credit_BC
-        repeated = (credit.forward - credit.distinct) / max(credit.forward, 1)
-        self._add_metrics({"t_spmo/transitions": credit.transitions, "t_spmo/credited_transitions": credit.credited})
-        self._add_metrics({"t_spmo/repeated_fraction": repeated})
+        self._add_metrics({f"t_spmo/{name}": value for name, value in figures.items()})
         return output
 
     @property
@@ -76,7 +73,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
         counts = self.accelerator.reduce(counts.detach(), reduction="sum")
         metrics = self._metrics["train" if self.model.training else "eval"]
 
-        def finish(counts: list[float]) -> None:
+        def finish(counts):
             valid, scored, entropy = counts
             metrics["tokens/scored_fraction"].append(scored / max(valid, 1.0))
             metrics["tokens/nothing_to_learn"].append(float(scored == 0))

@@ -1,0 +1,71 @@
+"""The cache while decoding: a prompt's is repeated for its rows, with room for what follows, and rows that have ended leave."""
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+# Layers whose states have one entry per row; static layers have a fixed batch size. By name: transformers 5.17 has fewer.
+_BY_ROW = {
+    "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionLayer",
+}  # fmt: skip
+# Positions for which room is made at once: copying is rare, and little room is left unused when the last row ends.
+_ROOM = 16
+
+
+class RoomyLayer(DynamicLayer):
+    """A full-attention layer that writes new keys and values behind the old ones, into room made for `_ROOM` at once.
+
+    `DynamicLayer` copies the whole cache for every token. What attention reads is the same, entry by entry. It takes over the rows
+    `rows_R` of keys and values `(rows, H_kv, L, D)`, and never makes room beyond `max_length` positions.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows_R: torch.Tensor, max_length: int):
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.max_length = max_length
+        self.keys, self.values = keys, values
+        self.batch_select_indices(rows_R)
+
+    def batch_select_indices(self, indices: torch.Tensor, new: int = 0) -> None:
+        """Take these rows to where there is room for at least `new` more positions."""
+        length = self.keys.shape[-2]
+        size = max(length + new, min(length + _ROOM, self.max_length))
+        self._rooms = []
+        for states in (self.keys, self.values):
+            self._rooms.append(states.new_empty(len(indices), states.shape[1], size, states.shape[3]))
+            # A model split over several devices keeps each layer's keys where the layer is.
+            torch.index_select(states, 0, indices.to(states.device), out=self._rooms[-1][:, :, :length])
+        self.keys, self.values = (room[:, :, :length] for room in self._rooms)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        length, new = self.keys.shape[-2], key_states.shape[-2]
+        if length + new > self._rooms[0].shape[-2]:
+            self.batch_select_indices(torch.arange(len(self.keys)), new)
+        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
+            room[:, :, length : length + new] = states
+        self.keys, self.values = (room[:, :, : length + new] for room in self._rooms)
+        return self.keys, self.values
+
+
+def unrepeatable(cache: DynamicCache) -> str | None:
+    """Why the rows of `cache` cannot be repeated and dropped; `None` where they can."""
+    if type(cache) is not DynamicCache:
+        return f"the cache is a {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "the cache is offloaded"
+    others = sorted({type(layer).__name__ for layer in cache.layers} - _BY_ROW)
+    return f"the cache has layers of type {', '.join(others)}" if others else None
+
+
+def take_rows(cache: DynamicCache, rows_A: torch.Tensor, max_length: int | None = None) -> None:
+    """Let row i of `cache` be what was row `rows_A[i]`, in place; with `max_length`, room is made for rows so long."""
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.reorder_cache(rows_A)  # its states, and keys and values where it has both
+        elif type(layer).__name__ == "DummyLayer" or not layer.get_seq_length():
+            continue
+        elif max_length is not None and type(layer) is DynamicLayer:
+            cache.layers[i] = RoomyLayer(layer.keys, layer.values, rows_A, max_length)
+        else:
+            layer.batch_select_indices(rows_A.to(layer.keys.device))
