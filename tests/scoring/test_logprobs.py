@@ -7,7 +7,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
 from trl_fsdp_qlora.scoring import frozen_head
-from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, choose_head_kernel, score_positions
 
 N, H, V = 37, 24, 150
@@ -86,12 +85,15 @@ def test_logits_that_grow_along_the_vocabulary_move_the_reference():
 
 
 def test_pass_without_gradient_gives_the_same_bits():
-    """Old and new log-probabilities of one policy must agree exactly, or rounding shows up as a ratio."""
+    """Old and new log-probabilities of one policy must agree exactly, or rounding shows up as a ratio; one vector a token is kept."""
     hidden, weight, bias, targets, _ = problem(True)
     with torch.no_grad():
         old = score_positions(hidden, weight, bias, targets)
-    new = score_positions(hidden, weight, bias, targets)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda t: t):
+        new = score_positions(hidden, weight, bias, targets)
     assert torch.equal(old[0], new[0]) and torch.equal(old[1], new[1])
+    assert kept == [(N, H)]
 
 
 def assert_no_further_from_float64_than_trls(hidden, weight, targets, upstream, softcap=None, **kernel):
@@ -144,53 +146,26 @@ def test_autocast_projects_bfloat16_operands_and_sums_in_float32():
     assert (ours - stocks).abs().max() < 0.05 * stocks.abs().max()
 
 
-def test_keeps_one_vector_a_token_for_the_backward():
-    hidden, weight, bias, targets, _ = problem(True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda t: t):
-        score_positions(hidden, weight, bias, targets)
-    assert kept == [(N, H)]
-
-
-def test_entropy_gradient_of_the_frozen_kernel_is_refused_and_served_by_trls():
-    hidden, weight, _, targets, _ = problem(False)
+def test_gradients_that_the_frozen_kernel_has_none_of_are_trls():
+    hidden, weight, _, targets, upstream = problem(False)
     _, entropy = score_positions(hidden, weight, None, targets)
     with pytest.raises(RuntimeError, match="entropy_gradient=True"):
         entropy.sum().backward()
     _, entropy = score_positions(hidden, weight, None, targets, entropy_gradient=True)
-    got = torch.autograd.grad(entropy.sum(), hidden)[0]
-    want = torch.autograd.grad(reference(hidden, weight, None, targets)[1].sum(), hidden)[0]
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-
-
-def test_trained_head_gets_its_gradient():
-    hidden, weight, _, targets, upstream = problem(False)
+    of_entropy = gradient(entropy, hidden, torch.ones(N))
+    want = gradient(reference(hidden, weight, None, targets)[1], hidden, torch.ones(N))
+    torch.testing.assert_close(of_entropy, want, atol=1e-5, rtol=1e-4)
     weight.requires_grad_()
-    log_probs, _ = score_positions(hidden, weight, None, targets)
-    got = torch.autograd.grad((log_probs * upstream).sum(), weight)[0]
-    want = torch.autograd.grad((reference(hidden, weight, None, targets)[0] * upstream.double()).sum(), weight)[0]
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-def test_gradcheck():
-    hidden, weight, _, targets, _ = problem(False, torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda h: FrozenHeadLogProbFunction.apply(h, weight, None, targets, 0.9, 7.0, 1.1)[0], hidden
-    )
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    of_head = gradient(score_positions(hidden, weight, None, targets)[0], weight, upstream)
+    want = gradient(reference(hidden, weight, None, targets)[0], weight, upstream)
+    torch.testing.assert_close(of_head, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("trained_head", [False, True])
-def test_scoring_head_equals_the_models_own_logits(model, trained_head):
+def test_scoring_head_equals_the_models_own_logits(trained_head):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
     model.lm_head.weight.requires_grad_(trained_head)
     ids_BT = torch.randint(0, 97, (2, 11))
     stock_BTV = (model(input_ids=ids_BT).logits / 0.8).log_softmax(-1)
@@ -204,16 +179,9 @@ def test_scoring_head_equals_the_models_own_logits(model, trained_head):
     got = torch.autograd.grad(output.log_probs.sum(), parameter)[0]
     torch.testing.assert_close(got, torch.autograd.grad(want.sum(), parameter)[0], atol=1e-5, rtol=1e-4)
     assert model(input_ids=ids_BT).logits.shape == (2, 11, 97)
-
-
-@pytest.mark.parametrize("trained_head", [False, True])
-def test_no_position_still_reaches_every_trained_parameter(model, trained_head):
-    """An empty micro-batch must run its backward: DDP and FSDP wait for every rank."""
-    model.lm_head.weight.requires_grad_(trained_head)
-    add_scoring_head(model)
+    # An empty micro-batch must run its backward: DDP and FSDP wait for every rank.
     empty = torch.zeros(0, dtype=torch.long)
-    output = model(input_ids=torch.randint(0, 97, (1, 4)), score_index_N=empty, score_targets_N=empty)
-    output.log_probs.sum().backward()
+    model(input_ids=ids_BT, score_index_N=empty, score_targets_N=empty).log_probs.sum().backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None and not parameter.grad.any(), name

@@ -17,9 +17,7 @@ class NoFloat64(TorchDispatchMode):
         found = function(*args, **(kwargs or {}))
         for x in tree_leaves(found):
             if isinstance(x, torch.Tensor) and x.device.type == "meta" and x.dtype is torch.float64:
-                raise TypeError(
-                    "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64"
-                )
+                raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         return found
 
 
@@ -45,7 +43,7 @@ def test_counters():
     assert read == [[1.0, 2.0**20], [0.5]]
 
 
-@pytest.mark.parametrize("strategy", ["s_grpo", "uniform", "prefix_cut"])
+@pytest.mark.parametrize("strategy", ["s_grpo", "prefix_cut"])
 def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
     """`meta` plays the device, and what the host would have computed is what it gets."""
     mask, moved = torch.ones(3, 40, dtype=torch.long), []

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
 from tests import tiny
-from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
+from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions
 from trl_fsdp_qlora.rollout.engine import AdapterEngine
 
 
@@ -43,21 +43,12 @@ class Recorded:
         return []
 
 
-class Older(Recorded):
-    """vLLM before 0.31."""
-
-    def __getattribute__(self, name):
-        if name == "release_kv_cache_memory":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
     import vllm
 
-    def make(kind):
-        monkeypatch.setattr(vllm, "LLM", kind)
+    def make():
+        monkeypatch.setattr(vllm, "LLM", Recorded)
         torch.manual_seed(0)
         policy = get_peft_model(tiny.tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
         adapter = {"peft_config": policy.peft_config["default"], "max_lora_rank": 8, "base": "base", "model": policy}
@@ -70,7 +61,7 @@ def engine(tmp_path, monkeypatch):
 
 def test_the_cache_goes_and_the_weights_stay(engine):
     """Steps as the trainer makes them: a sync, a rollout; then a rollout without a sync."""
-    made = engine(Recorded)
+    made = engine()
     llm = made.llm._llm
     assert llm.options["enable_sleep_mode"] is True and llm.options["max_num_batched_tokens"] == 8192
     assert llm.calls == ["sleep 0", "release cache"] and not llm.has_cache
@@ -85,8 +76,3 @@ def test_the_cache_goes_and_the_weights_stay(engine):
     llm.calls.clear()
     made.generate([[1, 2]], None, 1)  # nothing is sent again: the weights never went
     assert llm.calls == ["wake ['kv_cache']", "generate with 2", "sleep 0", "release cache"]
-
-
-def test_a_vllm_that_can_only_throw_the_base_away(engine):
-    with pytest.raises(RolloutError, match=r"needs vLLM 0\.31.*vllm_enable_sleep_mode: false"):
-        engine(Older)
