@@ -82,9 +82,9 @@ def complete(
     if decoding is not None:
         keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
         first_U, decoding.place_R = distinct_rows(torch.cat(keys, 1))
-        batch = rows_of_images(batch, first_U)
+        batch = {**rows_of_images(batch, first_U), "custom_generate": decoding}
     batch.pop("num_images", None)
-    out = model.generate(**batch, generation_config=config, synced_gpus=synced, custom_generate=decoding)
+    out = model.generate(**batch, generation_config=config, synced_gpus=synced)
     ends = config.eos_token_id if ends is None else ends
     completions = []
     for row in out[:, width:].tolist():
