@@ -10,39 +10,35 @@ from .passes import whole
 from .settings import Settings
 
 
-def _heads(text: PretrainedConfig, layers: int) -> list[tuple[int, int, int]]:
-    """Of each layer its heads, those of its keys, and their width; the config of some models differs from layer to layer."""
-    found = []
-    for one in text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * layers:
-        heads = getattr(one, "num_attention_heads", None) or 1  # where there are recurrent layers only, of nothing
-        of_keys = getattr(one, "num_key_value_heads", None) or heads
-        found.append((heads, of_keys, getattr(one, "head_dim", None) or one.hidden_size // heads))
-    return found
+def _heads(text: PretrainedConfig) -> tuple[int, int, int]:
+    """A layer's heads, those of its keys, and their width."""
+    heads = getattr(text, "num_attention_heads", None) or 1  # where there are recurrent layers only, of nothing
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads, width
 
 
 def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
     """`(whole, what grows of one layer, one row's prompt)` of the keys, values and recurrent states that a rank generates with,
     all its rows at full length. (On a CPU decoding may keep a prompt's once for its group, `rollout.shared_prompts`.)"""
     text, kinds = config.get_text_config(), layer_types(config.get_text_config())
-    number = compute_dtype(settings, config).itemsize
-    tokens = [2 * number * heads * width for _, heads, width in _heads(text, len(kinds))]  # of one token in each layer
+    _, heads, width = _heads(text)
+    token = 2 * compute_dtype(settings, config).itemsize * heads * width  # keys and values of one in a layer
     length = settings.max_completion_length + settings.prompt_tokens
     window = getattr(text, "sliding_window", None) or length
-    lengths = [min(length, window) if kind == "sliding_attention" else length for kind in kinds]
-    keep = [i for i, kind in enumerate(kinds) if keeps_keys(kind)]
-    layers = [tokens[i] * settings.rollout_rows * lengths[i] for i in keep]
+    lengths = [min(length, window) if kind == "sliding_attention" else length for kind in kinds if keeps_keys(kind)]
+    layers = [token * settings.rollout_rows * each for each in lengths]
     recurrent = recurrent_layers(whole(settings, config))
     states = settings.rollout_rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
-    return sum(layers) + states, max(layers, default=0), sum(tokens[i] for i in keep) * settings.prompt_tokens
+    return sum(layers) + states, max(layers, default=0), token * len(layers) * settings.prompt_tokens
 
 
 def decoding_bytes(settings: Settings, config: PretrainedConfig) -> int:
     """What a token step needs beside the cache: copies of the logits (as the model gives them, in float32 twice, in float64 while
     a token is drawn), or one layer's cache, copied as it grows and repeated for grouped queries."""
     text = config.get_text_config()
-    repeated = max(heads // of_keys for heads, of_keys, _ in _heads(text, 1))
+    heads, of_keys, _ = _heads(text)
     logits = (compute_dtype(settings, config).itemsize + 4 * 4) * settings.rollout_rows * text.vocab_size
-    return max(logits, cache_bytes(settings, config)[1] * repeated)
+    return max(logits, cache_bytes(settings, config)[1] * (heads // of_keys))
 
 
 def gathered_bytes(model: nn.Module, settings: Settings, on_gpu: bool) -> tuple[int, int, int]:

@@ -1,8 +1,7 @@
 """What fake tensors cannot run, as functions that allocate and keep the same bytes: flash attention, 4-bit layers, experts, head.
 
-Which kernel runs depends on the device (a plan for a GPU is made without one), the frozen head reads a value of its logits,
-experts look which of them got tokens, and bitsandbytes may not be installed. Each function names what it stands for;
-tests/planning compares with it.
+Which kernel runs depends on the device, the frozen head reads a value of its logits, experts look which of them got tokens, and
+bitsandbytes may not be installed. Each function names what it stands for; tests/planning compares with it.
 """
 
 from types import MethodType
@@ -123,14 +122,14 @@ class FrozenHead(torch.autograd.Function):
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
             tile_TH, chunk_CH = hidden_NH[:TOKEN_TILE].to(dtype), weight_VH[:columns].to(dtype)
-            there = [log_probs_N.new_empty(len(tile_TH), len(chunk_CH)) for _ in range(2)]
+            tiles = [log_probs_N.new_empty(len(tile_TH), len(chunk_CH)) for _ in range(2)]
             if keep_jacobian:
-                there.append(torch.empty_like(tile_TH, dtype=torch.float32))
+                tiles.append(torch.empty_like(tile_TH, dtype=torch.float32))
             if dtype != torch.float32 and not on_gpu:  # a CPU computes a product in half precision in float32
                 wide = tile_TH.float(), chunk_CH.float()
                 del wide
-            there.append(torch.empty_like(tile_TH, dtype=weight_VH.dtype))  # the targets' rows of the head
-            del tile_TH, chunk_CH, there
+            tiles.append(torch.empty_like(tile_TH, dtype=weight_VH.dtype))  # the targets' rows of the head
+            del tile_TH, chunk_CH, tiles
         ctx.dtype = hidden_NH.dtype
         if keep_jacobian:
             ctx.save_for_backward(jacobian_NH)
@@ -155,9 +154,10 @@ class TrainedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_N):
         hidden_NH, weight_VH = ctx.saved_tensors
-        needs_hidden, needs_weight, _ = ctx.needs_input_grad
-        hidden = hidden_NH.new_empty(hidden_NH.shape, dtype=torch.float32) if needs_hidden else None
-        weight = weight_VH.new_empty(weight_VH.shape, dtype=torch.float32) if needs_weight else None
+        hidden, weight = (
+            x.new_empty(x.shape, dtype=torch.float32) if needed else None
+            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        )
         hidden_NH.new_empty(ctx.tile)
         hidden = hidden if hidden is None else hidden.to(hidden_NH.dtype)
         weight = weight if weight is None else weight.to(weight_VH.dtype)

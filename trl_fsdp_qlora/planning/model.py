@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from ..compat.peft import lora_factors_beside_the_weight
 from ..recipe.checks import build_bare, with_adapter
 from . import fake_ops
-from .settings import Settings
+from .settings import Settings, optimizer_name
 
 BASE_4BIT = "base, 4-bit weights"
 STATE = "base, quantization state"
@@ -130,7 +130,7 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     if kind.startswith("zero"):
         found[OPTIMIZER] = trained * 12  # float32 copy and two moments
     else:
-        name = str(getattr(settings.optim, "value", settings.optim))
+        name = optimizer_name(settings)
         numbers, width = next((value for key, value in _OPTIMIZERS.items() if key in name), (2, None))
         found[OPTIMIZER] = numbers * (found[TRAINED] if width is None else trained * width)
     if kind == "ddp" and ranks > 1:

@@ -5,7 +5,6 @@ model of two where its backward begins, which is its peak. Gradients are there f
 them. Nothing is allocated and no weight is read; the number of tokens is the run's own.
 """
 
-import contextlib
 from typing import NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
     return Shape(rows, prompt + length, rows * (length if on_gpu else prompt + length - 1), False)
 
 
-# By what they depend on: plans of one run (for other numbers of ranks, say) ask for the same again.
+# Plans of one run (for other numbers of ranks, say) ask for the same again: by what they depend on.
 _whole: dict[tuple, nn.Module] = {}
 _measured: dict[tuple, int] = {}
 
@@ -95,17 +94,15 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
         stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
         for layer in next(stack for stack in stacks if len(stack) == len(layers)):
             layer.register_forward_hook(lambda *_: after.append(tracker.now))
-        autocast = contextlib.nullcontext()
-        if settings.mixed is not None:
-            autocast = torch.autocast("cpu", getattr(torch, settings.mixed))
+        autocast = torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
         with tracker:
             with torch.set_grad_enabled(grad), autocast:
                 size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
                 mask, ids = torch.ones(size, dtype=torch.bool), torch.zeros(shape.rows, shape.length, dtype=torch.long)
-                if not any(map(keeps_keys, layer_types(causal.config.get_text_config()))):
-                    mask = None  # of Mamba, whose layers would multiply by it
-                inputs = {"attention_mask": mask, "position_ids": torch.zeros_like(ids), "use_cache": False}
-                values = causal.base_model(input_ids=ids, **inputs).last_hidden_state
+                # Mamba's layers would multiply by a mask.
+                attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
+                inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
+                values = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
                 kept = after[-1] - after[-2] if grad and len(layers) > 1 else 0
                 if shape.scored:
                     values = values.flatten(0, 1)[torch.zeros(shape.scored, dtype=torch.long)]
@@ -117,18 +114,11 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
 
 def score(hidden_NH, weight_VH, packed: bool, on_gpu: bool, settings: Settings) -> torch.Tensor:
     """Log-probabilities `(N,)` by the kernel that scores on this device, or what takes its bytes."""
-    kernel = choose_head_kernel(
-        settings.lm_head_kernel,
-        "cuda" if on_gpu else "cpu",
-        hidden_NH.dtype,
-        trained=weight_VH.requires_grad,
-        gathered=settings.launch.kind == "fsdp2",
-        triton=True,  # torch's CUDA build brings it
-    )
-    if packed and kernel != "trl":
-        return fake_ops.FrozenHead.apply(
-            hidden_NH, weight_VH, torch.is_grad_enabled() and hidden_NH.requires_grad, on_gpu
-        )
+    device, trained, gathered = "cuda" if on_gpu else "cpu", weight_VH.requires_grad, settings.launch.kind == "fsdp2"
+    asked = {"trained": trained, "gathered": gathered, "triton": True}  # which torch's CUDA build brings
+    if packed and choose_head_kernel(settings.lm_head_kernel, device, hidden_NH.dtype, **asked) != "trl":
+        keeps = torch.is_grad_enabled() and hidden_NH.requires_grad
+        return fake_ops.FrozenHead.apply(hidden_NH, weight_VH, keeps, on_gpu)
     from ..compat.memory import TRL_VOCABULARY_CHUNK
     from ..compat.trl import ChunkedLogProbFunction
 
@@ -147,11 +137,8 @@ def _fake(model: nn.Module, mode) -> None:
     with mode:
         for module in model.modules():
             for name, old in module._parameters.items():
-                if old is None:
-                    continue
-                if id(old) not in made:
+                if old is not None and id(old) not in made:
                     made[id(old)] = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), old.requires_grad)
-                module._parameters[name] = made[id(old)]
+                module._parameters[name] = None if old is None else made[id(old)]
             for name, old in module._buffers.items():
-                if old is not None:
-                    module._buffers[name] = torch.empty(old.shape, dtype=old.dtype)
+                module._buffers[name] = None if old is None else torch.empty(old.shape, dtype=old.dtype)

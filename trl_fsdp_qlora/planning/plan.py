@@ -3,7 +3,8 @@
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..fsdp2_qlora.generation import FREE_SHARE
 from ..recipe.checks import read_config
 from . import components, model, passes
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware, split_name
-from .settings import Settings, from_words, read_launch
+from .settings import Settings, from_words, optimizer_name, read_launch
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
@@ -33,7 +34,6 @@ class Plan:
     """What a run needs of each rank's device, in bytes.
 
     Attributes:
-        settings, config, hardware: what was planned.
         phases: phase -> component -> bytes of the fullest rank, in a step's order, under the names that telemetry measures by.
         capacity: bytes that a rank may use.
         parameters: `(of the base, trained)`.
@@ -73,8 +73,10 @@ class Plan:
         """That prompt and completion are longer than the model has positions; `None` where they are not."""
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
         prompt, completion = self.settings.prompt_tokens, self.settings.max_completion_length
-        said = f"max_completion_length: {completion} and prompts of {prompt} tokens are more than the {positions} positions of the model"
-        return f"{said}; at most {max(0, positions - prompt)}" if prompt + completion > positions else None
+        if prompt + completion <= positions:
+            return None
+        asked = f"max_completion_length: {completion} and prompts of {prompt} tokens"
+        return f"{asked} are more than the {positions} positions of the model; at most {max(0, positions - prompt)}"
 
 
 def plan_recipe(
@@ -108,8 +110,7 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     level = logger.level
     logger.setLevel(logging.ERROR)  # what the libraries say to whoever trains the model
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             phases = _phases(settings, config, hardware)
     finally:
         logger.setLevel(level)
@@ -138,16 +139,16 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
         phases["score"] = lies | {ACTIVATIONS: passes.measure(settings, config, shape, gpu)} | resting
     loss = passes.measure(settings, config, shape, gpu, grad=True)
     phases["forward_backward"] = lies | gradients | {ACTIVATIONS: loss} | resting
-    phases["optimizer"] = lies | gradients | resting
-    if "fused" not in str(getattr(settings.optim, "value", settings.optim)):  # TRL's default updates in place
-        phases["optimizer"]["optimizer's update"] = held[model.GRADIENTS]
+    # TRL's default updates in place.
+    update = 0 if "fused" in optimizer_name(settings) else held[model.GRADIENTS]
+    phases["optimizer"] = lies | gradients | {"optimizer's update": update} | resting
 
     # On a CPU this process as it is, without the model: what planning leaves in it is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     in_a_layer, of_root, whole = components.gathered_bytes(skeleton, settings, gpu)
     # Whether generation and scoring gather the whole model; not beside vLLM (`fsdp2_qlora.trainer`).
-    once = launch.kind == "fsdp2" and settings.fsdp_gather == "once" and not settings.use_vllm
-    if launch.kind == "fsdp2" and settings.fsdp_gather == "auto" and not settings.use_vllm:
+    once = launch.kind == "fsdp2" and not settings.use_vllm and settings.fsdp_gather != "per_layer"
+    if once and settings.fsdp_gather == "auto":
         free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
         once = whole - whole // launch.processes <= FREE_SHARE * free
     for name, parts in phases.items():
@@ -179,24 +180,17 @@ def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict
 
 def changed(plan: Plan, **values: Any) -> Plan:
     """The plan of the same run with other values of its fields; `load_in_4bit` and `processes` too."""
-    base, launch = plan.settings.model, plan.settings.launch
+    settings = plan.settings
     if "load_in_4bit" in values:
-        base = replace(base, load_in_4bit=values.pop("load_in_4bit"))
+        settings = replace(settings, model=replace(settings.model, load_in_4bit=values.pop("load_in_4bit")))
     if "processes" in values:
-        launch = replace(launch, processes=values.pop("processes"))
-    settings = replace(plan.settings, model=base, launch=launch, values=plan.settings.values | values)
-    return make_plan(settings, plan.hardware, plan.config)
+        settings = replace(settings, launch=replace(settings.launch, processes=values.pop("processes")))
+    return make_plan(replace(settings, values=settings.values | values), plan.hardware, plan.config)
 
 
 def largest(plan: Plan, name: str, step: int = 1) -> int:
     """The largest value of the field `name`, in multiples of `step`, with which the run fits; 0 where the smallest does not."""
-    low, high = 0, 1
-    while high * step <= _MOST and changed(plan, **{name: high * step}).fits:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if changed(plan, **{name: middle * step}).fits else (low, middle)
-    return low * step
+    return step * bisect(range(1, _MOST // step + 1), False, key=lambda n: not changed(plan, **{name: n * step}).fits)
 
 
 def fewest_cards(plan: Plan) -> int:
@@ -210,28 +204,27 @@ def fewest_cards(plan: Plan) -> int:
 
 def ways(plan: Plan, most: int = 3) -> list[str]:
     """Lines of the recipe, each of which alone makes the run fit; those that change nothing in the result come first."""
-    found = []
-    for values in _changes(plan.settings):
-        if len(found) < most and changed(plan, **values).fits:
+    settings, found = plan.settings, []
+    rows, batches, length = (
+        settings.per_device_train_batch_size,
+        settings.rollout_batches,
+        settings.max_completion_length,
+    )
+    sharded, dense = settings.launch.kind == "fsdp2", settings.model.use_peft and not settings.model.load_in_4bit
+    halves = {"per_device_train_batch_size": rows // 2}
+    halves["gradient_accumulation_steps"] = 2 * settings.gradient_accumulation_steps
+    changes = [
+        (not settings.gradient_checkpointing, {"gradient_checkpointing": True}),
+        (sharded and settings.fsdp_gather != "per_layer", {"fsdp_gather": "per_layer"}),
+        (rows % 2 == 0, halves),
+        (batches > 1, {"steps_per_generation": max(1, batches // 4)}),
+        (dense, {"load_in_4bit": True}),
+        *((length >= 16 * share, {"max_completion_length": length // share}) for share in (2, 4, 8)),
+    ]
+    for applies, values in changes:
+        if applies and len(found) < most and changed(plan, **values).fits:
             found.append(", ".join(f"{name}: {str(value).lower()}" for name, value in values.items()))
     return found
-
-
-def _changes(settings: Settings) -> Iterator[dict[str, Any]]:
-    rows, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    if not settings.gradient_checkpointing:
-        yield {"gradient_checkpointing": True}
-    if settings.launch.kind == "fsdp2" and settings.fsdp_gather != "per_layer":
-        yield {"fsdp_gather": "per_layer"}
-    if rows % 2 == 0:
-        yield {"per_device_train_batch_size": rows // 2, "gradient_accumulation_steps": 2 * accumulation}
-    if settings.rollout_batches > 1:
-        yield {"steps_per_generation": max(1, settings.rollout_batches // 4)}
-    if settings.model.use_peft and not settings.model.load_in_4bit:
-        yield {"load_in_4bit": True}
-    for share in (2, 4, 8):
-        if settings.max_completion_length >= 16 * share:
-            yield {"max_completion_length": settings.max_completion_length // share}
 
 
 def format_bytes(size: float) -> str:
@@ -241,7 +234,7 @@ def format_bytes(size: float) -> str:
 
 def format_plan(plan: Plan) -> str:
     """The table of phases and components, whether it fits, and what was assumed."""
-    settings, launch = plan.settings, plan.settings.launch
+    settings, launch, hardware = plan.settings, plan.settings.launch, plan.hardware
     unit, name = (GIB, "GiB") if plan.peak >= GIB else (2**20, "MiB")
     heads = [f"{phase}{' *' if phase == plan.limiting else ''}" for phase in plan.phases]
     rows = [(f"{name} per rank", heads)]
@@ -249,22 +242,23 @@ def format_plan(plan: Plan) -> str:
         rows.append((part, [f"{phase[part] / unit:.2f}" if part in phase else "" for phase in plan.phases.values()]))
     rows.append(("together", [f"{plan.total(phase) / unit:.2f}" for phase in plan.phases]))
     width, widths = max(len(label) for label, _ in rows), [max(10, len(head)) for head in heads]
-    cards = "" if plan.enough_cards else f": there are {plan.hardware.cards} cards for {launch.processes} ranks"
-    where = f"{launch.processes} × {plan.hardware.name}" if launch.processes > 1 else plan.hardware.name
+    where = f"{launch.processes} × {hardware.name}" if launch.processes > 1 else hardware.name
+    fits = "it fits" if plan.fits else "it does not fit"
+    if not plan.enough_cards:
+        fits += f": there are {hardware.cards} cards for {launch.processes} ranks"
     lines = [
         f"{settings.model.model_name_or_path}: {plan.parameters[0] / 1e9:.2f}e9 weights, {plan.parameters[1] / 1e6:.1f}e6 "
         f"trained; {launch.kind} on {where}, {format_bytes(plan.capacity)} per rank",
         "",
         *(f"{label:<{width}}  " + "  ".join(map(str.rjust, cells, widths)) for label, cells in rows),
         "",
-        f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, "
-        f"it {'fits' if plan.fits else 'does not fit'}{cards}",
-        *([f"warning: {plan.warning}"] if plan.warning else []),
+        f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, {fits}",
+        plan.warning and f"warning: {plan.warning}",
         f"assumed: prompts of {settings.prompt_tokens} tokens ({settings.prompt_source}), every completion "
         f"{settings.max_completion_length} tokens long, none without an advantage",
         "assumed, not measured: the CUDA context and the allocator's slack"
-        if plan.hardware.gpu
+        if hardware.gpu
         else "not counted: what the C library's heap keeps beside tensors",
-        *(["not counted: DeepSpeed's own buffers"] if launch.kind.startswith("zero") else []),
+        "not counted: DeepSpeed's own buffers" if launch.kind.startswith("zero") else None,
     ]
-    return "\n".join(lines)
+    return "\n".join(line for line in lines if line is not None)

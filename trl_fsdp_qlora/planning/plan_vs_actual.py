@@ -52,12 +52,11 @@ def plan_first(
             f"by its plan this run needs {format_bytes(plan.peak)} per rank in {plan.limiting}, and there are "
             f"{format_bytes(plan.capacity)}: trl-fsdp-qlora plan with the same arguments has the table"
         )
-    if plan is not None and plan.warning:
-        say(f"warning: {plan.warning}")
     if script.require_fit and (refusal := on_main(lambda: refusal)):
         raise ConfigError(f"require_fit: true, and {refusal}")
-    if refusal:
-        say(f"warning: {refusal}")
+    for line in (plan and plan.warning, refusal):
+        if line:
+            say(f"warning: {line}")
     return plan
 
 

@@ -15,7 +15,7 @@ from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ConfigError, ScriptArguments, read_yaml, recipe_fields
 from ..run.shipped import accelerate_config
 
-_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length")
+_KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # of accelerate -> of a [`Launch`]
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,9 @@ class Settings:
     @property
     def rollout_batches(self) -> int:
         """Micro-batches of one generation."""
-        if self.steps_per_generation:
-            return self.steps_per_generation
-        if self.generation_batch_size:
+        if self.generation_batch_size and not self.steps_per_generation:
             return max(1, self.generation_batch_size // (self.per_device_train_batch_size * self.launch.processes))
-        return self.gradient_accumulation_steps
+        return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
     def groups(self) -> int:
@@ -66,17 +64,22 @@ class Settings:
     @property
     def mixed(self) -> str | None:
         """Dtype of the mixed precision, or `None`."""
-        if self.launch.mixed_precision == "no":
+        said = self.launch.mixed_precision
+        if said == "no":
             return None
-        if self.fp16 or self.launch.mixed_precision == "fp16":
+        if self.fp16 or said == "fp16":
             return "float16"
         # TRL's default is bf16 where nothing is set; the accelerate config's word comes second.
-        return "bfloat16" if self.bf16 or self.bf16 is None or self.launch.mixed_precision == "bf16" else None
+        return "bfloat16" if self.bf16 or self.bf16 is None or said == "bf16" else None
 
     @property
     def scores_again(self) -> bool:
         """A pass without gradients comes before the loss: the policy's old log-probabilities, or the reference's."""
         return bool(self.beta) or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
+
+
+def optimizer_name(settings: Settings) -> str:
+    return str(getattr(settings.optim, "value", settings.optim))
 
 
 def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
@@ -85,14 +88,11 @@ def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
     # Accelerate says FSDP of itself only once a trainer has made its `Accelerator`; on a CPU it makes DDP of it.
     if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
         kind = "FSDP"
-    kinds = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{getattr(config.deepspeed_plugin, 'zero_stage', None)}"}
-    launch = Launch(
-        kinds.get(kind, "single" if config.world_size == 1 else "ddp"),
-        config.world_size,
-        os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true",
-        config.device.type == "cpu",
-        None if config.bf16 or config.fp16 else "no",
-    )
+    zero = getattr(config.deepspeed_plugin, "zero_stage", None)
+    kind = _KINDS.get(kind, "single" if config.world_size == 1 else "ddp").format(zero)
+    offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    mixed = None if config.bf16 or config.fp16 else "no"
+    launch = Launch(kind, config.world_size, offload, config.device.type == "cpu", mixed)
     return Settings(model, dict(vars(config)), launch, **more)
 
 
@@ -107,28 +107,29 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
     content = read_yaml(path if Path(path).exists() else accelerate_config(path), "--accelerate_config")
     ranks = int(processes or content.get("num_processes") or 1)
     zero = (content.get("deepspeed_config") or {}).get("zero_stage")
-    kind = {"FSDP": "fsdp2", "DEEPSPEED": f"zero{zero}"}.get(str(content.get("distributed_type")), "ddp")
-    return Launch(
-        "single" if ranks == 1 and kind == "ddp" else kind,
-        ranks,
-        bool((content.get("fsdp_config") or {}).get("fsdp_offload_params")),
-        bool(content.get("use_cpu")),
-        content.get("mixed_precision"),
-    )
+    plain = "single" if ranks == 1 else "ddp"
+    kind = _KINDS.get(str(content.get("distributed_type")), plain).format(zero)
+    offload = bool((content.get("fsdp_config") or {}).get("fsdp_offload_params"))
+    return Launch(kind, ranks, offload, bool(content.get("use_cpu")), content.get("mixed_precision"))
 
 
 def from_words(words: Sequence[str], config: type, launch: Launch, **more: Any) -> Settings:
-    """The settings of a recipe's command line, `--config FILE.yaml` in it or not, whose method has the config class `config`;
-    `more`: `prompt_tokens`, `prompt_source`.
+    """The settings of a recipe's command line, whose method has the config class `config`; `more` as above.
 
     Raises:
-        ConfigError: the file cannot be read; an unknown key; a value of the wrong kind.
+        ConfigError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
     """
     values = vars(recipe_fields((ScriptArguments, config, ModelConfig), words, {"dataset": None}))
-    for name in _COUNTS:
+    for name in (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_generations",
+        "max_completion_length",
+    ):
         if values[name] < 1:
             raise ConfigError(f"{name}={values[name]} must be at least 1")
-    model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
-    if launch.kind == "single" and launch.mixed_precision is None and values["use_cpu"]:
-        launch = Launch(launch.kind, launch.processes, use_cpu=True)
-    return Settings(model, values, launch, **more)
+    if launch == Launch() and values["use_cpu"]:
+        launch = Launch(use_cpu=True)
+    return Settings(
+        ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)}), values, launch, **more
+    )
