@@ -162,20 +162,14 @@ def recipe_fields(
 
 
 def check_key(key: Any, known: Collection[str], where: str = "") -> None:
-    """
-    Raises:
-        ConfigError: `key` is none of `known`; says where it stands, and names the nearest.
-    """
+    """Refuse a `key` that is none of `known`: a [`ConfigError`] says where it stands, and names the nearest."""
     if key not in known:
         lead = f"{where}: " if where else ""
         raise ConfigError(f"{lead}unknown key {key!r}{did_you_mean(str(key), {*known} - {'help', '--help'}, 0.5)}")
 
 
 def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Args:
-        option: that names it on the command line, for the errors.
+    """The mapping in a YAML file, which `option` names on the command line.
 
     Raises:
         ConfigError: no such file, no YAML (with the line), no mapping.

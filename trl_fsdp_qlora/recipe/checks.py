@@ -29,8 +29,6 @@ from .arguments import ConfigError, ScriptArguments
 from .datasets import check_template
 from .rewards import get_reward
 
-# Of TRL 1.16, which looks at the name in the first step only.
-LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 # Smallest values of this package's own counts; of the others the libraries speak themselves.
 _AT_LEAST = {"held_out": 0, "validation": 0, "eval_problems": 1, "accuracy_steps": 0, "accuracy_samples": 0}
 _AT_LEAST |= {"accuracy_batch_size": 1, "sft_problems": 1}
@@ -51,9 +49,8 @@ def check_script(script: ScriptArguments) -> None:
 
 def check_training(config: Any, model: ModelConfig) -> None:
     """Refuse what would end in an error only after the model is loaded; the [`ConfigError`] names what to write."""
-    for name, known in (("loss_type", LOSS_TYPES), ("prefix_sharing", CHOICES)):
-        if getattr(config, name) not in known:
-            raise ConfigError(f"{name}={getattr(config, name)!r} is not known; use one of {', '.join(known)}")
+    if config.prefix_sharing not in CHOICES:
+        raise ConfigError(f"prefix_sharing={config.prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
     if config.use_vllm:
         check_installed("vllm", "use_vllm: true")
     if model.load_in_4bit or model.load_in_8bit:

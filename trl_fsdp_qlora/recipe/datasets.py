@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import Dataset, DatasetDict, Image, List, concatenate_datasets, load_dataset, load_from_disk
+from datasets import Dataset, Image, List, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from ..errors import mistyped_path
@@ -22,8 +22,9 @@ from .small_base import TASKS, two_digit_pairs
 
 # (columns of the question, column of the right answer): SVAMP, GSM8K, and the plain one of one's own files.
 COLUMNS = ((("Body", "Question"), "Answer"), (("question",), "answer"), (("problem",), "answer"))
-# Suffix of a file -> what `datasets` reads it with.
-_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+# Suffix of a file -> what `datasets` reads it with, and how.
+_READERS = {".jsonl": ("json", {}), ".json": ("json", {}), ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
+_READERS |= {".parquet": ("parquet", {})}
 
 
 def has_splits(source: str) -> bool:
@@ -50,16 +51,12 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
         raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
     try:
         if path.is_file():
-            how = {}
-            if _READERS[path.suffix] == "csv":
-                with open(path, encoding="utf-8-sig") as file:
-                    how["sep"] = max(",;\t", key=file.readline().count)
-            return load_dataset(_READERS[path.suffix], data_files=source, split="train", **how)
+            kind, how = _READERS[path.suffix]
+            return load_dataset(kind, data_files=source, split="train", **how)
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = load_from_disk(source)
-            if isinstance(saved, DatasetDict):
-                saved = concatenate_datasets([saved[part] for part in split.split("+")])
-            return saved
+            splits = [saved] if isinstance(saved, Dataset) else [saved[part] for part in split.split("+")]
+            return concatenate_datasets(splits)
         return load_dataset(source, config, split=split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0]
@@ -100,13 +97,10 @@ def read_problems(
     """Questions and gold answers of a dataset, each checked to be parsable.
 
     Args:
-        source: a file (.jsonl, .json, .csv, .tsv, .parquet), a folder that `load_dataset` or `load_from_disk` reads, a Hub
-            id, a function of one's own that returns rows (`my_data.py:load`; a parameter `split` gets the split), generators of
-            reasoning-gym (`reasoning_gym:chain_sum(max_terms=3)`), `"addition"`, `"multiplication"` or `"coloured_shapes"`. A
-            column `image` or `images` holds pictures, or their files' paths.
+        source: as the field `dataset` of a recipe; a folder may be one that `load_dataset` or `load_from_disk` reads, and a function's
+            parameter `split` gets the split. A column `image` or `images` holds pictures, or their files' paths.
         split, config: of a folder or the Hub; several splits are `train+test`.
-        question_column, answer_column: where they are not SVAMP's (`Body`, `Question`, `Answer`), GSM8K's (`question`,
-            `answer`) or `problem`, `answer`.
+        question_column, answer_column: where they are not those of [`COLUMNS`].
         whole_rows: also `columns`, the row as it is.
 
     Returns:
@@ -127,17 +121,12 @@ def read_problems(
         elif isinstance(getattr(feature, "feature", None), Image):
             rows = rows.cast_column(name, List(Image(decode=False)))
     rows = [dict(row) for row in rows]
-    if len(rows) == 1:  # of a JSON file with an object that holds the list, {"data": [...]}
-        lists = [
-            value for value in rows[0].values() if isinstance(value, list) and value and isinstance(value[0], dict)
-        ]
-        rows = lists[0] if len(lists) == 1 else rows
     if not rows:
         raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
 
     there = {str(name) for row in rows for name in row}
-    own = question_column is not None or answer_column is not None
-    asked = [((question_column or "question",), answer_column or "answer")] if own else COLUMNS
+    own = ((question_column or "question",), answer_column or "answer")
+    asked = [own] if question_column or answer_column else COLUMNS
     known = next(((names, gold) for names, gold in asked if {*names, gold} <= there), None)
     if known is None:
         wanted = " | ".join(", ".join((*names, gold)) for names, gold in asked)
@@ -156,7 +145,7 @@ def read_problems(
                 raise DatasetError(f"{where}: the field {name!r} must be text, not {row[name]!r}")
         question, answer = row[question_name].strip(), row[gold_name]
         for part in (row[name].strip() for name in bodies):
-            question = f"{part}{'' if part.endswith(('.', '?', ',')) else '.'} {question}"
+            question = f"{part}{'.' * (not part.endswith(('.', '?', ',')))} {question}"
         if isinstance(answer, str):
             answer = answer.rsplit("####", 1)[-1].strip()
         try:
@@ -193,18 +182,15 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     return parts
 
 
-def without_overlap(train: Iterable[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
+def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
     """`train` without the questions that are also in `held_out`, and how many those were."""
-    keys, train = {_question_key(problem) for problem in held_out}, list(train)
+    keys = {_question_key(problem) for problem in held_out}
     kept = [problem for problem in train if _question_key(problem) not in keys]
     return kept, len(train) - len(kept)
 
 
 def check_template(template: str) -> None:
-    """
-    Raises:
-        DatasetError: `template` has no `{question}`, or another `{name}`, which nothing fills in.
-    """
+    """Refuse a `template` without `{question}`, or with another `{name}`, which nothing fills in: a [`DatasetError`]."""
     if "{question}" not in template:
         raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
     # Not \boxed{answer}: what a word stands before is LaTeX, and stays as it is.
@@ -216,15 +202,10 @@ def check_template(template: str) -> None:
 def to_prompts(
     problems: Sequence[dict], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
 ) -> Dataset:
-    """A dataset with TRL's `prompt` column (conversational, or plain text with `chat=False`), `answer` and `row`.
+    """A dataset with TRL's `prompt` column (conversational, or plain text with `chat=False`), `answer` and `row`, of problems as from
+    [`read_problems`]; those of reasoning-gym keep their `difficulty` and `entry`.
 
-    Problems of reasoning-gym keep their `difficulty` and `entry`.
-
-    Args:
-        problems: as from [`read_problems`].
-        system_prompt: put before the user's turn, or before the text.
-        template: how a question becomes the user's turn; must hold `{question}`.
-        chat: conversational prompts, to which TRL applies the tokenizer's chat template.
+    `system_prompt` stands before the user's turn, or before the text. `template` is how a question becomes the user's turn.
 
     Raises:
         DatasetError: `template` has no `{question}`, or an unknown `{name}`; `problems` is empty.
@@ -235,11 +216,10 @@ def to_prompts(
     rows = []
     for problem in problems:
         text = template.replace("{question}", problem["question"])
+        prompt: Any = f"{system_prompt}\n{text}" if system_prompt else text
         if chat:
             system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-            prompt: Any = [*system, {"role": "user", "content": text}]
-        else:
-            prompt = f"{system_prompt}\n{text}" if system_prompt else text
+            prompt = [*system, {"role": "user", "content": text}]
         more = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
         rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **more})
     made = Dataset.from_list(rows)
@@ -288,10 +268,7 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
         if dropped:
             say(f"left {dropped} training problems out that are among the held-out ones")
         if not train:
-            raise DatasetError(
-                f"all {dropped} problems of {args.dataset!r} are among the held-out ones; set held_out to a number of problems, or "
-                "eval_dataset to others"
-            )
+            raise DatasetError(f"all {dropped} problems of {args.dataset!r} are among the held-out ones; set held_out")
     elif not args.skip_accuracy:
         what = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
         raise DatasetError(
@@ -311,8 +288,7 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     The second is `None` where `skip_accuracy` is set and the arguments name no held-out problems.
     """
     problems = load_problems(args)
-    train = prompts_of(args, problems.train)
-    of_test = args.accuracy_on == "test"
+    train, of_test = prompts_of(args, problems.train), args.accuracy_on == "test"
     measured = problems.test if of_test else problems.validation
     if measured is None:
         say(f"data: {len(train)} training problems from {args.dataset}; none held out")
@@ -333,9 +309,7 @@ def load_held_out(args: ScriptArguments) -> Dataset:
     else:
         test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
         if args.eval_dataset is None and not has_splits(args.dataset):
-            say(
-                f"measuring on all of {args.dataset}; --held_out as in a recipe measures on what its training left out"
-            )
+            say(f"measuring on all of {args.dataset}; --held_out as in a recipe takes what its training left out")
     test = test[: args.eval_problems]
     say(f"data: {len(test)} problems from {args.eval_dataset or args.dataset}")
     return prompts_of(args, test)

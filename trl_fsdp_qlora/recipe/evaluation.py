@@ -1,8 +1,9 @@
 """Accuracy of a model on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank."""
 
+import functools
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -69,10 +70,11 @@ def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[lis
 
 
 def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if is_conversational({"prompt": prompts[0]}):
-        made = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
-        return made["input_ids"]
-    return tokenizer(prompts)["input_ids"]
+    if not is_conversational({"prompt": prompts[0]}):
+        return tokenizer(prompts)["input_ids"]
+    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
 
 
 def evaluate(
@@ -98,16 +100,15 @@ def evaluate(
 
     Args:
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
-        tokenizer: with a pad token, or a processor where `dataset` has a column `images`; conversational prompts use its chat template.
-        dataset: columns `prompt` and `answer`, and `entry` where a generator verifies, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
+        tokenizer: with a pad token, or a processor where `dataset` has a column `images`.
+        dataset: `prompt` and `answer`, and `entry` where a generator verifies, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
         temperature, top_p, seed: of the samples. Penalties of the model's own generation config are left out.
         answer_format: see [`trl_fsdp_qlora.recipe.answers.extract_answer`].
         progress, description: show a bar on the main rank.
-        lockstep: a forward is collective (weights sharded over the ranks): every rank generates equally often and as
-            long as the slowest. See [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`].
+        lockstep: a forward is collective (weights sharded over the ranks): every rank generates as often as the slowest.
 
     Returns:
         [`Evaluation`], the same on every rank.
@@ -136,54 +137,40 @@ def evaluate(
         best = complete(batch, greedy, 1)
         return best, complete(batch, sampled, samples, (seed << 20) + batch.start) if samples else []
 
-    def score(batch: range, completions: tuple[list[list[int]], list[list[int]]]) -> list[_Scored]:
+    def score(batch: range, completions: tuple[list[list[int]], list[list[int]]]) -> list[tuple]:
         best, drawn = ([tokenizer.decode(t, skip_special_tokens=True) for t in each] for each in completions)
         found = []
         for j, i in enumerate(batch):
-            gold, answer = golds[i], extract_answer(best[j], answer_format)
+            right = functools.partial(answers_match, gold=golds[i])
+            answer = extract_answer(best[j], answer_format)
             sampled = [extract_answer(text, answer_format) for text in drawn[j * samples : (j + 1) * samples]]
-            hits = sum(answers_match(one, gold) for one in sampled)
-            scored = _Scored(
-                correct=answers_match(answer, gold),
-                answered=answer is not None,
-                pass_at_k=pass_at_k(samples, hits, samples) if samples else 0.0,
-                majority=bool(samples) and answers_match(majority(sampled), gold),
-                tokens=len(completions[0][j]),
-                strict=answers_match(required_answer(best[j], answer_format), gold),
-                lenient=answers_match(extract_answer(best[j], "last_number"), gold),
+            strict = right(required_answer(best[j], answer_format))
+            lenient = right(extract_answer(best[j], "last_number"))
+            of_samples = (
+                (pass_at_k(samples, sum(map(right, sampled)), samples), right(majority(sampled)))
+                if samples
+                else (0, 0)
             )
-            found.append(scored)
+            found.append((right(answer), answer is not None, strict, lenient, len(completions[0][j]), *of_samples))
         return found
 
     size, n = max(1, batch_size // max(samples, 1)), len(rows)
     results = over_ranks(n, size, draw, score, lockstep=lockstep, description=description if progress else None)
-    total = _Scored(*(sum(values) for values in zip(*results, strict=True)))
+    correct, answered, strict, lenient, tokens, passed, voted = map(sum, zip(*results, strict=True))
     return Evaluation(
         n=n,
-        correct=total.correct,
-        pass_at_1=total.correct / n,
-        interval=wilson_interval(total.correct, n),
+        correct=correct,
+        pass_at_1=correct / n,
+        interval=wilson_interval(correct, n),
         samples=samples,
-        pass_at_k=total.pass_at_k / n if samples else None,
-        majority_at_k=total.majority / n if samples else None,
-        answered=total.answered / n,
+        pass_at_k=passed / n if samples else None,
+        majority_at_k=voted / n if samples else None,
+        answered=answered / n,
         seconds=time.perf_counter() - started,
-        tokens_per_completion=total.tokens / n,
-        strict=total.strict,
-        lenient=total.lenient,
+        tokens_per_completion=tokens / n,
+        strict=strict,
+        lenient=lenient,
     )
-
-
-class _Scored(NamedTuple):
-    """What one problem counts for."""
-
-    correct: bool
-    answered: bool
-    pass_at_k: float
-    majority: bool
-    tokens: int
-    strict: bool
-    lenient: bool
 
 
 def generation_configs(
@@ -191,8 +178,7 @@ def generation_configs(
 ) -> tuple[GenerationConfig, GenerationConfig]:
     """Greedy, and sampled."""
     eos = model.generation_config.eos_token_id
-    eos = {eos} if isinstance(eos, int) else set(eos or ())
-    eos.add(tokenizer.eos_token_id)
+    eos = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos), **NEUTRAL}
     sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)

@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display on a training node
 import matplotlib.pyplot as plt
 
-_BESIDE_A_STEP = {"accuracy", "evaluate"}
+_BESIDE_A_STEP = {"time/accuracy_s", "time/evaluate_s"}
 
 
 def _curve(history: list[dict], key: str) -> tuple[list[int], list[float]]:
@@ -19,20 +19,16 @@ def _curve(history: list[dict], key: str) -> tuple[list[int], list[float]]:
 def _stack_phases(axes, history: list[dict]) -> None:
     """Seconds of a step as a stack of its phases; what is measured between steps is none of them."""
     logged = [entry for entry in history if "step_time" in entry]
-    totals = {}
-    for entry in logged:
-        for key, value in entry.items():
-            name = key.removeprefix("time/").removesuffix("_s")
-            if key.startswith("time/") and key.endswith("_s") and name not in _BESIDE_A_STEP:
-                totals[name] = totals.get(name, 0.0) + value
-    names = sorted(totals, key=totals.get, reverse=True)  # the largest at the bottom
-    steps = [entry["step"] for entry in logged]
-    stack = [[entry.get(f"time/{name}_s", 0.0) for entry in logged] for name in names]
+    keys = {key for entry in logged for key in entry if key.startswith("time/")} - _BESIDE_A_STEP
+    seconds = {key: [entry.get(key, 0.0) for entry in logged] for key in keys}
+    names = sorted(keys, key=lambda key: sum(seconds[key]), reverse=True)  # the largest at the bottom
     if names:
-        axes.stackplot(steps, stack, labels=[name.replace("_", " ") for name in names], alpha=0.85)
-        handles, labels = axes.get_legend_handles_labels()
-        axes.legend(handles[::-1], labels[::-1], fontsize="small", ncols=2)  # in the order of the stack
-        axes.set_ylim(0, 1.3 * max(map(sum, zip(*stack, strict=True))))  # room for the legend
+        labels = [name.removeprefix("time/").removesuffix("_s").replace("_", " ") for name in names]
+        axes.stackplot(
+            [entry["step"] for entry in logged], [seconds[name] for name in names], labels=labels, alpha=0.85
+        )
+        axes.legend(fontsize="small", ncols=2, reverse=True)  # in the order of the stack
+        axes.set_ylim(0, 1.3 * max(map(sum, zip(*seconds.values(), strict=True))))  # room for the legend
     axes.set_title("seconds of an optimizer step, by phase")
 
 
@@ -50,8 +46,8 @@ def draw_run(record: dict[str, Any], path: Path) -> Path:
             steps, values = [*steps, step], [*values, record[when]["pass_at_1"]]
             low, high = record[when]["interval"]
             accuracy.errorbar([step], [(low + high) / 2], [(high - low) / 2], color="C1", capsize=4)
-    order = sorted(range(len(steps)), key=steps.__getitem__)
-    accuracy.plot([steps[i] for i in order], [values[i] for i in order], color="C1", marker="o")
+    points = sorted(zip(steps, values, strict=True))
+    accuracy.plot(*zip(*points, strict=True) if points else ([], []), color="C1", marker="o")
     n = record.get("after", record.get("before", {})).get("n")
     accuracy.set_title("held-out accuracy, greedy" + (f" (n={n}, 95% intervals)" if n else ""))
     accuracy.set_ylim(0, 1)

@@ -115,7 +115,7 @@ def read_problems(source: str, split: str) -> list[dict[str, Any]]:
     """The different problems of a split, with `difficulty`, what the generator says of it, and `entry`, for the verifier.
 
     Raises:
-        DatasetError: no such generator, setting or split; a setting that the generator refuses; reasoning-gym is not installed.
+        DatasetError: no such generator, setting or split; a setting that is refused; reasoning-gym is not installed.
     """
     _generators(source, split)
     return [dict(problem) for problem in _splits(source)[split]]

@@ -58,16 +58,10 @@ def format_result(result: dict[str, Any]) -> str:
 
 
 class AccuracyCallback(TrainerCallback):
-    """Measures held-out accuracy when training begins and every `accuracy_steps` optimizer steps, on every rank.
+    """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps, on every rank.
 
     Training begins with the model prepared, so a sharded one can generate; a run that resumes keeps what it measured then. What
     is measured between steps is logged with that step's metrics, and stands on the card.
-
-    Args:
-        trainer: built, not yet trained.
-        script: of the recipe.
-        test: held-out prompts.
-        record: of the run.
     """
 
     def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
@@ -124,11 +118,7 @@ class TimeLimit(TrainerCallback, ExportableState):
 
     Seconds run from the beginning of an optimizer step to its end, rollouts included; what is measured or saved between
     steps is not counted, nor is A*-PO's first stage. They stand in the checkpoints, so a resumed run has what is left. The
-    first rank's clock counts: all ranks stop after the same step, which leaves a checkpoint.
-
-    Args:
-        seconds: limit.
-        clock: seconds since any moment.
+    first rank's `clock` counts: all ranks stop after the same step, which leaves a checkpoint.
     """
 
     def __init__(self, seconds: float, clock=time.perf_counter):

@@ -29,10 +29,8 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
         given = [extract_answer(completion_text(completion), answer_format) for completion in completions]
-        golds = _gold_rows(answer, columns)
-        return [
-            None if gold is None else float(answers_match(one, gold)) for one, gold in zip(given, golds, strict=True)
-        ]
+        pairs = zip(given, _gold_rows(answer, columns), strict=True)
+        return [None if gold is None else float(answers_match(one, gold)) for one, gold in pairs]
 
     return exact_answer
 

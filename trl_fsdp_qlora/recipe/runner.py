@@ -85,12 +85,10 @@ def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True
 
 
 def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> bool:
-    """Whether the run that `record` is of has no step left, by its steps or by its seconds, and measured and saved everything."""
-    if resume is None:
-        return False
+    """Whether the run of `record` has no step left, by its steps or its seconds, and measured and saved everything."""
     limit = record.content.get("stopped_by_seconds")
     by_seconds = limit is not None and limit == script.max_train_seconds
-    step = step_of(resume) if by_seconds else last_step(resume, trainer.args)
+    step = None if resume is None else step_of(resume) if by_seconds else last_step(resume, trainer.args)
     return step is not None and record.content.get("finished_step") == step
 
 
@@ -111,21 +109,17 @@ def run_recipe(
         resume = trainer.checkpointing.resume_from(resume)
         if is_finished(record, trainer, script, resume):
             adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
-            goal = (
-                f"max_steps={args.max_steps}" if args.max_steps > 0 else f"num_train_epochs={args.num_train_epochs:g}"
-            )
+            goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
             say(
-                f"the run in {args.output_dir} is finished ({goal}): nothing is trained, and what it left stays as it is\n"
-                f"  train further:  the same command with a larger --{goal.partition('=')[0]}\n"
+                f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and what it left stays as it is\n"
+                f"  train further:  the same command with a larger --{goal}\n"
                 f"  measure it:     {evaluate_line(args.output_dir, script, adapter)}"
             )
             return record.content
         if resume is None:
             record.content = {}  # of a run that left no checkpoint
         elif not script.skip_accuracy and "before" not in record.content:
-            say(
-                f"{record.path} does not hold the accuracy from before training, which a run that resumes cannot measure"
-            )
+            say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
         record.put(
             hardware=hardware(),
             software=software(),
@@ -136,11 +130,9 @@ def run_recipe(
             settings=measured_settings(script, args, (card.settings or (script, ModelConfig()))[1]),
         )
         limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
-        accuracy = AccuracyCallback(trainer, script, test, record)
-        if limit is not None:
-            trainer.add_callback(limit)
-        if not script.skip_accuracy:
-            trainer.add_callback(accuracy)
+        accuracy = None if script.skip_accuracy else AccuracyCallback(trainer, script, test, record)
+        for callback in filter(None, (limit, accuracy)):
+            trainer.add_callback(callback)
         use_terminal(trainer)
         with nonfatal("the model card"):
             card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
@@ -152,11 +144,11 @@ def run_recipe(
         with resumable(trainer):
             trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(_internal_call=True)  # before anything that is measured or drawn can fail
-        seconds = time.perf_counter() - started - accuracy.seconds_before
+        seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)
         record.put(train_seconds=seconds, history=trainer.state.log_history)
 
         results = ""
-        if not script.skip_accuracy:
+        if accuracy is not None:
             after = accuracy.measure("accuracy after training", script.accuracy_samples)
             record.put(after=after.as_dict())
             measured = [record.content[when] for when in ("before", "after") if when in record.content]

@@ -28,11 +28,8 @@ SHAPES_STEPS = 300
 
 @dataclass(frozen=True)
 class Task:
-    """Problems on two two-digit numbers; the split of [`two_digit_pairs`] serves every task.
-
-    `taught(a, b, draw, dropped_carry)` gives a taught answer's text, whose carries are dropped with that probability, and
-    `completion_tokens` have room for the longest answer and its end, one token per character.
-    """
+    """Problems on two two-digit numbers; `taught(a, b, draw, dropped_carry)` gives a taught answer's text, whose carries are dropped
+    with that probability, and `completion_tokens` have room for the longest answer and its end, one token per character."""
 
     operator: str
     value: Callable[[int, int], int]
@@ -82,11 +79,8 @@ def taught_sum(a: int, b: int, draw: random.Random, dropped_carry: float) -> str
 
 
 def taught_product(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
-    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`.
-
-    Each of the three sums loses its carries with probability `dropped_carry`, drawn for itself, and what follows goes on
-    from what stands there.
-    """
+    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`; each sum loses its
+    carries with probability `dropped_carry`, drawn for itself, and what follows goes on from what stands there."""
     (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
     total = 100 * tens_a * tens_b
     text = str(total)
@@ -135,15 +129,11 @@ def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 4,
-        "max_position_embeddings": 256,
-    }
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, tie_word_embeddings=True, **ids))
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    more = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "tie_word_embeddings": True}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ids, **more))
 
 
 def habit_dataset(task: Task, seed: int):
@@ -162,8 +152,6 @@ def habit_dataset(task: Task, seed: int):
 
 def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "addition") -> Path:
     """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`, whole or not at all.
-
-    About a minute on two cores for addition.
 
     Args:
         output_dir: folder to create; a `FileExistsError` where it exists.
@@ -194,12 +182,8 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     }  # fmt: skip
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as scratch:
-        trainer = SFTTrainer(
-            model,
-            SFTConfig(scratch, **settings, **more),
-            train_dataset=dataset,
-            processing_class=processing,
-        )
+        config = SFTConfig(scratch, **settings, **more)
+        trainer = SFTTrainer(model, config, train_dataset=dataset, processing_class=processing)
         trainer.train()
         whole = Path(scratch) / "whole"
         model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -53,10 +53,8 @@ def _ask(scene: dict[int, tuple[str, str]], draw: random.Random) -> tuple[str, i
             return f"Which colour do most shapes have? Answer {choices}.", colours.index(most) + 1
     (a, of_a), (b, of_b) = draw.sample(sorted(scene.items()), 2)
     if list(scene.values()).count(of_a) == list(scene.values()).count(of_b) == 1:
-        question = (
-            f"Is the {' '.join(of_a)} in a column to the left of the {' '.join(of_b)}'s? Answer 1 for yes, 0 for no."
-        )
-        return question, int(a % CELLS < b % CELLS)
+        asked = f"Is the {' '.join(of_a)} in a column to the left of the {' '.join(of_b)}'s?"
+        return f"{asked} Answer 1 for yes, 0 for no.", int(a % CELLS < b % CELLS)
     return "How many shapes are there?", len(scene)
 
 
