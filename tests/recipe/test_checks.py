@@ -1,7 +1,7 @@
 from peft import get_peft_model
 from trl import ModelConfig
 
-from tests.tiny import LOSS_TYPES, tiny_model
+from tests.tiny import tiny_model
 from trl_fsdp_qlora.recipe import checks
 
 
@@ -16,7 +16,3 @@ def test_one_lora_target_is_a_name_and_an_expression_stays_one():
     assert targeted(ModelConfig(use_peft=True, lora_target_modules=[r".*\.1\..*q_proj"])) == q_proj[1:]
     assert len(targeted(ModelConfig(use_peft=True, lora_target_modules=["all-linear"]))) == 14
     assert checks.lora_config(ModelConfig(use_peft=False)) is None
-
-
-def test_the_losses_are_those_that_are_compared_with_trl():
-    assert checks.LOSS_TYPES == LOSS_TYPES

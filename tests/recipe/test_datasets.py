@@ -33,13 +33,21 @@ def test_columns_of_ones_own(tmp_path):
         datasets.read_problems(path, question_column="tsk", answer_column="gold")
 
 
-def test_a_place_holder_that_nothing_fills_in(tmp_path):
-    problems = [{"row": 0, "question": "1+1?", "answer": "2"}]
-    with pytest.raises(datasets.DatasetError, match=r"nothing fills in \{context\}, only \{question\} is known"):
-        datasets.to_prompts(problems, template="{context} {question}")
+def test_prompts_and_place_holders():
+    problems = [{"row": 5, "question": "1+1?", "answer": "2"}]
+    row = datasets.to_prompts(problems, "Be short.", "Solve: {question}")[0]
+    assert row["prompt"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Solve: 1+1?"}]
+    assert (row["answer"], row["row"]) == ("2", 5)
+    assert datasets.to_prompts(problems, "Be short.", chat=False)[0]["prompt"] == "Be short.\n1+1?"
     for literal in (r"{question} in \boxed{answer}", '{question} as {"answer": 1}', "{question} {{x}} {}"):
         row = datasets.to_prompts(problems, template=literal, chat=False)[0]
         assert row["prompt"] == literal.replace("{question}", "1+1?")
+    for template, said in (
+        ("Solve", r"no \{question\}"),
+        ("{context} {question}", r"nothing fills in \{context\}, only"),
+    ):
+        with pytest.raises(datasets.DatasetError, match=said):
+            datasets.to_prompts(problems, template=template)
 
 
 def test_held_out_never_overlaps_also_with_repeated_questions():
@@ -53,16 +61,6 @@ def test_held_out_never_overlaps_also_with_repeated_questions():
         datasets.hold_out(problems, 50)
     train = [{"question": "How  many?"}, {"question": "Other"}]
     assert datasets.without_overlap(train, [{"question": "how many?"}]) == ([{"question": "Other"}], 1)
-
-
-def test_prompts():
-    problems = [{"row": 5, "question": "1+1?", "answer": "2"}]
-    row = datasets.to_prompts(problems, "Be short.", "Solve: {question}")[0]
-    assert row["prompt"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Solve: 1+1?"}]
-    assert (row["answer"], row["row"]) == ("2", 5)
-    assert datasets.to_prompts(problems, "Be short.", chat=False)[0]["prompt"] == "Be short.\n1+1?"
-    with pytest.raises(datasets.DatasetError, match=r"no \{question\}"):
-        datasets.to_prompts(problems, template="Solve")
 
 
 @pytest.mark.parametrize(
@@ -86,14 +84,9 @@ CSV = 'problem,answer\n1+1=,2\n"2, 3 and 4: how many?",3\n'
     ("name", "content"),
     [
         ("mixed.jsonl", '{"problem": "1+1=", "answer": "2"}\n' + json.dumps(ROWS[1])),
-        ("bom.jsonl", "\ufeff" + "\n".join(map(json.dumps, ROWS))),
-        ("windows.jsonl", "\r\n".join(map(json.dumps, ROWS)) + "\r\n"),
-        ("bom.json", "\ufeff" + json.dumps(ROWS)),
-        ("data.json", json.dumps({"version": 1, "data": ROWS})),
-        ("lines.json", "\n".join(map(json.dumps, ROWS))),
-        ("rows.csv", CSV),
+        ("windows_bom.jsonl", "\ufeff" + "\r\n".join(map(json.dumps, ROWS)) + "\r\n"),
+        ("list.json", json.dumps(ROWS)),
         ("bom.csv", "\ufeff" + CSV),
-        ("semicolons.csv", CSV.replace(",", ";").replace("2; 3", "2, 3")),
         ("rows.tsv", CSV.replace(",", "\t").replace("2\t 3", "2, 3")),
     ],
 )

@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from trl_fsdp_qlora.recipe import evaluation
 from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.recipe.evaluation import Evaluation, evaluate, majority
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
+from trl_fsdp_qlora.recipe.stats import format_accuracy, pass_at_k, wilson_interval
 
 
 class Oracle(torch.nn.Module):
@@ -39,11 +41,11 @@ def test_accuracy_of_a_known_model():
     dataset = prompts(25)
     even = sum(int(answer) % 2 == 0 for answer in dataset["answer"])
     result = evaluate(Oracle(), character_tokenizer(), dataset, samples=4, batch_size=12, progress=False)
-    assert (result.n, result.correct) == (25, even)
+    assert (result.n, result.correct, result.answered) == (25, even, 1.0)
     assert result.pass_at_k == 1.0  # two of four samples are right
     assert result.majority_at_k == 1.0  # a tie of two and two goes to the first sample, which is right
-    assert result.answered == 1.0
     assert result.interval[0] < even / 25 < result.interval[1]
+    assert (majority(["5.0", "7", "5", None]), majority([None, None])) == ("5.0", None)
 
 
 def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_alone():
@@ -52,11 +54,9 @@ def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_al
     expected = torch.rand(3)
     torch.manual_seed(0)
     how = {"samples": 3, "max_new_tokens": 4, "batch_size": 6, "progress": False}
-    first = evaluate(model, character_tokenizer(), prompts(10), **how)
-    assert torch.equal(torch.rand(3), expected)
-    assert model.training
-    again = evaluate(model, character_tokenizer(), prompts(10), **how)
-    assert {**first.as_dict(), "seconds": 0} == {**again.as_dict(), "seconds": 0}
+    first, again = (evaluate(model, character_tokenizer(), prompts(10), **how) for _ in range(2))
+    assert torch.equal(torch.rand(3), expected) and model.training
+    assert replace(first, seconds=0) == replace(again, seconds=0)
 
 
 def test_a_bad_gold_answer_is_found_before_anything_is_generated():
@@ -66,47 +66,51 @@ def test_a_bad_gold_answer_is_found_before_anything_is_generated():
     assert oracle.problems == []
 
 
-class Says(Oracle):
-    """Gives the completions that it was made with, in turn."""
-
-    def __init__(self, texts):
-        super().__init__()
-        self.texts = list(texts)
-        self.tokenizer.decode = lambda tokens, skip_special_tokens: self.texts.pop(0)
-
-
 def test_format_and_arithmetic_are_told_apart():
-    texts = ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]  # where 2 is right
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "answer": ["2"] * 4})
     for answer_format, correct, strict in (("auto", 2, 1), ("hash", 1, 1), ("last_number", 3, 3)):
-        oracle = Says(texts)
+        oracle, texts = Oracle(), ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]
+        oracle.tokenizer.decode = lambda tokens, skip_special_tokens, texts=texts: texts.pop(0)
         oracle.generate = lambda input_ids, **_: torch.cat([input_ids, torch.zeros_like(input_ids[:, :1])], 1)
         result = evaluate(oracle, oracle.tokenizer, dataset, answer_format=answer_format, progress=False)
         assert (result.correct, result.strict, result.lenient) == (correct, strict, 3)
         assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
-
-
-def test_problems_that_ask_for_no_format_have_one_accuracy():
     plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, None, 1.0, 1.0, 3.0, strict=0, lenient=6)
-    assert "strict" not in str(plain)
+    assert "strict" not in str(plain)  # where problems ask for no format
     assert "strict 0.0%, lenient 80.0%" in str(replace(plain, lenient=8))
 
 
-def test_majority_by_value():
-    assert majority(["5.0", "7", "5", None]) == "5.0"
-    assert majority([None, None]) is None
-
-
 def test_penalties_of_the_models_own_config_are_left_out(monkeypatch):
-    model, completions = tiny_model(), []
-    generate = evaluation.generate
-    monkeypatch.setattr(
-        evaluation,
-        "generate",
-        lambda *args, **kwargs: completions.append(generate(*args, **kwargs)) or completions[-1],
-    )
+    model, completions, generate = tiny_model(), [], evaluation.generate
+
+    def kept(*args, **kwargs):
+        completions.append(generate(*args, **kwargs))
+        return completions[-1]
+
+    monkeypatch.setattr(evaluation, "generate", kept)
     for penalty, ngram in ((1.0, 0), (20.0, 1)):
         model.generation_config.repetition_penalty, model.generation_config.no_repeat_ngram_size = penalty, ngram
         evaluate(model, character_tokenizer(), prompts(4), max_new_tokens=8, progress=False)
     plain, penalised = completions
     assert plain == penalised and any(len(set(tokens)) < len(tokens) for tokens in plain)
+
+
+@pytest.mark.parametrize(
+    ("correct", "n", "low", "high"),
+    [
+        (29, 30, 0.8333, 0.9941),  # the interval of 29 of 30 is 83-99%
+        (0, 10, 0.0, 0.2775),  # Brown, Cai & DasGupta 2001, table: Wilson at x = 0 is z²/(n + z²)
+        (5, 10, 0.2366, 0.7634),
+        (0, 0, 0.0, 1.0),
+    ],
+)
+def test_wilson_against_published_values(correct, n, low, high):
+    assert wilson_interval(correct, n) == pytest.approx((low, high), abs=5e-4)
+    assert format_accuracy(29, 30) == "96.7% (n=30, 95% interval 83.3-99.4)"
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_hit():
+    hits = [True, True, False, False, False, False]
+    for k in range(1, 7):
+        subsets = list(itertools.combinations(hits, k))
+        assert pass_at_k(6, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))

@@ -16,7 +16,7 @@ pytest.importorskip("math_verify")
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def ended():
     yield
     math_worker.end()
@@ -32,53 +32,37 @@ def test_it_is_asked_again_and_again():
     assert math_worker._worker.pid == worker
 
 
-@pytest.mark.parametrize("tower", [r"$9^{9^{9^9}}$", r"$(10^{10})!$"])
-def test_what_never_returns_is_stopped_and_the_next_is_answered(tower, caplog):
-    assert math_worker.ask(tower, "$0$") is None
+def test_what_never_returns_or_chokes_sympy_is_not_equal_and_the_next_is_answered(caplog):
+    assert math_worker.ask(r"$9^{9^{9^9}}$", "$0$") is None
     assert "did not come to an end" in caplog.text
+    for text in ("{" * 300 + "}" * 300, r"\frac{1}{0}", "\udcff^2", r"\begin{matrix}" * 50):
+        assert math_worker.ask("$1$", f"${text}$") is not True
     assert math_worker.ask(r"$\sqrt{8}$", r"$2\sqrt{2}$") is True
-
-
-@pytest.mark.parametrize("text", ["{" * 300 + "}" * 300, r"\frac{1}{0}", "\udcff^2", r"\begin{matrix}" * 50])
-def test_what_sympy_chokes_on_is_not_equal(text):
-    assert math_worker.ask("$1$", f"${text}$") is not True
-    assert math_worker.ask("$1$", "$1$") is True
 
 
 # No `if __name__ == "__main__"`: most training scripts have none, and a worker must not run them again.
 SCRIPT = """
-import sys, time
+import time
 from trl_fsdp_qlora.recipe import math_worker
 
 assert math_worker.ask("$1$", "$1$")
 print(math_worker._worker.pid, flush=True)
-time.sleep(600 if "stay" in sys.argv else 0)
+time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", ["returns", "stay"])
-def test_no_worker_outlives_the_run(how, tmp_path):
+def test_no_worker_outlives_the_run(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    run = subprocess.Popen(
-        [sys.executable, "train.py", how], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
-    worker = psutil.Process(int(run.stdout.readline()))
-    if "stay" in how:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "train.py"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as run:
+        worker = psutil.Process(int(run.stdout.readline()))
         run.kill()
-    assert run.wait(timeout=60) in (0, -signal.SIGKILL)
-    run.stdout.close()
+        assert run.wait(timeout=60) == -signal.SIGKILL
     assert psutil.wait_procs([worker], timeout=30)[1] == []
 
 
 def test_one_completion_does_not_stop_a_batch():
-    completions = [
-        r"\boxed{9^{9^{9^9}}}",
-        r"\boxed{\frac{14}{2}}",
-        r"\boxed{7}",
-        "9" * 5000,
-        "\n" * 4096,
-        "1e999999999",
-    ]
-    completions = [*completions, r"\boxed{" + "{" * 50_000, r"\boxed{\frac{1}{0}}"]
+    completions = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\frac{14}{2}}", r"\boxed{7}", "9" * 5000, "\n" * 4096]
+    completions += ["1e999999999", r"\boxed{" + "{" * 50_000, r"\boxed{\frac{1}{0}}"]
     assert exact_answer_reward()(completions=completions, answer=["7"] * 8) == [0, 1, 1, 0, 0, 0, 0, 0]

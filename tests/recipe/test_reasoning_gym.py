@@ -14,20 +14,9 @@ from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 from ..tiny import tiny_model
 
-SUMS = "reasoning_gym:chain_sum(max_terms=3, size=40)"
 
-
-def arguments(dataset=SUMS, rewards=("reasoning_gym",), **more):
+def arguments(dataset, rewards=("reasoning_gym",), **more):
     return ScriptArguments(dataset=dataset, rewards=list(rewards), chat=False, **more)
-
-
-def test_problems_are_the_generators_own():
-    theirs = gym.create_dataset("chain_sum", max_terms=3, seed=0, size=40)
-    for problem in read_problems(SUMS, whole_rows=True):
-        entry = theirs[problem["row"]]
-        assert (problem["question"], problem["answer"]) == (entry["question"], entry["answer"])
-        assert theirs.score_answer(problem["columns"]["answer"], entry) == 1
-        assert json.loads(problem["difficulty"]) == json.loads(json.dumps(entry["metadata"]["difficulty"]))
 
 
 def test_training_and_test_never_meet_and_no_problem_comes_twice():
@@ -52,42 +41,38 @@ def test_a_mixture_has_its_weights_and_each_problem_its_own_verifier():
     assert rewards == [1.0] * len(data)
 
 
-@pytest.mark.parametrize("name", ["spell_backward", "family_relationships", "fraction_simplification", "countdown"])
-def test_the_reward_is_the_generators_verifier(name):
-    source = f"reasoning_gym:{name}(size=12)"
+@pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "family_relationships", "fraction_simplification"])
+def test_problems_and_rewards_are_the_generators_own(name):
     theirs = gym.create_dataset(name, seed=0, size=12)
-    problems = read_problems(source)
+    problems = read_problems(f"reasoning_gym:{name}(size=12)", whole_rows=True)
+    for problem in problems:
+        entry = theirs[problem["row"]]
+        assert (problem["question"], problem["columns"]["answer"]) == (entry["question"], str(entry["answer"]))
+        assert json.loads(problem["difficulty"]) == json.loads(json.dumps(entry["metadata"].get("difficulty")))
+    entries, reward = [problem["entry"] for problem in problems], get_reward("reasoning_gym", "first_line")
     for answer in ("7", "mother", "1/2", problems[0]["answer"]):
-        ours = get_reward("reasoning_gym", "first_line")(
-            [answer] * len(problems), entry=[p["entry"] for p in problems]
-        )
-        assert ours == [theirs.score_answer(answer, theirs[p["row"]]) for p in problems]
+        ours = reward([answer] * len(problems), entry=entries)
+        assert ours == [theirs.score_answer(answer, theirs[problem["row"]]) for problem in problems]
 
 
 def test_evaluate_counts_what_the_verifier_accepts(monkeypatch):
-    """The tiny model's completions are replaced by the right answers of every other problem, written in words and digits."""
+    """The tiny model's completions are replaced by the right answers of every other problem, written in words."""
     data = load_held_out(arguments("reasoning_gym:spell_backward", eval_problems=20))
-    assert len(data) == 20
-    tokenizer = character_tokenizer()
     texts = [row["answer"] if i % 2 else "nothing" for i, row in enumerate(data)]
-    monkeypatch.setattr(
-        "trl_fsdp_qlora.recipe.evaluation.generate", lambda model, ids, *_, **__: [[i] for i in range(len(ids))]
-    )
+    tokenizer, place = character_tokenizer(), "trl_fsdp_qlora.recipe.evaluation.generate"
+    monkeypatch.setattr(place, lambda model, ids, *_, **__: [[i] for i in range(len(ids))])
     monkeypatch.setattr(tokenizer, "decode", lambda tokens, **_: texts[tokens[0]])
-    result = evaluate(
-        tiny_model(), tokenizer, data, max_new_tokens=2, batch_size=20, answer_format="first_line", progress=False
-    )
+    result = evaluate(tiny_model(), tokenizer, data, batch_size=20, answer_format="first_line", progress=False)
     assert (result.correct, result.strict, result.n) == (10, 10, 20)
 
 
-def refused(source, rewards=("reasoning_gym",), **more) -> str:
-    with pytest.raises(DatasetError) as error:
-        load_data(arguments(source, rewards, **more))
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def test_bad_input_is_one_line(monkeypatch):
+    def refused(source, **more) -> str:
+        with pytest.raises(DatasetError) as error:
+            load_data(arguments(source, **more))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
     assert "did you mean 'chain_sum'?" in refused("reasoning_gym:chain_sums")
     assert "'maxterms'; it has " in refused("reasoning_gym:chain_sum(maxterms=2)")
     assert "max_terms must be >= min_terms" in refused("reasoning_gym:chain_sum(min_terms=3, max_terms=2)")

@@ -13,14 +13,11 @@ def test_exact_answer_takes_plain_and_conversational_completions():
         rewards.exact_answer_reward("hashes")
 
 
-def test_a_row_without_an_answer_is_not_judged():
+def test_a_row_without_an_answer_is_not_judged_and_content_parts_are_read():
     """Of several tasks in one dataset, those of another: TRL leaves `None` out."""
     for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
-        assert reward(completions=["<answer>1</answer>", "2"], answer=["1", None])[1] is None
-        assert reward(completions=["<answer>1</answer>", "2"], answer=["1", None])[0] > 0
-
-
-def test_a_completion_of_content_parts_is_read():
+        judged, other = reward(completions=["<answer>1</answer>", "2"], answer=["1", None])
+        assert judged > 0 and other is None
     parts = [{"type": "text", "text": "so "}, {"type": "image"}, {"type": "text", "text": "#### 7"}]
     completions = [[{"role": "assistant", "content": parts}], [{"role": "assistant", "content": None}]]
     assert rewards.exact_answer_reward("hash")(completions=completions, answer=["7", "7"]) == [1, 0]

@@ -1,5 +1,6 @@
 """A run that ends by its seconds: the clock is the test's own, so nothing depends on the machine's."""
 
+import itertools
 import json
 
 import pytest
@@ -12,32 +13,16 @@ from trl_fsdp_qlora.recipe.checks import check_script
 from trl_fsdp_qlora.recipe.record import TimeLimit
 
 
-class Ticks:
-    """A clock that goes on by one second with every look: a step takes one."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
-def made(tmp_path, **more):
-    base = save_tiny_model(tmp_path / "base")
-    return trainer(
-        EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", model=base, peft_config=lora(), max_steps=9,
-        save_strategy="steps", save_steps=2, **more,
-    )  # fmt: skip
-
-
 def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "TimeLimit", lambda seconds: TimeLimit(seconds, Ticks()))
+    # A clock that goes on by one second with every look: a step takes one.
+    monkeypatch.setattr(runner, "TimeLimit", lambda seconds: TimeLimit(seconds, itertools.count(1.0).__next__))
     monkeypatch.setattr(runner, "software", lambda: "")
+    base = save_tiny_model(tmp_path / "base")
 
-    def run(seconds, resume=None):
+    def run(seconds, resume=None, steps=9, output="out"):
         script = ScriptArguments("addition", skip_accuracy=True, max_train_seconds=seconds)
-        each = made(tmp_path)
+        more = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 2}
+        each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **more)
         return each, runner.run_recipe(each, script, None, resume)
 
     first, record = run(3)
@@ -48,18 +33,10 @@ def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatc
     assert longer.state.global_step == 5 and record["limited_seconds"] == 5.0  # two more, not five
     state = json.loads((tmp_path / "out" / "checkpoint-5" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["TimeLimit"]["attributes"] == {"spent": 5.0}
-    free, record = run(None, "auto")
-    assert free.state.global_step == 9
-
-
-def test_a_checkpoint_of_a_run_without_a_limit_is_gone_on_from(tmp_path):
-    first = made(tmp_path)
-    first.args.max_steps = 2
-    first.train()
-    second = made(tmp_path)
-    second.add_callback(limit := TimeLimit(2, Ticks()))
-    second.train("auto")
-    assert (second.state.global_step, limit.spent) == (4, 2.0)
+    assert run(None, "auto", steps=7)[0].state.global_step == 7
+    run(None, steps=2, output="free")
+    limited, record = run(1, "auto", output="free")  # its checkpoint has no seconds
+    assert (limited.state.global_step, record["limited_seconds"]) == (3, 1.0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
