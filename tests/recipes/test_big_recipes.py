@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("bitsandbytes")
 
+from trl_fsdp_qlora.planning import plan_vs_actual
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -28,14 +29,16 @@ VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "num_local_experts": 0}
 
 
+MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+
+
 def qwen3_5(shape):
     return tf.Qwen3_5ForConditionalGeneration(tf.Qwen3_5Config(text_config=shape | DELTA, vision_config=VISION))
 
 
 def gemma3(shape):
-    return tf.Gemma3ForConditionalGeneration(
-        tf.Gemma3Config(text_config=shape | {"head_dim": 32}, vision_config=PATCHES)
-    )
+    text = shape | {"head_dim": 32}
+    return tf.Gemma3ForConditionalGeneration(tf.Gemma3Config(text_config=text, vision_config=PATCHES))
 
 
 def granite(shape):
@@ -43,9 +46,8 @@ def granite(shape):
     return tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**shape, **states))
 
 
-def qwen3_moe(shape):
-    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
-    return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**shape, **experts))
+def lfm2(shape):
+    return tf.Lfm2ForCausalLM(tf.Lfm2Config(**shape, layer_types=["conv", "full_attention"]))
 
 
 ATTENTION = {"q_proj", "k_proj", "v_proj"}
@@ -54,18 +56,15 @@ DELTA_RULE = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
 # A tiny model of each, and what LoRA adapts.
 ARCHITECTURES = {
     "Qwen2.5-32B-Instruct": (lambda shape: tf.Qwen2ForCausalLM(tf.Qwen2Config(**shape)), ATTENTION | {"o_proj"} | MLP),
-    "Llama-3.1-70B-Instruct": (
-        lambda shape: tf.LlamaForCausalLM(tf.LlamaConfig(**shape)),
-        ATTENTION | {"o_proj"} | MLP,
+    "Llama-3.1-70B-Instruct": (lambda s: tf.LlamaForCausalLM(tf.LlamaConfig(**s)), ATTENTION | {"o_proj"} | MLP),
+    "Qwen3-30B-A3B-Instruct": (
+        lambda shape: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**shape, **MOE)),
+        ATTENTION | {"o_proj"},
     ),
-    "Qwen3-30B-A3B-Instruct": (qwen3_moe, ATTENTION | {"o_proj"}),
     "Qwen3.5-4B": (qwen3_5, ATTENTION | {"o_proj"} | MLP | DELTA_RULE),
     "Qwen3.5-9B": (qwen3_5, ATTENTION | {"o_proj"} | MLP | DELTA_RULE),
     "gemma-3-4b-it": (gemma3, ATTENTION | {"o_proj"} | MLP),
-    "LFM2-1.2B": (
-        lambda shape: tf.Lfm2ForCausalLM(tf.Lfm2Config(**shape, layer_types=["conv", "full_attention"])),
-        ATTENTION | {"in_proj", "out_proj", "w1", "w2", "w3"},
-    ),
+    "LFM2-1.2B": (lfm2, ATTENTION | {"in_proj", "out_proj", "w1", "w2", "w3"}),
     "granite-4.0-h-micro": (granite, ATTENTION | {"o_proj", "in_proj", "input_linear", "output_linear"}),
 }
 
@@ -77,6 +76,7 @@ ARCHITECTURES = {
 )
 def test_it_trains_a_tiny_model_of_its_architecture(path, tmp_path, monkeypatch, capsys):
     build, adapted = ARCHITECTURES[path.parents[1].name]
+    monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: None)  # tests/planning plans such models
     tokenizer = character_tokenizer()
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)

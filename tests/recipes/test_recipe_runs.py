@@ -1,86 +1,238 @@
-"""The recipes' scripts as commands, in one process and in two."""
+"""The recipes' scripts as commands: what a run leaves, prints and refuses from its first launch to the end of its life."""
 
 import json
+import os
+import re
+import runpy
+import shlex
+import signal
+import sys
+import time
+import zipfile
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from trl import ModelConfig
 
-from tests.distributed.launch import accelerate_launch, run_script
-from tests.tiny import save_tiny_model
+from tests.distributed.launch import _end_all, _Rank, accelerate_launch, rank_environment, run_script
+from tests.tiny import save_recipe_files
+from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = [
-    "--dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear",
-    "--num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true",
-    "--max_steps 5 --learning_rate 1e-2 --accuracy_steps 2 --save_steps 2 --logging_steps 1 --report_to none",
-    "--disable_tqdm true --optim sgd --loss_type grpo",
-]
+SETTINGS = (
+    "--dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear "
+    "--num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true --learning_rate 1e-2 "
+    "--accuracy_steps 2 --save_steps 2 --logging_steps 1 --report_to none --optim sgd --loss_type grpo --model_name_or_path base"
+)
+# Secrets, planted wherever a user can put one.
+TOKEN, AGAIN, URL = "hf_PLANTEDonTheCommandLine0123456789", "plantedInTheYamlWithoutAnyPrefix", "plantedPassw0rd"
+ENVIRONMENT = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_PLANTEDinTheEnvironment0123456789",
+    "AWS_SECRET_ACCESS_KEY": "planted/In+The/Environment",
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    """Where a user is: a model, problems, and a recipe, in which an untrained model is right now and then."""
     folder = tmp_path_factory.mktemp("recipe")
-    save_tiny_model(folder / "base")
-    # An untrained model answers with one digit now and then, so that some rewards differ.
-    rows = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(10 - a)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_recipe_files(folder)
+    words = SETTINGS.split()
+    pairs = dict(zip([word.removeprefix("--") for word in words[::2]], map(yaml.safe_load, words[1::2]), strict=True))
+    pairs |= {"prompt_template": "{question}=", "per_device_train_batch_size": 16, "learning_rate": 0.01}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(pairs))
+    (folder / "again.yaml").write_text(yaml.safe_dump(pairs | {"hub_token": AGAIN}))
     return folder
 
 
-def train(folder: Path, config: str, output: str, per_device: int) -> dict:
-    arguments = " ".join(SETTINGS).split()
-    sizes = ["--per_device_train_batch_size", str(per_device), "--output_dir", output]
-    run = accelerate_launch(config, "recipes/grpo.py", "--model_name_or_path", "base", *arguments, *sizes, cwd=folder)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("trl-fsdp-qlora\n") == 1  # one rank prints
-    assert "->" in run.stdout
-    return json.loads((folder / output / "metrics.json").read_text())
+def contents(run: Path) -> dict[str, bytes]:
+    """Every file below `run`, and every member of what is a zip archive (`torch.save`)."""
+    found = {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+    for name in [name for name in found if zipfile.is_zipfile(run / name)]:
+        with zipfile.ZipFile(run / name) as archive:
+            found |= {f"{name}!{member}": archive.read(member) for member in archive.namelist()}
+    return found
 
 
-@pytest.mark.slow
-def test_one_process_leaves_everything_and_is_not_overwritten(folder):
-    record = train(folder, "cpu", "one", per_device=32)
+def ended(run) -> str:
+    said = run.stdout + run.stderr
+    assert run.returncode == 0, said
+    return said
+
+
+@pytest.fixture
+def call(folder, monkeypatch, capfd):
+    """Runs a script in this process, as a command in `folder`, and gives what it said."""
+    monkeypatch.chdir(folder)
+
+    def run(script: str, words: list[str], status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *words])
+        try:
+            runpy.run_path(str(ROOT / "recipes" / f"{script}.py"), run_name="__main__")
+        except SystemExit as end:
+            assert end.code == status
+        return "".join(capfd.readouterr())
+
+    return run
+
+
+def test_the_life_of_a_run(folder, monkeypatch, call):
+    out = folder / "home" / "alice" / "a run"  # a blank, as folders have them
+    common = ["--output_dir", str(out), "--run_name", "it's a run"]
+    common += ["--vllm_server_base_url", f"http://bob:{URL}@judge:8000/v1"]
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    words = ["--config", "recipe.yaml", "--max_steps", "2", *common, "--hub_token", TOKEN]
+    printed = ended(accelerate_launch("cpu", "recipes/grpo.py", *words, cwd=folder, from_shell=True))
+    assert "\r" not in printed and "->" in printed and "accuracy of" not in printed  # no bar in a file
+    record = json.loads((out / "metrics.json").read_text())
     assert record["before"]["n"] == record["after"]["n"] == 6
-    assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2, 4]
-    left = {path.name for path in (folder / "one").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "metrics.json", "training.png"} <= left
-    cards = {number: ModelCard.load(folder / "one" / f"checkpoint-{number}" / "README.md") for number in (4, 5)}
-    assert "| held-out accuracy, before |" in cards[4].text and "| held-out accuracy, after 4 steps |" in cards[4].text
-    assert cards[4].data.eval_results and "optimizer steps: 4 of 5\n" in cards[4].text
-    assert cards[5].data.eval_results is None  # it was written before the last measurement
-    final = ModelCard.load(folder / "one" / "README.md")
-    assert final.data.eval_results and "| held-out accuracy, after |" in final.text
-    settings = " ".join(SETTINGS).split()
-    again = run_script("recipes/grpo.py", "--model_name_or_path", "base", *settings, "--output_dir", "one", cwd=folder)
-    assert again.returncode == 2
-    assert "error: output_dir=one holds another run (checkpoint-5)" in again.stderr
+    assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2]
+    assert {"adapter_model.safetensors", "training.png"} <= {path.name for path in out.iterdir()}
+    of_checkpoint = ModelCard.load(out / "checkpoint-2" / "README.md").text
+    assert "| held-out accuracy, before |" in of_checkpoint
+
+    # The card's line runs where the secret is set, and its block is a recipe that gives the arguments of the run.
+    card = ModelCard.load(out / "README.md")
+    assert card.data.eval_results and "| held-out accuracy, after |" in card.text
+    line = re.search(r"```bash\n(accelerate .*?)\n```", card.text, re.DOTALL)[1]
+    assert '--hub_token "$HUB_TOKEN"' in line
+    typed = shlex.split(line)
+    assert typed[:3] == ["accelerate", "launch", "--config_file"] and typed[3].endswith("cpu.yaml")
+    assert typed[typed.index("--run_name") + 1] == "it's a run"
+    assert typed[typed.index("--output_dir") + 1] == "home/alice/a run"  # as seen from the working directory
+    block = re.search(r"```yaml\n(.*?)```", card.text, re.DOTALL)[1]
+    assert {"debug", "report_to", "model_init_kwargs", "generation_batch_size"}.isdisjoint(yaml.safe_load(block))
+    (folder / "card.yaml").write_text(block)
+    types = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
+    again = parse_recipe(types, ["--config", "card.yaml", *common])
+    first = parse_recipe(types, ["--config", "recipe.yaml", "--max_steps", "2", *common])
+    assert again[0] == first[0] and again[2] == first[2]
+    of_block = vars(again[1])
+    differ = {name for name, value in vars(first[1]).items() if of_block[name] != value and not name.startswith("_")}
+    assert differ <= {"debug", "report_to", "distributed_state"}
+
+    # It is not overwritten, is over when it is over, and the line that measures it gives its own number.
+    refused = call("grpo", words, status=2)
+    assert f"error: output_dir={out} holds another run (checkpoint-2)" in refused
+    left = contents(out)
+    words = ["--config", "again.yaml", "--max_steps", "2", *common, "--resume_from_checkpoint", "auto"]
+    said = call("grpo", words)
+    assert f"the run in {out} is finished (max_steps=2)" in said and "larger --max_steps" in said
+    assert contents(out) == left
+    measure = shlex.split(re.search(r"measure it: +(.*)", said)[1])
+    assert measure[:4] == ["trl-fsdp-qlora", "evaluate", "--adapter", str(out)]
+    measure = [*measure[2:], "--output", "measured.json"]
+    printed += call("evaluate", measure)
+    found = json.loads((folder / "measured.json").read_text())
+    same = set(record["after"]) - {"seconds"}
+    assert {name: found[name] for name in same} == {name: record["after"][name] for name in same}
+    (folder / "other.jsonl").write_text("\n".join((folder / "data.jsonl").read_text().splitlines()[:9]))
+    call("evaluate", [*measure, "--dataset", "other.jsonl"])  # of it all is measured, whatever the run held out
+    assert json.loads((folder / "measured.json").read_text())["n"] == 9
+
+    # Killed after its last step, and with a damaged record, it saves and measures without a further step; then goes on.
+    (out / "adapter_model.safetensors").unlink()
+    (out / "metrics.json").write_text("{ damaged")
+    said = call("grpo", words)
+    assert "its metrics.json cannot be read" in said and "does not hold the accuracy from before" in said
+    assert (out / "adapter_model.safetensors").read_bytes() == left["adapter_model.safetensors"]
+    record = json.loads((out / "metrics.json").read_text())
+    assert "before" not in record and record["finished_step"] == 2
+    words[words.index("--max_steps") + 1] = "3"
+    printed += said + call("grpo", words)
+    assert json.loads((out / "metrics.json").read_text())["finished_step"] == 3
+
+    # Nothing that it left or printed holds a secret; of the settings only the secrets are withheld.
+    planted, files = [TOKEN, AGAIN, URL, *ENVIRONMENT.values()], contents(out)
+    assert {"training_args.bin", "checkpoint-2/training_args.bin", "checkpoint-3/trainer_state.json"} <= files.keys()
+    assert [(name, one) for name, content in files.items() for one in planted if one.encode() in content] == []
+    assert [one for one in planted if one in printed + refused] == []
+    published = [card.text, (out / "README.md").read_text(), (out / "metrics.json").read_text()]
+    assert not any(str(folder.parent) in text for text in published)
+    saved = torch.load(out / "checkpoint-3" / "training_args.bin", weights_only=False)
+    assert saved.hub_token is None and saved.max_steps == 3 and saved.learning_rate == 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [
+        ("t_spmo", "--bf16 true --num_generations 8"),
+        ("a_star_po", "--bf16 false --num_generations 1 --value_samples 2 --value_cache values"),
+    ],
+)
+def test_the_other_methods_train_and_a_finished_run_says_so(method, own, folder, call):
+    words = (
+        re.sub(r"--(num_generations|loss_type|bf16) \S+", "", SETTINGS) + f" {own} --max_steps 2 --output_dir {method}"
+    )
+    words += " --dtype float32 --accuracy_samples 2 --per_device_train_batch_size 16 --resume_from_checkpoint auto"
+    if method == "a_star_po":
+        assert "V* of 35 prompts is in values: 0 were there, 35 are new" in call(
+            method, f"{words} --stage estimate".split()
+        )
+    call(method, words.split())
+    left = contents(folder / method)
+    assert f"the run in {method} is finished (max_steps=2)" in call(method, words.split())
+    assert contents(folder / method) == left
+    call("evaluate", f"--adapter {method} --output {method}.json --use_cpu true".split())
+    after = json.loads((folder / method / "metrics.json").read_text())["after"]
+    found = json.loads((folder / f"{method}.json").read_text())
+    same = set(after) - {"seconds"}
+    assert {name: found[name] for name in same} == {name: after[name] for name in same}
+
+
 def test_two_processes_train_and_evaluate(folder):
-    record = train(folder, "ddp_cpu", "two", per_device=16)
-    assert record["processes"] == 2
-    assert record["before"]["n"] == 6
-    steps = [entry for entry in record["history"] if "loss" in entry]
-    assert len(steps) == 5
+    words = f"{SETTINGS} --max_steps 5 --require_fit true --per_device_train_batch_size 16 --output_dir two".split()
+    run = accelerate_launch("ddp_cpu", "recipes/grpo.py", *words, cwd=folder)
+    ended(run)
+    assert run.stdout.count("trl-fsdp-qlora\n") == 1  # one rank prints
+    record = json.loads((folder / "two" / "metrics.json").read_text())
+    assert record["processes"] == 2 and record["before"]["n"] == 6
+    assert len([entry for entry in record["history"] if "loss" in entry]) == 5
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "two")
     assert any(p.abs().max() > 0 for n, p in model.named_parameters() if "lora_B" in n)
-    ids = torch.randint(5, 15, (2, 9))
-    with torch.no_grad():
-        adapted = model(input_ids=ids).logits
-        with model.disable_adapter():
-            assert not torch.allclose(adapted, model(input_ids=ids).logits)
     results = []
     for ranks, start in ((1, run_script), (2, partial(accelerate_launch, "ddp_cpu"))):
-        arguments = "--adapter two --eval_problems 7 --max_completion_length 5 --accuracy_samples 3 --use_cpu --accuracy_batch_size 6"
-        run = start("recipes/evaluate.py", *arguments.split(), "--output", f"eval-{ranks}.json", cwd=folder)
-        assert run.returncode == 0, run.stderr
-        results.append(json.loads((folder / f"eval-{ranks}.json").read_text()) | {"seconds": 0})
+        words = (
+            "--adapter two --eval_problems 7 --max_completion_length 5 --accuracy_samples 3 --accuracy_batch_size 6"
+        )
+        ended(start("recipes/evaluate.py", *words.split(), "--use_cpu", "--output", f"{ranks}.json", cwd=folder))
+        results.append(json.loads((folder / f"{ranks}.json").read_text()) | {"seconds": 0})
     assert results[0] == results[1]  # each problem once, whatever the number of ranks
+
+
+def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, tmp_path):
+    words = ["--config", "recipe.yaml", "--output_dir", str(tmp_path / "out"), "--max_steps", "1000"]
+    words += ["--accuracy_steps", "0"]
+    said, errors = tmp_path / "stdout", tmp_path / "stderr"
+    said.touch()
+    run = _Rank(str(ROOT / "recipes" / "grpo.py"), words, rank_environment(None), said, errors, folder)
+    try:
+        deadline = time.monotonic() + 240
+        while not re.search(r"(?m)^step +4/1000", said.read_text()):
+            assert run.poll() is None and time.monotonic() < deadline, said.read_text() + errors.read_text()
+            time.sleep(0.05)
+        os.kill(run.pid, signal.SIGINT)
+        run.process.join(60)
+    finally:
+        _end_all([run])
+    text = errors.read_text()
+    assert run.returncode == 130 and "Traceback" not in text, text
+    line = text.splitlines()[-1]
+    assert re.fullmatch(
+        r"stopped at step \d+ of 1000; go on from checkpoint-\d+: python .* --resume_from_checkpoint auto", line
+    )
+    script, *words = shlex.split(line.split(": python ")[1])
+    further = int(re.search("checkpoint-([0-9]+)", line)[1]) + 1
+    words[words.index("--max_steps") + 1] = str(further)
+    assert f"step {further}/{further}" in ended(run_script(script, *words, cwd=folder))

@@ -11,9 +11,11 @@ import pytest
 import transformers
 from datasets import Dataset, DatasetDict
 
+from tests.distributed.launch import run_launcher
 from tests.tiny import lora, save_tiny_model, tiny_model
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
+from trl_fsdp_qlora.run import one_line
 from trl_fsdp_qlora.run.input_checks import check_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -32,17 +34,13 @@ GOOD = {
 GRPO = [
     ("--learning_rat 1", "unknown key '--learning_rat'; did you mean '--learning_rate'?"),
     ("--config unknown_key.yaml", "unknown_key.yaml: unknown key 'num_generation'; did you mean 'num_generations'?"),
-    (
-        "--config unknown_ky.yaml",
-        "--config unknown_ky.yaml: No such file or directory; did you mean 'unknown_key.yaml'",
-    ),
+    ("--config unknown_ky.yaml", "--config unknown_ky.yaml: No such file or directory; did you mean 'unknown_key.ya"),
     ("--config bad.yaml", "--config bad.yaml: no YAML: mapping values are not allowed here"),
     ("--config list.yaml", "--config list.yaml must hold `key: value` lines"),
     ("--config fraction.yaml", "--eval_problems: invalid int value: '1.5'"),
     ("--max_steps 1 2", "'2' belongs to no option"),
     ("--per_device_train_batch_size 3", "generation_batch_size (3) must be divisible by num_generations (8)."),
     ("--use_vllm true", "use_vllm: true needs vllm, which is not installed: pip install"),
-    ("--load_in_4bit true", "load_in_4bit: true needs bitsandbytes, which is not installed"),
     ("--bf16 true --use_cpu false", "Your setup doesn't support bf16/gpu."),
     ("--prefix_sharing on", "prefix_sharing='on' is not known; use one of auto, off"),
     ("--lora_target_modules q_prj", "lora_target_modules: Target modules {'q_prj'} not found in the base model."),
@@ -64,16 +62,12 @@ GRPO = [
     ("--dataset columns.jsonl", "'columns.jsonl' has columns a, b; looked for Body, Question, Answer | "),
     ("--held_out 0", "training and held-out problems are both 'data.jsonl', which has no splits; set held_out"),
     ("--held_out 0 --eval_dataset copy.jsonl", "all 55 problems of 'data.jsonl' are among the held-out ones"),
-    (
-        "--held_out 54 --per_device_train_batch_size 16",
-        "the training dataset has 1 rows, but one generation batch takes 2",
-    ),
+    ("--held_out 54 --per_device_train_batch_size 16", "the training dataset has 1 rows, but one generation batch"),
 ]
 OTHERS = [
     ("a_star_po", "--stage both", "--stage: invalid choice: 'both'"),
     ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),
     ("evaluate", "--adapter empty", "adapter='empty' cannot be loaded"),
-    ("evaluate", "--accuracy_samples -1", "accuracy_samples=-1 must be at least 0"),
     ("evaluate", "--output base", "output='base' is a folder"),
     ("merge", "--adapter no_base", "base is not set; name a folder or a model on the Hub"),
 ]
@@ -150,12 +144,17 @@ def run(folder, monkeypatch, capfd):
     return call
 
 
+def changed(script: str, words: str) -> list[str]:
+    """The command that works, with `words` in the place of its own."""
+    given = {word.partition("=")[0] for word in words.split() if word.startswith("--")}
+    good = iter(GOOD[script].split())
+    kept = [word for name, value in zip(good, good, strict=True) if name not in given for word in (name, value)]
+    return [*kept, *words.split()]
+
+
 @pytest.mark.parametrize(("script", "words", "line"), CASES, ids=[f"{case[0]} {case[1]}" for case in CASES])
 def test_one_line_and_exit_status_2(script, words, line, run):
-    changed = {word.partition("=")[0] for word in words.split() if word.startswith("--")}
-    good = iter(GOOD[script].split())
-    kept = [word for name, value in zip(good, good, strict=True) if name not in changed for word in (name, value)]
-    status, out, err = run(script, [*kept, *words.split()])
+    status, out, err = run(script, changed(script, words))
     assert status == 2, err
     lines = err.strip().splitlines()
     assert lines[-1].startswith(f"error: {line}"), err
@@ -168,12 +167,32 @@ def test_the_command_that_the_table_changes_gets_as_far_as_the_weights(script, r
         run(script, GOOD[script].split())
 
 
-def test_a_defect_of_a_users_own_code_keeps_its_traceback(run, folder):
+def test_tracebacks_are_of_a_users_own_code_or_asked_for(run, folder):
     (folder / "broken_data.py").write_text("def load():\n    one, two = (1, 2, 3)\n")
-    words = GOOD["grpo"].replace("data.jsonl", "broken_data.py:load").split()
     with pytest.raises(ValueError, match="too many values to unpack") as caught:
-        run("grpo", words)
+        run("grpo", changed("grpo", "--dataset broken_data.py:load"))
     assert not isinstance(caught.value, UserError)
+    with pytest.raises(UserError, match="unknown reward 'exact'"):
+        run("grpo", [*changed("grpo", "--rewards exact"), "--debug_errors"])
+
+
+def test_another_rank_leaves_the_word_to_the_first_and_speaks_where_it_was_silent(run, monkeypatch):
+    waited = []
+    monkeypatch.setattr(one_line.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "3")
+    status, _, err = run("grpo", changed("grpo", "--rewards exact"))
+    assert (status, waited) == (2, [one_line.PATIENCE])
+    assert err.startswith("error on rank 3: unknown reward 'exact'")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_our_launcher_adds_nothing_and_keeps_the_exit_status(folder):
+    launcher = ["trl-fsdp-qlora", "launch", "--config_file", "ddp_cpu", "--main_process_port", "0"]
+    words = changed("grpo", "--lora_target_modules q_prj")
+    ended = run_launcher(*launcher, ROOT / "recipes" / "grpo.py", *words, cwd=folder)
+    assert ended.returncode == 2 and "Traceback" not in ended.stdout + ended.stderr, ended.stderr
+    assert ended.stderr.count("error: lora_target_modules: ") == ended.stderr.count("error") == 1
 
 
 def test_a_dictionary_of_splits_is_not_a_dataset():
