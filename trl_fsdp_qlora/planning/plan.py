@@ -190,7 +190,14 @@ def changed(plan: Plan, **values: Any) -> Plan:
 
 def largest(plan: Plan, name: str, step: int = 1) -> int:
     """The largest value of the field `name`, in multiples of `step`, with which the run fits; 0 where the smallest does not."""
-    return step * bisect(range(1, _MOST // step + 1), False, key=lambda n: not changed(plan, **{name: n * step}).fits)
+
+    def too_large(count: int) -> bool:
+        return not changed(plan, **{name: count * step}).fits
+
+    high = 1
+    while high * step <= _MOST and not too_large(high):
+        high *= 2
+    return step * (high // 2 + bisect(range(high // 2 + 1, high), False, key=too_large))
 
 
 def fewest_cards(plan: Plan) -> int:
