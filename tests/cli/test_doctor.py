@@ -130,7 +130,7 @@ def test_a_state_dict_that_loses_the_model(kind, adapter, loses, findings, place
     _, found = findings(words)
     wrong = [item for item in found if "state_dict" in item["text"]]
     assert bool(wrong) == loses
-    assert not loses or (wrong[0]["level"] == "error" and "is not written at the end" in wrong[0]["text"])
+    assert not loses or (wrong[0]["level"] == "error" and "is not written at the run's end" in wrong[0]["text"])
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload"])

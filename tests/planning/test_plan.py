@@ -162,7 +162,6 @@ def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, capsy
     "more, said",
     [
         (["--hardware", "h10"], "did you mean 'h100'"),
-        (["--prompt_tokens", "0"], "must be at least 1"),
         (["--num_generations", "many"], "invalid int value: 'many'"),
         (["--lora_target_modules", "nothing"], "lora_target_modules"),
         (["--model_name_or_path", "nobody/gated-model"], "model_name_or_path='nobody/gated-model' cannot be loaded"),

@@ -145,9 +145,8 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     logging.set_verbosity_error()
     asked = launcher.get("--num_processes")
     name, processes = default_config(asked)
-    given = launcher.get("--accelerate_config") or launcher.get("--config_file")
-    if given is not None:
-        name, processes = given, int(asked) if asked else None
+    if given := launcher.get("--accelerate_config") or launcher.get("--config_file"):
+        name, processes = given, int(asked or 0)
     launch = launch_of(Path(name) if Path(name).is_file() else accelerate_config(name), processes)
     processes = int(launch["WORLD_SIZE"])
     try:
@@ -215,12 +214,8 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
     default = "SHARDED_STATE_DICT" if launch.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
     kind = launch.get("FSDP_STATE_DICT_TYPE", default)
     if is_fsdp_launch() and adapter is None and "FULL" not in kind:
-        reason = (
-            f"fsdp_state_dict_type: {kind} without an adapter: the trained model is not written at the end of the run"
-        )
-        yield Finding(
-            "error", "launch", f"{reason}. In the accelerate config set `fsdp_state_dict_type: FULL_STATE_DICT`"
-        )
+        reason = f"fsdp_state_dict_type: {kind} without an adapter: the trained model is not written at the run's end"
+        yield Finding("error", "launch", f"{reason}. In the accelerate config set it to FULL_STATE_DICT")
     if config.use_vllm:
         try:
             sync = choose_sync(config, adapter, quantization is not None)
@@ -280,15 +275,8 @@ def _of_data(script: Any, config: Any) -> Iterator[Finding]:
 
 def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding]:
     """Rewards that give every text the same on `rows` of the data, the right answer in each known place among them."""
-    frames = (
-        "so #### {}",
-        "<reasoning>so</reasoning><answer>{}</answer>",
-        "\\boxed{{{}}}",
-        "{}",
-        "",
-        "I do not know.",
-        "#### 123456789",
-    )
+    frames = ("so #### {}", "<reasoning>so</reasoning><answer>{}</answer>", "\\boxed{{{}}}", "{}")
+    frames += ("", "I do not know.", "#### 123456789")
     for reward in rewards:
         name, seen = getattr(reward, "__name__", type(reward).__name__), set()
         for row in rows:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from ..errors import UserError
-from ..run.one_line import OneLineParser, positive
+from ..run.one_line import OneLineParser
 from ..run.signals import stop_at_once, stop_by_exception
 from .scripts import method_of, with_recipe
 
 
-def parser() -> OneLineParser:
+def _parser() -> OneLineParser:
     """Of the command's own options; every other `--field value` is a field of the recipe."""
     found = OneLineParser(
         prog="trl-fsdp-qlora plan",
@@ -17,17 +17,17 @@ def parser() -> OneLineParser:
     )
     found.add_argument("--accelerate_config", help="file, or one of this package's names")
     found.add_argument(
-        "--num_processes", type=positive, help="ranks, instead of the accelerate config's or of --hardware's"
+        "--num_processes", type=int, help="ranks, instead of the accelerate config's or of --hardware's"
     )
     found.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     found.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
-    found.add_argument("--prompt_tokens", type=positive, help="tokens of the longest prompt")
+    found.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
     return found
 
 
 def plan(words: Sequence[str]) -> int:
     """Print a recipe's plan; exit status 0 where it fits, 1 where it does not."""
-    own, rest = parser().parse_known_args(words if {"-h", "--help"}.isdisjoint(words) else ["-h"])
+    own, rest = _parser().parse_known_args(words if {"-h", "--help"}.isdisjoint(words) else ["-h"])
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")
@@ -36,9 +36,8 @@ def plan(words: Sequence[str]) -> int:
     try:
         from ..planning import plan as planning
 
-        more = {} if own.prompt_tokens is None else {"prompt_tokens": own.prompt_tokens, "prompt_source": "given"}
         launch = own.accelerate_config, own.hardware, own.num_processes
-        made = planning.plan_recipe(rest, method_of(rest), *launch, **more)
+        made = planning.plan_recipe(rest, method_of(rest), *launch, prompt_tokens=own.prompt_tokens)
         print(planning.format_plan(made))
         if not made.fits and made.enough_cards:
             lines = [f"makes it fit: {line}" for line in planning.ways(made)]

@@ -37,7 +37,7 @@ class Settings:
     values: dict[str, Any] = field(repr=False)
     launch: Launch
     prompt_tokens: int = 256  # of the longest prompt of a batch
-    prompt_source: str = "--prompt_tokens sets it"
+    prompt_source: str = "--prompt_tokens"
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("values", ()):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ..errors import UserError, did_you_mean
+from ..errors import UserError
 from .signals import INTERRUPTED, say_stopped
 
 USER_ERROR = 2  # exit status of a script that has said in one line what its user did wrong
@@ -50,27 +50,13 @@ def refuse(reason: str) -> int:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose errors are a [`UserError`] with the nearest option, instead of its whole usage."""
+    """`argparse.ArgumentParser` whose errors are a [`UserError`] instead of its whole usage."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
-    def parse_args(self, args=None, namespace=None):
-        found, rest = self.parse_known_args(args, namespace)
-        if rest:
-            options = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown option {rest[0]!r}{did_you_mean(rest[0].split('=')[0], options, 0.5)}")
-        return found
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message.removeprefix('argument ')}; --help has the options")
-
-
-def positive(text: str) -> int:
-    """For `type=` of an option: a whole number of at least 1."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return int(text)
 
 
 def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str], list[str]]:

@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import huggingface_hub.utils
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
 from ..run.nonfatal import nonfatal
@@ -78,7 +78,7 @@ def completion_lines(
     return lines
 
 
-class TerminalCallback(ProgressCallback):
+class TerminalCallback(TrainerCallback):
     """One line per logging step on the main rank, under a bar if `bar` and there is a terminal to draw it in; `completions` gives
     lines on those generated last.
 
@@ -87,8 +87,8 @@ class TerminalCallback(ProgressCallback):
     """
 
     def __init__(self, bar: bool, completions: Callable[[], Iterable[str]]):
-        super().__init__()
         self._draws, self._completions = bar and sys.stderr.isatty(), completions
+        self.training_bar = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._began, self._steps, self._seconds, self._next_show = None, 0, 0.0, 0.0
@@ -109,10 +109,6 @@ class TerminalCallback(ProgressCallback):
         # On every rank: logging sums the loss over them.
         if args.logging_strategy != "no" and (state.global_step == self._first_step + 1 or _is_last(state, control)):
             control.should_log = True
-
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if self._draws:
-            super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
 
     @nonfatal("a line on the terminal")
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -142,7 +138,8 @@ class TerminalCallback(ProgressCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.training_bar is not None:
-            super().on_train_end(args, state, control, **kwargs)
+            self.training_bar.close()
+            self.training_bar = None
 
 
 def _is_last(state, control) -> bool:
