@@ -91,14 +91,6 @@ def test_the_launcher_is_asked(typed, words, monkeypatch):
     assert launch_words() == words.split()
 
 
-def test_a_launcher_that_may_not_be_asked(monkeypatch):
-    def denied(self):
-        raise psutil.AccessDenied()
-
-    monkeypatch.setattr(psutil.Process, "parents", denied)
-    assert launch_words() == ["python", *sys.argv]
-
-
 @pytest.mark.parametrize("before", [[], ["--resume_from_checkpoint", "auto"], ["--resume_from_checkpoint=runs/x"]])
 def test_the_line_that_goes_on(before):
     line = resume_line(["python", "a script.py", *before, "--seed", "1"])

@@ -43,12 +43,6 @@ def test_the_class_is_the_one_that_trl_builds(name, saved):
     assert adapted(model) and all(".language_model." in name for name in adapted(model))
 
 
-def test_a_text_class_of_the_same_family_stays_one(tmp_path):
-    config = build(MULTIMODAL["qwen3_5"]).config.get_text_config()
-    tf.Qwen3_5ForCausalLM(config).save_pretrained(tmp_path)
-    assert model_class(tf.AutoConfig.from_pretrained(tmp_path)) is tf.AutoModelForCausalLM
-
-
 @pytest.mark.parametrize("by_name", [True, False])
 def test_all_linear_is_the_language_model(by_name, saved, tmp_path, capsys):
     folder = saved("qwen3_vl")
@@ -62,9 +56,12 @@ def test_all_linear_is_the_language_model(by_name, saved, tmp_path, capsys):
     assert language_model_only(whole, folder) is whole
 
 
-def test_a_text_model_has_nothing_to_leave_out():
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=1))
-    assert language_model_only(EVERYTHING, model) is EVERYTHING
+def test_a_text_class_of_a_family_with_images_stays_one(tmp_path):
+    config = build(MULTIMODAL["qwen3_5"]).config.get_text_config()
+    model = tf.Qwen3_5ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    assert model_class(tf.AutoConfig.from_pretrained(tmp_path)) is tf.AutoModelForCausalLM
+    assert language_model_only(EVERYTHING, model) is EVERYTHING  # nothing to leave out
 
 
 def test_an_adapter_is_merged_and_proven_on_its_class(saved, tmp_path):
