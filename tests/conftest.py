@@ -1,7 +1,5 @@
 import gc
-import multiprocessing.process
 import os
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -16,11 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
-def _is_python(command) -> bool:
-    words = [command] if isinstance(command, (str, bytes, os.PathLike)) else list(command)
-    return bool(words) and Path(os.fsdecode(words[0])).name.startswith(("python", "accelerate", "trl-fsdp-qlora"))
-
-
 def pytest_collection_modifyitems(items):
     """Files with most slow tests first, so that the last minutes are short files, which pytest's workers share evenly."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -32,30 +25,6 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """`Trainer.train` collects garbage, which takes half a second where torch and TRL are looked through each time."""
     gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item, nextitem):
-    """Where tests with processes are left out (`make test-fast`), one that starts a Python process all the same fails."""
-    if "not processes" not in item.config.option.markexpr:
-        return (yield)
-    popen = subprocess.Popen.__init__
-
-    def refuse(what):
-        raise AssertionError(f"{item.nodeid} starts a process ({what}): mark it with @pytest.mark.processes")
-
-    def start_nothing(self):
-        refuse(self)
-
-    def start_no_python(self, args, *more, **named):
-        if _is_python(args):
-            refuse(args)
-        popen(self, args, *more, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing.process.BaseProcess, "start", start_nothing)
-        patch.setattr(subprocess.Popen, "__init__", start_no_python)
-        return (yield)
 
 
 @pytest.fixture(scope="session")

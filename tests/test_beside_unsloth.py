@@ -5,7 +5,6 @@ import functools
 import sys
 import types
 
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,17 +28,12 @@ class FastLanguageModel:
         return get_peft_model(model, LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules))
 
 
-@pytest.fixture
-def beside(monkeypatch):
-    monkeypatch.setitem(sys.modules, "unsloth", types.SimpleNamespace(FastLanguageModel=FastLanguageModel))
-    module = benchmark("beside_unsloth")
-    monkeypatch.setattr(module, "version", lambda package: "0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return module
-
-
-def test_both_sides_train_on_the_same(beside, tmp_path, monkeypatch):
+def test_both_sides_train_on_the_same(tmp_path, monkeypatch):
     """Prompts, settings and LoRA are equal; every completion has the length that was asked for; the warm-up is left out."""
+    monkeypatch.setitem(sys.modules, "unsloth", types.SimpleNamespace(FastLanguageModel=FastLanguageModel))
+    beside = benchmark("beside_unsloth")
+    monkeypatch.setattr(beside, "version", lambda package: "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     given = {"group": 2, "prompt": 6, "completion": 3, "longest": 64, "steps": 4, "four_bit": False}
     args = argparse.Namespace(model=save_tiny_model(tmp_path / "base"), **given)
     trainers, rows = {}, {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import trl_fsdp_qlora
+from trl_fsdp_qlora.cli.scripts import LAUNCHER
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
@@ -66,30 +67,26 @@ def resolves(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_links_lead_to_files_and_headings(page):
-    lost = []
-    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+def test_what_a_page_links_and_names_is_there(page):
+    text, lost = page.read_text(encoding="utf-8"), []
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         name, _, fragment = target.partition("#")
         file = page.parent / name if name else page
         if not file.exists() or (fragment and fragment not in anchors(file)):
             lost.append(target)
+    code = "\n".join(CODE.findall(text))
+    lost += [name for name in PATH.findall(code) if not name.startswith(MADE) and not exists(name, page)]
+    lost += [name for name in DOTTED.findall(code) if not resolves(name)]
     assert lost == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_files_and_modules_that_a_page_names_are_there(page):
-    code = "\n".join(CODE.findall(page.read_text(encoding="utf-8")))
-    files = {name for name in PATH.findall(code) if not name.startswith(MADE)}
-    lost = {name for name in files if not exists(name, page)}
-    lost |= {name for name in DOTTED.findall(code) if not resolves(name)}
-    assert lost == set()
-
-
-def test_every_page_is_in_the_index():
-    listed = re.findall(
-        r"^- \[([\w.]+)\]\(\1\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+def test_every_page_is_in_the_index_and_the_floor_plan_names_every_room():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[([\w.]+)\]\(\1\)", index, re.MULTILINE)
     assert sorted(listed) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"})
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert rooms <= set(re.findall(r"(?<= )(\w+)/(?= )", text))
 
 
 def test_the_reference_of_the_fields_is_what_the_classes_say():
@@ -109,12 +106,6 @@ def test_a_field_is_documented_once(name):
     assert "Parameters:" not in source.with_suffix(".py").read_text(encoding="utf-8")
 
 
-def test_the_floor_plan_names_every_room():
-    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert rooms <= set(re.findall(r"(?<= )(\w+)/(?= )", text))
-
-
 def options_of(name: str) -> set[str]:
     """The options that a recipe script takes."""
     from trl import TrlParser
@@ -124,12 +115,6 @@ def options_of(name: str) -> set[str]:
     parser = TrlParser(tuple(getattr(page, each.strip()) for each in types.split(",")))
     known = {option for action in parser._actions for option in action.option_strings}
     return known | {"--config", "--debug_errors"}
-
-
-def launchers_options() -> set[str]:
-    from trl_fsdp_qlora.cli.scripts import LAUNCHER
-
-    return set(LAUNCHER)
 
 
 def test_commands_use_options_that_their_script_has():
@@ -142,7 +127,7 @@ def test_commands_use_options_that_their_script_has():
             used.setdefault(name, set()).update(re.findall(r"(?<!\S)--\w+", words))
     assert len(used) >= 4
     assert {
-        name: unknown for name, given in used.items() if (unknown := given - options_of(name) - launchers_options())
+        name: unknown for name, given in used.items() if (unknown := given - options_of(name) - set(LAUNCHER))
     } == {}
 
 

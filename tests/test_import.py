@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import trl_fsdp_qlora
+from tests.distributed.launch import run_code
 
 
 @pytest.mark.processes
@@ -49,17 +50,19 @@ def test_recipes_and_plans_need_no_optional_package(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["_fsdp_common", "_fsdp_param"])
-def test_the_trainer_can_be_imported_where_a_private_module_of_fsdp_differs(name):
+def test_the_trainer_can_be_imported_where_a_private_module_of_fsdp_differs(tmp_path):
     """Used by name where FSDP2 is switched on, and nowhere else."""
     code = (
-        "import types, torch.distributed.fsdp, accelerate, transformers, peft, trl\n"
-        f"import sys; module = 'torch.distributed.fsdp._fully_shard.{name}'\n"
-        f"sys.modules[module] = sys.modules['torch.distributed.fsdp._fully_shard'].{name} = types.ModuleType(module)\n"
+        "import sys, types, torch.distributed.fsdp\n"
+        "for name in [name for name in sys.modules if name.startswith('trl_fsdp_qlora')]: del sys.modules[name]\n"
+        "for name in ('_fsdp_common', '_fsdp_param'):\n"
+        "    module = f'torch.distributed.fsdp._fully_shard.{name}'\n"
+        "    sys.modules[module] = types.ModuleType(module)\n"
+        "    setattr(sys.modules['torch.distributed.fsdp._fully_shard'], name, sys.modules[module])\n"
         "from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer\n"
         "from trl_fsdp_qlora.compat import fsdp\n"
         "print(EfficientGRPOTrainer.__name__, fsdp.misfit())\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "EfficientGRPOTrainer" in out.stdout, out.stderr
-    assert f"torch {torch.__version__}" in out.stdout and name in out.stdout
+    run = run_code(code, cwd=tmp_path)
+    assert "EfficientGRPOTrainer" in run.stdout, run.stderr
+    assert f"torch {torch.__version__}" in run.stdout and "_fsdp_common" in run.stdout

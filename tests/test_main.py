@@ -33,17 +33,13 @@ def test_help_and_version_import_nothing_heavy():
     assert subprocess.run(module, capture_output=True, text=True, check=True, cwd=ROOT).stdout in said
 
 
-def _readme_for_pypi(text, repository):
-    spec = importlib.util.spec_from_file_location("project_setup", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.readme_for_pypi(text, repository)
-
-
 def test_readme_links_on_pypi():
+    spec = importlib.util.spec_from_file_location("project_setup", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
     text = "[page](docs/runs.md#a) ![curve](docs/a.png) [TRL](https://x.org/y) [below](#below)"
-    assert _readme_for_pypi(text, None) == "page  [TRL](https://x.org/y) [below](#below)"
-    assert _readme_for_pypi(text, "https://host/owner/name/") == (
+    assert setup.readme_for_pypi(text, None) == "page  [TRL](https://x.org/y) [below](#below)"
+    assert setup.readme_for_pypi(text, "https://host/owner/name/") == (
         "[page](https://host/owner/name/blob/main/docs/runs.md#a) "
         "![curve](https://host/owner/name/raw/main/docs/a.png) [TRL](https://x.org/y) [below](#below)"
     )

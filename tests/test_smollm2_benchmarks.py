@@ -13,16 +13,6 @@ from tests.benchmark_modules import benchmark
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 
-@pytest.fixture(scope="module")
-def methods():
-    return benchmark("smollm2_methods")
-
-
-@pytest.fixture(scope="module")
-def ceiling():
-    return benchmark("selection_ceiling")
-
-
 def history(count: int, seconds: float, accuracy: dict[int, float]) -> list[dict]:
     steps = [
         {"step": i + 1, "step_time": seconds, "reward": i / 100, "tokens/scored_fraction": 0.25, "learning_rate": 1.0}
@@ -39,8 +29,7 @@ def write_run(folder, entries, **record):
     (folder / "metrics.json").write_text(json.dumps({"before": before, "history": entries, "seed": 1, **record}))
 
 
-@pytest.fixture
-def runs(tmp_path):
+def test_every_method_is_measured_at_the_seconds_of_the_one_that_a_limit_ended(tmp_path, monkeypatch, capsys):
     """GRPO of 100 steps of 30 s, S-GRPO ended by its limit after 1,510 s, T-SPMO not ended, A*-PO never begun."""
     write_run(tmp_path / "smollm2-svamp-grpo", history(100, 30.0, {25: 0.21, 50: 0.22, 75: 0.23, 100: 0.24}))
     limit = {"after": {"correct": 75, "n": 300}, "stopped_by_seconds": 1500.0, "limited_seconds": 1510.0}
@@ -52,25 +41,14 @@ def runs(tmp_path):
         (folder / f"checkpoint-{last}").mkdir()
         state = {"log_history": history(last, 20.0, accuracy)[:-1]}
         (folder / f"checkpoint-{last}" / "trainer_state.json").write_text(json.dumps(state))
-    return tmp_path
-
-
-def test_every_method_is_measured_at_the_seconds_of_the_one_that_a_limit_ended(methods, runs, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["smollm2_methods.py", "--runs", str(runs)])
-    methods.main()
+    monkeypatch.setattr(sys, "argv", ["smollm2_methods.py", "--runs", str(tmp_path)])
+    benchmark("smollm2_methods").main()
     _, _, grpo, s_grpo, t_spmo, a_star_po, whole = capsys.readouterr().out.splitlines()
     assert grpo.startswith("| GRPO | 1,500 | 50 | 25.0% | 20.0% (15.9–24.9) → 22.0% (17.7–27.0) | 0.12 → 0.37 |")
     assert s_grpo.startswith("| S-GRPO | 1,510 | 10 | 25.0% | 20.0% (15.9–24.9) → 25.0% (20.4–30.2) |")
     assert t_spmo.startswith("| T-SPMO | 500 | 25 |") and "50.0%" in t_spmo  # step 100 came too late
     assert a_star_po == "| A*-PO | never run to an end | | | | |"
     assert whole.startswith("| GRPO, as far as it ran | 3,000 | 100 |") and "24.0%" in whole
-
-
-@pytest.mark.parametrize("hits", [0, 1, 3, 5, 6])
-def test_groups_of_equal_rewards_are_counted_over_all_ways_to_draw_one(ceiling, hits):
-    rewards = [1] * hits + [0] * (6 - hits)
-    ways = [len(set(group)) == 1 for group in itertools.combinations(rewards, 3)]
-    assert ceiling.equal_share(6, hits, 3) == pytest.approx(sum(ways) / len(ways))
 
 
 class Counting(torch.nn.Module):
@@ -90,15 +68,17 @@ class Counting(torch.nn.Module):
         return torch.cat([input_ids, torch.tensor(rows)], 1)
 
 
-def test_samples_are_counted_for_their_own_problem(ceiling):
+def test_samples_are_counted_for_their_own_problem():
+    ceiling = benchmark("selection_ceiling")
+    for hits in (0, 1, 3, 5, 6):  # groups of equal rewards, over all ways to draw one
+        ways = [len(set(group)) == 1 for group in itertools.combinations([1] * hits + [0] * (6 - hits), 3)]
+        assert ceiling.equal_share(6, hits, 3) == pytest.approx(sum(ways) / len(ways))
     prompts = Dataset.from_dict({"prompt": ["2+2=", "2+3=", "9+9="], "answer": ["4", "5", "18"]})
     found = ceiling.measure(Counting(), character_tokenizer(), prompts, "auto", 2, batch=16)
     # One problem at a time, so 6 of its 16 samples are a 5.
     assert found == {"greedy": [1, 0, 0], "hits": [10, 6, 0], "majority": [1, 0, 0], "answers": [2, 2, 2]}
     figures = ceiling.summary(found)
-    assert figures["greedy"][0] == pytest.approx(1 / 3)
-    assert figures["pass@1"][0] == pytest.approx(1 / 3)
-    assert figures["pass@16"][0] == pytest.approx(2 / 3)
+    assert (figures["greedy"][0], figures["pass@1"][0], figures["pass@16"][0]) == pytest.approx((1 / 3, 1 / 3, 2 / 3))
     assert figures["pass@8"][0] == pytest.approx((1 + 1 - math.comb(10, 8) / math.comb(16, 8)) / 3)
     better = {**found, "hits": [12, 8, 1]}
     both = {name: {"validation": one, "training": one} for name, one in (("start", found), ("later", better))}
