@@ -1,5 +1,7 @@
 """Tiny models of every family, one awkward batch, and the padded reference (stock TRL)."""
 
+from itertools import product
+
 import torch
 import transformers as tf
 from datasets import Dataset
@@ -7,27 +9,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
+from trl_fsdp_qlora.prefix_sharing import PrefixSharing
 from trl_fsdp_qlora.prefix_sharing.attention import no_mask
 from trl_fsdp_qlora.prefix_sharing.scope import checkpointed, computing
 from trl_fsdp_qlora.recipe.answers import completion_text
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 VOCABULARY = 67
 PROMPT, COMPLETION = 14, 9
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 _SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1,
     "bos_token_id": 2,
-}
+}  # fmt: skip
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -60,22 +56,27 @@ SUPPORTED = {
     "nemotron": _causal("Nemotron"),
 }
 _LINEAR = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _NO_ATTENTION = {"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None}
 _GRANITE_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48}
-_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 8, "n_groups": 2}
-_NEMOTRON_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
-_KIMI_HEADS = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8}
-_KIMI_MOE = {"moe_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "linear_num_heads": 4}
-_ZAMBA = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8}
-LFM3_LAYERS = ["conv", "sliding_attention", "full_attention"]
+_NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 8, "n_groups": 2, "n_routed_experts": 4,
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "num_hidden_layers": None,
+    "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba"],
+}  # fmt: skip
+_KIMI = {
+    "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4,
+    "moe_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": None,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_ZAMBA = {
+    "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8,
+    "num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": None,
+}  # fmt: skip
 _HYBRID = ["recurrent", "cascade"]
 # Layers that carry a state from token to token; what each layer of a packed row is computed by.
 RECURRENT = {
@@ -84,7 +85,9 @@ RECURRENT = {
     "qwen3_next": (_causal("Qwen3Next", **_MOE, **_LINEAR, **_SHARED_EXPERT), _HYBRID),
     "lfm2": (_causal("Lfm2", layer_types=["conv", "full_attention"]), _HYBRID),
     "lfm3": (
-        _causal("Lfm3", num_hidden_layers=3, sliding_window=6, layer_types=LFM3_LAYERS),
+        _causal(
+            "Lfm3", num_hidden_layers=3, sliding_window=6, layer_types=["conv", "sliding_attention", "full_attention"]
+        ),
         ["recurrent", "two_part", "cascade"],
     ),
     "granitemoehybrid": (
@@ -104,44 +107,16 @@ RECURRENT = {
         _HYBRID,
     ),
     "olmo_hybrid": (_causal("OlmoHybrid", **_LINEAR), _HYBRID),
-    "nemotron_h": (
-        _causal(
-            "NemotronH",
-            num_hidden_layers=None,
-            layers_block_type=["mamba", "attention", "mlp", "moe", "mamba"],
-            **_NEMOTRON,
-            **_NEMOTRON_MOE,
-        ),
-        ["recurrent", "cascade", "recurrent"],
-    ),
-    "kimi_linear": (
-        _causal(
-            "KimiLinear",
-            num_key_value_heads=4,
-            head_dim=None,
-            layer_types=["linear_attention", "full_attention"],
-            **_KIMI_HEADS,
-            **_KIMI_MOE,
-        ),
-        ["recurrent", "two_part"],
-    ),
-    "zamba2": (
-        _causal("Zamba2", num_hidden_layers=4, num_key_value_heads=4, head_dim=None, **_ZAMBA),
-        ["recurrent", "cascade", "recurrent"] * 2,
-    ),
+    "nemotron_h": (_causal("NemotronH", **_NEMOTRON), ["recurrent", "cascade", "recurrent"]),
+    "kimi_linear": (_causal("KimiLinear", **_KIMI), ["recurrent", "two_part"]),
+    "zamba2": (_causal("Zamba2", **_ZAMBA), ["recurrent", "cascade", "recurrent"] * 2),
 }
 _PATCHES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 _SIGLIP = {**_PATCHES, "image_size": 16, "patch_size": 8}
 _QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
-}
+    "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 _GEMMA_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA4_TEXT = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
@@ -188,6 +163,7 @@ MASKED = {
     "gptj": lambda: tf.GPTJForCausalLM(
         tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, **_NO_PDROP)
     ),
+    "git": _causal("Git", **_NO_DROPOUT, vision_config=_SIGLIP, num_key_value_heads=None, head_dim=None),
 }
 UNSUPPORTED = {
     "falcon": _causal("Falcon", head_dim=None, alibi=True),
@@ -238,9 +214,8 @@ def stock_log_probs(model, ids, mask, completion=COMPLETION):
     return outputs.log_probs[:, -completion:], outputs.entropy[:, -completion:]
 
 
-def packed_forward(model, layout, backend="auto"):
+def packed_forward(model, layout):
     """What a model that was prepared for it gives for a packed row."""
-    layout.backend = backend
     with computing(layout, checkpointed(model)):
         return model(
             input_ids=layout.input_ids,
@@ -251,15 +226,57 @@ def packed_forward(model, layout, backend="auto"):
         )
 
 
-def packed_log_probs(model, layout, backend="auto"):
+def packed_log_probs(model, layout):
     """Log-probabilities and entropies of one packed forward."""
-    outputs = packed_forward(model, layout, backend)
+    outputs = packed_forward(model, layout)
     return layout.scatter(outputs.log_probs), layout.scatter(outputs.entropy)
 
 
 def with_stock_head(model, temperature=0.9):
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
     return model
+
+
+def prepared(model, choice="auto", compared=False, role="policy", **options):
+    """`model` with stock's head, given the package's layers; without the comparison of the first pass where `compared`."""
+    sharing = PrefixSharing(choice, temperature=0.9, **options)
+    with_stock_head(model.get_base_model() if hasattr(model, "peft_config") else model)
+    sharing.prepare(role, model)
+    if compared:
+        sharing._models[role].checked.update(product((False, True), repeat=3))
+    return sharing
+
+
+def one_pass(model, sharing, batch=None, **asked):
+    """A pass over a batch, and how often it asked for the padded one."""
+    ids, mask = batch or awkward_batch()
+    calls = []
+
+    def padded(request):
+        calls.append(request)
+        return *stock_log_probs(model, request.input_ids, request.attention_mask), None
+
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **asked)
+    return sharing.log_probs(request, padded), len(calls)
+
+
+def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **asked) -> dict[str, float]:
+    """Log-probabilities, entropies and gradients of a packed pass are those of the padded one; its figures."""
+    ids, mask = batch or awkward_batch()
+    sharing = sharing or prepared(model, compared=True)
+    real = mask[:, -COMPLETION:].bool() if scored_BC is None else mask[:, -COMPLETION:].bool() & scored_BC
+    weight = torch.randn(len(ids), COMPLETION, 2, generator=torch.Generator().manual_seed(5)) * real[:, :, None]
+    stock = torch.stack(stock_log_probs(model, ids, mask), -1)
+    (stock * weight).sum().backward()
+    reference = gradients(model)
+    (values, figures), _ = one_pass(model, sharing, batch, scored_BC=scored_BC, compute_entropy=True, **asked)
+    assert sharing.active() and figures, sharing.describe()
+    ours = torch.stack(values[:2], -1)
+    # Rounding of float32 in sums of this length.
+    torch.testing.assert_close(ours, torch.where(real[:, :, None], stock, 0.0), atol=2e-5, rtol=1e-5)
+    (ours * weight).sum().backward()
+    assert_equal_gradients(gradients(model), reference, tolerance=2e-5)
+    return figures
 
 
 def gradients(model) -> list[torch.Tensor]:
@@ -293,14 +310,8 @@ def llava_processor(tokens):
         "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}"
         "{% endfor %}{% endfor %}"
     )
-    return tf.LlavaProcessor(
-        reader,
-        tokens,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        chat_template=chat,
-        num_additional_image_tokens=1,
-    )
+    options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1, "chat_template": chat}
+    return tf.LlavaProcessor(reader, tokens, patch_size=8, **options)
 
 
 def processor():
@@ -317,20 +328,11 @@ def mean_token(completions, **kwargs):
 def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, train_dataset=None, **config):
     """A GRPO trainer in fp32 without gradient checkpointing unless told otherwise; groups of 4 in batches of 8."""
     defaults = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": COMPLETION,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
+        "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "num_generations": 4,
+        "max_completion_length": COMPLETION, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [],
+        "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3,
         "compact_generation": False,  # draws as stock does
-    }
+    }  # fmt: skip
     trainer = cls(
         model=model,
         reward_funcs=mean_token,

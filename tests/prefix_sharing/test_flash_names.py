@@ -10,10 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
-
-from .helpers import COMPLETION, SUPPORTED, awkward_batch, build, gradients, stock_log_probs, with_stock_head
+from .helpers import SUPPORTED, assert_equals_stock, build, prepared
 
 HUB = "kernels-community/flash-attn2"
 
@@ -33,25 +30,17 @@ def dense(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
+# fmt: off
 def dense_varlen(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0,
 ):
     """`flash_attn_varlen_func`; transformers reads from the signature what a kernel can do."""
     more = dropout_p, softmax_scale, causal, window_size, softcap
     cut = [x.tensor_split(cu[1:-1].tolist()) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))]
     parts = zip(*cut, strict=True)
     return torch.cat([dense(*(x.unsqueeze(0) for x in part), *more)[0] for part in parts])
+# fmt: on
 
 
 @pytest.fixture(params=["flash_attention_2", HUB])
@@ -76,36 +65,13 @@ def kernel(request, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma2"])
 def test_a_model_with_a_flash_kernel_shares_prompts(name, kernel):
     implementation, asked = kernel
-    model = with_stock_head(build(SUPPORTED[name]))
+    model = build(SUPPORTED[name])
     model.set_attn_implementation(implementation)
-    ids, mask = awkward_batch()
-    stock = stock_log_probs(model, ids, mask)[0]
-    assert asked
-    stock.sum().backward()
-    reference = gradients(model)
-    packed = PrefixSharing(temperature=0.9)
-    packed.prepare("policy", model)
-    assert packed.active(), packed.describe()
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION)
-    values, figures = packed.log_probs(
-        request, lambda r: (*stock_log_probs(model, r.input_ids, r.attention_mask, r.logits_to_keep), None)
-    )
-    assert packed.active(), packed.describe()
-    assert figures[f"layers_{'cascade' if name == 'llama' else 'two_part'}"] == 1.0
-    torch.testing.assert_close(values[0], stock, atol=2e-5, rtol=1e-5)  # rounding of float32 in sums of this length
-    values[0].sum().backward()
-    for ours, theirs in zip(gradients(model), reference, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4 * max(g.abs().max() for g in reference).item(), rtol=1e-4)
-
-
-def test_generation_gets_the_kernel_by_its_own_name(kernel):
-    implementation, _ = kernel
-    model = build(SUPPORTED["llama"])
-    model.set_attn_implementation(implementation)
-    packed = PrefixSharing()
-    packed.prepare("policy", model)
+    sharing = prepared(model)
+    figures = assert_equals_stock(model, sharing)
+    assert asked and figures[f"layers_{'cascade' if name == 'llama' else 'two_part'}"] == 1.0
     registered = model.config._attn_implementation
     assert "flash" not in registered and "/" not in registered
-    with packed.set_aside():
+    with sharing.set_aside():  # generation gets the kernel by its own name
         assert model.config._attn_implementation == implementation
     assert model.config._attn_implementation == registered

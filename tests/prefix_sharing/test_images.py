@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing, images
+from trl_fsdp_qlora.prefix_sharing import images
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (
@@ -32,6 +32,7 @@ from .helpers import (
     gradients,
     llava_processor,
     make_trainer,
+    prepared,
     sees,
     tokenizer,
     with_stock_head,
@@ -42,19 +43,6 @@ IMAGE, COMPLETION = 60, 7
 # Groups 0 and 1 have the same text and sizes, and other pixels; group 2 no image; group 3 two images; group 4 is one row.
 TEXT = {0: (3, 4), 1: (3, 4), 2: (6,), 3: (2, 1, 3), 4: (1, 5)}
 ROWS = [(0, 7), (0, 1), (0, 5), (1, 4), (1, 7), (2, 3), (2, 6), (3, 2), (3, 7), (3, 0), (4, 6)]
-
-
-class Family:
-    """How one family's batches with images look.
-
-    Args:
-        image: `{argument: tensor with one entry per image or patch}` of an image of a size.
-        sizes: by group, of its images.
-        token_types: what the model calls the tokens' types, where it takes them.
-    """
-
-    def __init__(self, image, sizes, token_types=None):
-        self.image, self.sizes, self.token_types = image, sizes, token_types
 
 
 def patches(size, draw):
@@ -71,13 +59,12 @@ def located_patches(size, draw):
     return {"pixel_values": torch.rand(1, 36, 3 * 16 * 16, generator=draw), "image_position_ids": places}
 
 
-def squares(side, crops=0, sizes=False):
+def squares(side, *crops, sizes=False):
     """Of LLaVA's kind: one picture of a fixed size per image, or several crops of it."""
-    shape = (1, crops, 3, side, side) if crops else (1, 3, side, side)
 
     def image(_size, draw):
         more = {"image_sizes": torch.tensor([[side, side]])} if sizes else {}
-        return {"pixel_values": torch.randn(shape, generator=draw), **more}
+        return {"pixel_values": torch.randn(1, *crops, 3, side, side, generator=draw), **more}
 
     return image
 
@@ -85,53 +72,38 @@ def squares(side, crops=0, sizes=False):
 SIZES = {0: [(4, 4)], 1: [(4, 4)], 2: [], 3: [(2, 4), (4, 6)], 4: [(4, 2)]}
 # Of a class that pads each row to as many pictures as the row with most of them has.
 IDEFICS = {"smolvlm", "idefics3"}
+_CLIP, _SIGLIP_MODEL = {"model_type": "clip_vision_model", "projection_dim": 32}, {"model_type": "siglip_vision_model"}
+_QWEN2_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4}
+_LLAMA, _QWEN2 = {"model_type": "llama"}, {"model_type": "qwen2"}
 MORE = {
-    "qwen2_vl": sees(
-        "Qwen2VL",
-        {"head_dim": None, "rope_parameters": _MROPE},
-        {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4},
-    ),
+    "qwen2_vl": sees("Qwen2VL", {"head_dim": None, "rope_parameters": _MROPE}, _QWEN2_VISION),
     "qwen3_vl_moe": sees("Qwen3VLMoe", _MOE | {"rope_parameters": _MROPE}, _QWEN_VISION),
     "qwen3_5_moe": sees("Qwen3_5Moe", _LINEAR | _MOE | _SHARED_EXPERT, _QWEN_VISION),
-    "llava": sees(
-        "Llava",
-        {"model_type": "llama"},
-        _SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32},
-        vision_feature_layer=-1,
-    ),
+    "llava": sees("Llava", _LLAMA, _SIGLIP | _CLIP, vision_feature_layer=-1),
     "llava_onevision": sees(
-        "LlavaOnevision",
-        {"model_type": "qwen2"},
-        _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
-        image_grid_pinpoints=[[16, 16]],
+        "LlavaOnevision", _QWEN2, _SIGLIP | _SIGLIP_MODEL | {"vision_use_head": False}, image_grid_pinpoints=[[16, 16]]
     ),
-    "idefics3": sees("Idefics3", {"model_type": "llama"}, _SIGLIP, scale_factor=2),
+    "idefics3": sees("Idefics3", _LLAMA, _SIGLIP, scale_factor=2),
 }
-QWEN = Family(patches, SIZES, token_types="mm_token_type_ids")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
+# An image of a size as `{argument: tensor with one entry per image or patch}`, sizes by group, and what tokens' types are called.
 FAMILIES = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"), QWEN),
-    **dict.fromkeys(("internvl", "llava", "smolvlm", "idefics3"), Family(squares(16), SIZES)),
-    "mistral3": Family(squares(32, sizes=True), SIZES),
-    "llava_onevision": Family(squares(16, crops=2, sizes=True), SIZES),
-    "gemma3": Family(squares(16), SIZES, token_types="token_type_ids"),
-    "gemma4": Family(
+    **dict.fromkeys(QWEN, (patches, SIZES, "mm_token_type_ids")),
+    **dict.fromkeys(("internvl", "llava", "smolvlm", "idefics3"), (squares(16), SIZES, None)),
+    "mistral3": (squares(32, sizes=True), SIZES, None),
+    "llava_onevision": (squares(16, 2, sizes=True), SIZES, None),
+    "gemma3": (squares(16), SIZES, "token_type_ids"),
+    "gemma4": (
         located_patches,
         {0: [(1, 2)], 1: [(1, 2)], 2: [], 3: [(2, 1), (2, 2)], 4: [(1, 2)]},
-        token_types="mm_token_type_ids",
+        "mm_token_type_ids",
     ),
 }
-
-
-def placeholders(model, fields):
-    """How many tokens an image takes: as many as the tower gives features."""
-    with torch.no_grad():
-        features = model.base_model.get_image_features(**fields, return_dict=True).pooler_output
-    return sum(len(image) for image in features)
 
 
 def with_images(name, seed=0):
     """A small model of a family with a batch: `(model, input_ids, attention_mask, vision)`."""
-    family = FAMILIES[name]
+    make_image, sizes, token_types = FAMILIES[name]
     model = build(MULTIMODAL.get(name) or MORE[name])
     if name == "gemma4":  # as its larger sizes do
         model.config.text_config.use_bidirectional_attention = "vision"
@@ -141,38 +113,32 @@ def with_images(name, seed=0):
     draw = torch.Generator().manual_seed(seed)
     prompts, images, words = {}, {}, []
     for group, text in TEXT.items():
-        images[group] = [family.image(size, draw) for size in family.sizes[group]]
+        images[group] = [make_image(size, draw) for size in sizes[group]]
         if name in IDEFICS:
             images[group] = [{"pixel_values": one["pixel_values"].unsqueeze(0)} for one in images[group]]
         if group != 1:  # groups 0 and 1 ask the same of other pictures
             words = [torch.randint(3, 50, (n,), generator=draw).tolist() for n in text]
         prompts[group] = list(words[0])
         for fields, more in zip(images[group], words[1:], strict=True):
-            prompts[group] += [IMAGE] * placeholders(model, fields) + more
+            with torch.no_grad():  # as many tokens as the tower gives features
+                features = model.base_model.get_image_features(**fields, return_dict=True).pooler_output
+            prompts[group] += [IMAGE] * sum(map(len, features)) + more
     width = max(map(len, prompts.values()))
     ids = torch.randint(3, 50, (len(ROWS), width + COMPLETION), generator=draw)
     mask = torch.zeros_like(ids)
-    fields, counts = {}, []
     for row, (group, length) in enumerate(ROWS):
         ids[row, width - len(prompts[group]) : width] = torch.tensor(prompts[group])
         mask[row, width - len(prompts[group]) : width + length] = 1
-        counts.append(len(images[group]))
-        for parts in images[group]:
-            for key, value in parts.items():
-                fields.setdefault(key, []).append(value)
-    vision = {"num_images": counts}
+    counts = [len(images[group]) for group, _ in ROWS]
+    every = [fields for group, _ in ROWS for fields in images[group]]
+    vision = {"num_images": counts, **{key: torch.cat([fields[key] for fields in every]) for key in every[0]}}
     if name in IDEFICS:
-        pictures = iter(fields["pixel_values"])
-        pixels = torch.zeros(len(ROWS), max(counts), *fields["pixel_values"][0].shape[2:])
-        for row, count in enumerate(counts):
-            for i in range(count):
-                pixels[row, i] = next(pictures)[0, 0]
+        pixels = torch.zeros(len(ROWS), max(counts), *vision["pixel_values"].shape[2:])
+        pixels[torch.arange(max(counts)) < torch.tensor(counts)[:, None]] = vision["pixel_values"][:, 0]
         vision["pixel_values"] = pixels
         vision["pixel_attention_mask"] = torch.ones(len(ROWS), max(counts), *pixels.shape[3:], dtype=torch.long)
-    else:
-        vision |= {key: torch.cat(values) for key, values in fields.items()}
-    if family.token_types:
-        vision[family.token_types] = ((ids == IMAGE) & (mask == 1)).int()
+    if token_types:
+        vision[token_types] = ((ids == IMAGE) & (mask == 1)).int()
     return model, ids, mask, vision
 
 
@@ -191,58 +157,61 @@ class Stock:
         return request.padded(lambda model, *args, **kwargs: run(self, model, *args, **kwargs))
 
 
-def scored(model, run, mask):
-    model.zero_grad()
-    logps_BC = run()[0]
+def freeze_tower(model):
+    decoder = {id(p) for p in [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in decoder)
+
+
+def pictured(name, frozen=False):
+    """A small model under prefix sharing, a request for its batch, and stock's pass."""
+    model, ids, mask, vision = with_images(name)
+    if frozen:
+        freeze_tower(model)
+    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    return request, prepared(model, expects_images=True), Stock(model)
+
+
+def scored(request, run):
+    """Log-probabilities and gradients of a pass, and whether any reached the tower."""
+    logps_BC = run(request)[0]
     weight = torch.linspace(0.3, 1.7, logps_BC.numel()).view_as(logps_BC)
-    kept = torch.where(mask[:, -COMPLETION:].bool(), logps_BC, 0.0)
+    kept = torch.where(request.attention_mask[:, -COMPLETION:].bool(), logps_BC, 0.0)
     (kept * weight).sum().backward()
-    tower = sum(p.grad.abs().sum() for n, p in model.named_parameters() if "vis" in n and p.grad is not None)
-    return kept.detach(), gradients(model), bool(tower)
+    named = request.model.named_parameters()
+    tower = sum(p.grad.abs().sum() for n, p in named if "vis" in n and p.grad is not None)
+    return kept.detach(), gradients(request.model), bool(tower)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equals_stock(name, frozen):
-    model, ids, mask, vision = with_images(name)
-    if frozen:
-        freeze_tower(model)
-    stock = Stock(model)
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
-    expected, wanted, _ = scored(model, lambda: stock(request), mask)
-    sharing = PrefixSharing(temperature=0.9, expects_images=True)
-    sharing.prepare("policy", model)
-    assert sharing.active(), sharing.describe()
+    request, sharing, stock = pictured(name, frozen)
+    expected, wanted, _ = scored(request, stock)
     figures = {}
 
-    def packed():
+    def packed(request):
         values, found = sharing.log_probs(request, stock)
         figures.update(found)
         return values
 
-    found, ours, reached_tower = scored(model, packed, mask)
+    found, ours, reached_tower = scored(request, packed)
     assert figures.get("tokens_fraction", 1) < 0.6, sharing._models["policy"].images.reason
     assert (found - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
+    values, figures = sharing.log_probs(replace(request, scored_BC=torch.zeros_like(found).bool()), stock)
+    assert figures and not values[0].any()
 
 
-def prepared(model):
-    sharing = PrefixSharing(temperature=0.9, expects_images=True)
-    sharing.prepare("policy", model)
-    return sharing
-
-
-def freeze_tower(model):
-    decoder = {id(p) for p in [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in decoder)
-    return model
-
-
-def count_images(model, monkeypatch):
-    """Appends the pixels that a tower gets to a list; once for each call."""
-    seen, inner = [], model.base_model
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch(name, monkeypatch):
+    request, sharing, stock = pictured(name, frozen=True)
+    if "mm_encoder_outputs" not in inspect.signature(type(request.model).forward).parameters:
+        pytest.skip("this transformers takes no features of images")
+    sharing.log_probs(request, stock)  # with the comparison of the first pass
+    sharing.forget_images()
+    seen, inner = [], request.model.base_model
     run = inner.get_image_features
 
     @functools.wraps(run)  # whose parameters are looked at
@@ -251,72 +220,33 @@ def count_images(model, monkeypatch):
         return run(*args, **kwargs)
 
     monkeypatch.setattr(inner, "get_image_features", counted)
-    return seen
-
-
-@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
-def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch(name, monkeypatch):
-    model, ids, mask, vision = with_images(name)
-    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
-        pytest.skip("this transformers takes no features of images")
-    sharing, stock = prepared(freeze_tower(model)), Stock(model)
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
-    sharing.log_probs(request, stock)  # with the comparison of the first pass
-    sharing.forget_images()
-    seen = count_images(model, monkeypatch)
     with torch.no_grad():
         whole, _ = sharing.log_probs(replace(request, kind=Kind.OLD), stock)
         cut, _ = sharing.log_probs(replace(request, kind=Kind.OLD, batch_size=4), stock)
     for rows in ([0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10]):
-        few = request.rows(rows)
-        values, figures = sharing.log_probs(few, stock)
+        values, figures = sharing.log_probs(request.rows(rows), stock)
         assert figures and (values[0] - whole[0][rows]).abs().max() <= 1e-5
         values[0].sum().backward()
     assert (cut[0] - whole[0]).abs().max() <= 1e-5
-    assert len(seen) == 4  # prompts with images; of five groups one has none
+    kept = sharing._models["policy"].images.features
+    assert len(seen) == len(kept) == 4  # prompts with images; of five groups one has none
+    monkeypatch.setattr(images, "FEATURE_BYTES", 1)
+    values, _ = sharing.log_probs(request, stock)
+    assert torch.equal(values[0], whole[0]) and len(kept) == 1
     sharing.forget_images()
-    assert not sharing._models["policy"].images.features
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_images_of_which_nothing_is_scored(frozen):
-    model, ids, mask, vision = with_images("qwen3_vl")
-    if frozen:
-        freeze_tower(model)
-    sharing, stock = prepared(model), Stock(model)
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
-    sharing.log_probs(request, stock)
-    values, figures = sharing.log_probs(
-        replace(request, scored_BC=torch.zeros_like(ids[:, -COMPLETION:]).bool()), stock
-    )
-    assert figures and not values[0].any()
+    assert not kept
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
-def test_two_ranks_equal_one_process(name, wrapper):
-    launch(Path(__file__).with_name("images_worker.py"), name, wrapper, timeout=120)
-
-
-def test_features_are_kept_within_a_number_of_bytes(monkeypatch):
-    model, ids, mask, vision = with_images("qwen3_vl")
-    sharing, stock = prepared(freeze_tower(model)), Stock(model)
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
-    expected, _ = sharing.log_probs(request, stock)
-    sharing.forget_images()
-    tower = sharing._models["policy"].images
-    monkeypatch.setattr(images, "FEATURE_BYTES", 1)
-    values, _ = sharing.log_probs(request, stock)
-    assert torch.equal(values[0], expected[0]) and len(tower.features) == 1
+def test_two_ranks_equal_one_process():
+    launch(Path(__file__).with_name("ranks_worker.py"), "images", timeout=360)
 
 
 def test_the_same_words_about_another_picture_are_another_prompt():
     *_, vision = with_images("qwen3_vl")
     numbers = images.fingerprints(vision)
-    assert [(a == b).all().item() for a, b in itertools.pairwise(numbers)] == [
-        ROWS[i][0] == ROWS[i + 1][0] for i in range(len(ROWS) - 1)
-    ]
+    same = [(a == b).all().item() for a, b in itertools.pairwise(numbers)]
+    assert same == [a[0] == b[0] for a, b in itertools.pairwise(ROWS)]
     changed = {**vision, "pixel_values": vision["pixel_values"].clone()}
     changed["pixel_values"][5, 7] += 1e-6  # the last bits of one number
     assert not torch.equal(images.fingerprints(changed)[0], numbers[0])
@@ -324,32 +254,22 @@ def test_the_same_words_about_another_picture_are_another_prompt():
 
 
 def test_an_image_in_a_completion_runs_padded(caplog):
-    model, ids, mask, vision = with_images("qwen3_vl")
-    sharing, stock = prepared(model), Stock(model)
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    request, sharing, stock = pictured("qwen3_vl")
     sharing.log_probs(request, stock)
-    changed = ids.clone()
+    changed, asked = request.input_ids.clone(), []
     changed[0, -COMPLETION] = IMAGE
-    asked = []
-    _, figures = sharing.log_probs(
-        replace(request, input_ids=changed), lambda given: asked.append(given) or stock(request)
-    )
-    assert asked and not figures and "an image's token stands at a prompt's end or in a completion" in caplog.text
+    result = sharing.log_probs(replace(request, input_ids=changed), lambda few: asked.append(few) or stock(request))
+    assert asked and not result.figures
+    assert "an image's token stands at a prompt's end or in a completion" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
     """Of Gemma: with a causal mask log-probabilities are others, and the comparison of the first pass says so."""
-    model, ids, mask, vision = with_images(name)
-    model.set_attn_implementation("eager")
-    stock = Stock(model)
-    request = PassRequest(Kind.OLD, model).on(ids, mask, COMPLETION, **vision)
-    for seen in (True, False):
-        if not seen:
-            monkeypatch.setattr(images, "own_masks", lambda *_: {})
-        sharing = prepared(model)
-        values, figures = sharing.log_probs(request, stock)
-        assert bool(figures) == seen and (values[0] - stock(request)[0]).abs().max() <= 1e-5
+    monkeypatch.setattr(images, "own_masks", lambda *_: {})
+    request, sharing, stock = pictured(name)
+    values, figures = sharing.log_probs(request, stock)
+    assert not figures and torch.equal(values[0], stock(request)[0])
     assert "difference in log-probability" in sharing._models["policy"].images.reason
 
 
@@ -357,11 +277,13 @@ def test_the_comparison_of_the_first_pass_takes_rows_with_images():
     """Not only the first and last rows, which may be the text beside them."""
     model, ids, mask, vision = with_images("qwen3_vl")
     request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
-    mixed = request.rows([5, 6, 5, 6, 0, 1, 5, 6, 5, 6])  # of a prompt without images, and two rows of one with
-    few = mixed.subsample(4)
-    assert few.vision["num_images"] == [1, 1, 0, 0] and torch.equal(few.input_ids, ids[[0, 1, 5, 6]])
-    assert torch.equal(request.rows([0, 1, 5, 6, 5, 6]).subsample(4).input_ids, ids[[0, 1, 5, 6]])
-    assert torch.equal(request.rows([5, 6, 5, 6, 0]).subsample(4).input_ids, ids[[6, 5, 6, 0]])
+    # Rows 5 and 6 are of a prompt without images.
+    for rows, taken in (
+        ([5, 6, 5, 6, 0, 1, 5, 6, 5, 6], [0, 1, 5, 6]),
+        ([0, 1, 5, 6, 5, 6], [0, 1, 5, 6]),
+        ([5, 6, 5, 6, 0], [6, 5, 6, 0]),
+    ):
+        assert torch.equal(request.rows(rows).subsample(4).input_ids, ids[taken])
 
 
 # Of the language model: nothing of the tower is trained.

@@ -40,48 +40,31 @@ def visible_tokens(layout, index: int) -> tuple[list[int], list[int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(batches())
-def test_every_prediction_comes_from_its_own_history(batch):
+def test_every_prediction_comes_from_its_own_history_and_the_row_holds_nothing_else(batch):
     ids, mask, completion, score = batch
     layout = pack(ids, mask, completion, score)
     prompt = ids.shape[1] - completion
     scored = mask[:, prompt:].bool() if score is None else mask[:, prompt:].bool() & score
     # Every scored token appears once, at its own place.
     assert sorted(layout.scatter_index_N.tolist()) == scored.flatten().nonzero().squeeze(1).tolist()
-    triples = zip(
-        layout.score_index_N.tolist(), layout.score_targets_N.tolist(), layout.scatter_index_N.tolist(), strict=True
-    )
-    for index, target, place in triples:
+    columns = layout.score_index_N, layout.score_targets_N, layout.scatter_index_N
+    for index, target, place in zip(*(column.tolist() for column in columns), strict=True):
         row, token = divmod(place, completion)
         assert target == ids[row, prompt + token]
         first = prompt - int(mask[row, :prompt].sum())
         tokens, positions = visible_tokens(layout, index)
         assert tokens == ids[row, first : prompt + token].tolist()
         assert positions == list(range(first, prompt + token))  # stock's positions: columns of the padded batch
-
-
-@settings(max_examples=150, deadline=None)
-@given(batches())
-def test_row_holds_exactly_what_is_needed(batch):
-    ids, mask, completion, score = batch
-    layout = pack(ids, mask, completion, score)
-    prompt = ids.shape[1] - completion
-    scored = mask[:, prompt:].bool() if score is None else mask[:, prompt:].bool() & score
-    # (P - 1) + the positions that predict up to the last scored token, per run of equal prompts.
-    expected, previous, shared = 0, None, None
+    # (P - 1) + the positions that predict up to the last scored one, per run of equal prompts.
+    expected, previous, shared = 0, None, False
     for row in range(len(ids)):
         prompt_tokens = tuple(ids[row, :prompt][mask[row, :prompt].bool()].tolist())
-        if prompt_tokens != previous:
-            shared = False
-        previous = prompt_tokens
+        shared, previous = shared and prompt_tokens == previous, prompt_tokens
         last = scored[row].nonzero().flatten()
-        if len(last) == 0:
-            continue
-        expected += int(last[-1]) + 1 + (0 if shared else len(prompt_tokens) - 1)
-        shared = True
-    assert layout.tokens == max(expected, 1)
-    assert layout.tokens == layout.input_ids.shape[1] == int(layout.lengths.sum())
-    # Nothing in the row is anything but a copy of a valid token.
-    assert layout.tokens == len(layout.column_T)
+        if len(last):
+            expected += int(last[-1]) + 1 + (0 if shared else len(prompt_tokens) - 1)
+            shared = True
+    assert layout.tokens == max(expected, 1) == layout.input_ids.shape[1] == int(layout.lengths.sum())
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,42 +97,9 @@ def test_neighbouring_groups_of_equal_size_lie_side_by_side():
     assert layout.lengths.tolist() == [4, 6, 6, 2, 1, 3, 3, 3, 3, 3]
 
 
-def test_nothing_to_score_gives_one_token_and_a_gradient_path():
-    ids, mask = make_batch([4, 4], [0, 0], 5, 3)
-    layout = pack(ids, mask, 3)
-    assert (layout.tokens, len(layout.score_index_N)) == (1, 0)
-    values = torch.zeros(0, requires_grad=True)
-    assert layout.scatter(values).shape == (2, 3)
-    assert layout.scatter(values).requires_grad
-
-
 @pytest.mark.parametrize("hole", [(0, 3), (0, 7), (1, slice(0, 5))], ids=["prompt", "completion", "no prompt"])
 def test_masks_with_holes_are_refused(hole):
     ids, mask = make_batch([5, 5], [4, 4], 5, 4)
     mask[hole] = 0
     with pytest.raises(UnpackableBatch):
         pack(ids, mask, 4)
-
-
-def test_the_picture_in_the_documentation():
-    """docs/prefix_sharing.md draws this batch and this row."""
-    rows = [
-        ("ABCD", "a1 a2 a3"),
-        ("ABCD", "b1"),
-        ("ABCD", "c1 c2"),
-        ("XYZ", "d1 d2 d3 d4"),
-        ("XYZ", "e1 e2"),
-        ("Q", "f1 f2"),
-    ]
-    names = sorted({token for prompt, completion in rows for token in [*prompt, *completion.split()]})
-    ids, mask = torch.zeros(6, 8, dtype=torch.long), torch.zeros(6, 8, dtype=torch.long)
-    for row, (prompt, completion) in enumerate(rows):
-        tokens = [*prompt, *completion.split()]
-        first = 4 - len(prompt)
-        ids[row, first : first + len(tokens)] = torch.tensor([names.index(token) for token in tokens])
-        mask[row, first : first + len(tokens)] = 1
-    layout = pack(ids, mask, 4)
-    packed = [names[token] for token in layout.input_ids[0]]
-    segments = [" ".join(packed[s : s + n]) for s, n in zip(layout.starts, layout.lengths, strict=True)]
-    assert segments == ["Q f1", "X Y", "A B C", "Z d1 d2 d3", "Z e1", "D a1 a2", "D", "D c1"]
-    assert layout.tokens == 19 and mask.numel() == 48

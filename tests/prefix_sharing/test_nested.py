@@ -8,23 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_fsdp_qlora.prefix_sharing import attention
-from trl_fsdp_qlora.prefix_sharing.attention import install
 from trl_fsdp_qlora.prefix_sharing.layout import pack
-from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
 
-from .helpers import (
-    COMPLETION,
-    PROMPT,
-    SUPPORTED,
-    assert_equal_gradients,
-    awkward_batch,
-    build,
-    gradients,
-    make_batch,
-    packed_log_probs,
-    stock_log_probs,
-    with_stock_head,
-)
+from .helpers import PROMPT, SUPPORTED, assert_equals_stock, awkward_batch, build, make_batch, prepared
 
 ALWAYS = float("inf")
 
@@ -67,13 +53,11 @@ def test_every_prediction_comes_from_its_own_history_and_no_prefix_stands_twice(
     flat = pack(ids, mask, completion, score)
     wanted, needed = histories(*batch)
     assert sorted(layout.scatter_index_N.tolist()) == sorted(wanted)
-    if layout.end_T is None:  # nothing in common behind the prompts: the flat row is as short
-        assert layout.tokens == flat.tokens == max(len(needed), 1)
     assert layout.tokens == max(len(needed), 1) <= flat.tokens
-    places = zip(layout.score_index_N.tolist(), layout.scatter_index_N.tolist(), strict=True)
-    for index, place in places:
-        if layout.end_T is None:
-            break
+    if layout.end_T is None:  # nothing in common behind the prompts: the flat row is as short
+        assert layout.tokens == flat.tokens
+        return
+    for index, place in zip(layout.score_index_N.tolist(), layout.scatter_index_N.tolist(), strict=True):
         start = max(s for s in layout.starts.tolist() if s <= index)
         seen = [k for k in range(start, index + 1) if index < layout.end_T[k]]
         first, text = wanted[place]
@@ -98,18 +82,12 @@ def test_masks_equal_the_rule_pair_by_pair(window):
     layout = pack(ids, mask, 3, pairs_per_token=ALWAYS)
     assert layout.end_T is not None and layout.num_singles == 2
     group = torch.repeat_interleave(torch.arange(2), torch.from_numpy(layout.lengths)).tolist()
-    position = layout.position_ids[0].tolist()
-    expected = torch.tensor(
-        [
-            [
-                group[q] == group[k]
-                and k <= q < layout.end_T[k]
-                and (window is None or position[q] - position[k] < window)
-                for k in range(layout.tokens)
-            ]
-            for q in range(layout.tokens)
-        ]
-    )
+    place, end = layout.position_ids[0].tolist(), layout.end_T
+
+    def sees(q, k):
+        return group[q] == group[k] and k <= q < end[k] and (window is None or place[q] - place[k] < window)
+
+    expected = torch.tensor([[sees(q, k) for k in range(layout.tokens)] for q in range(layout.tokens)])
     for start, length in zip(layout.starts.tolist(), layout.lengths.tolist(), strict=True):
         part = slice(start, start + length)
         call = SimpleNamespace(layout=layout, window=window, query=torch.zeros(1))
@@ -127,26 +105,14 @@ def branching_batch():
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_log_probs_and_gradients_equal_stock(name, implementation):
-    model = with_stock_head(build(SUPPORTED[name]))
+    model = build(SUPPORTED[name])
     if not model._supports_sdpa and implementation == "sdpa":
         pytest.skip(f"{name} has no SDPA")
     model.set_attn_implementation(implementation)
-    ids, mask = branching_batch()
-    weight = torch.randn(len(ids), COMPLETION, 2, generator=torch.Generator().manual_seed(5))
-    logps, entropy = stock_log_probs(model, ids, mask)
-    (torch.stack([logps, entropy], -1) * weight).sum().backward()
-    reference = gradients(model)
-    install(model)
-    add_scoring_head(model, 0.9)
-    layout = pack(ids, mask, COMPLETION, pairs_per_token=ALWAYS)
-    assert layout.tokens < pack(ids, mask, COMPLETION).tokens
-    ours = packed_log_probs(model, layout)
-    assert layout.layer_calls == ["tree"] * 2
-    # Rounding of float32 in sums of this length.
-    torch.testing.assert_close(ours[0], logps, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(ours[1], entropy, atol=2e-5, rtol=1e-5)
-    (torch.stack(ours, -1) * weight).sum().backward()
-    assert_equal_gradients(gradients(model), reference)
+    sharing = prepared(model, compared=True)
+    sharing._models["policy"].pairs_per_token = ALWAYS
+    figures = assert_equals_stock(model, sharing, branching_batch(), nested=True)
+    assert figures["layers_tree"] == 1.0 and figures["tokens_fraction"] < 0.3
 
 
 def test_a_nested_row_is_taken_only_where_it_pays():
@@ -159,15 +125,3 @@ def test_a_nested_row_is_taken_only_where_it_pays():
     # Six times the same completion: 9 tokens, whose 81 pairs are fewer than the flat row's.
     ids[:, 4:] = ids[0, 4:]
     assert pack(ids, mask, 6, pairs_per_token=0.1).tokens == 9
-
-
-def test_the_picture_in_the_documentation():
-    """docs/prefix_sharing.md draws this row."""
-    names = "ABCDabxyzwgh"
-    texts = ["ABCDabxy", "ABCDabzw", "ABCDgh"]
-    ids = torch.tensor([[names.index(letter) for letter in text.ljust(8, "A")] for text in texts])
-    mask = torch.tensor([[1] * len(text) + [0] * (8 - len(text)) for text in texts])
-    layout = pack(ids, mask, 4, pairs_per_token=ALWAYS)
-    assert "".join(names[token] for token in layout.input_ids[0]) == "ABCDabxzg"
-    assert layout.end_T.tolist() == [9, 9, 9, 9, 8, 8, 7, 8, 9]
-    assert pack(ids, mask, 4).lengths.tolist() == [3, 4, 4, 2]

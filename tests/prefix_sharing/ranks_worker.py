@@ -1,0 +1,250 @@
+"""Run by test_self_check.py and test_images.py in two processes, under DDP and FSDP2; what is right comes from one process."""
+
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.prefix_sharing import test_images
+from tests.prefix_sharing.helpers import (
+    COMPLETION,
+    RECURRENT,
+    SUPPORTED,
+    assert_equal_gradients,
+    awkward_batch,
+    build,
+    gradients,
+    one_pass,
+    prepared,
+    stock_log_probs,
+    with_stock_head,
+)
+from trl_fsdp_qlora.prefix_sharing import cascade
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
+
+
+def wrapped(wrapper, model):
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=True)  # as transformers' Trainer does
+    mesh = init_device_mesh("cpu", (2,))
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[0].endswith(("layers", "blocks")):
+            fully_shard(module, mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    assert all(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters() if p.ndim > 1)
+    return model
+
+
+def whole(model):
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients(model)]
+
+
+# --- what only rank 1 meets, both answer alike ------------------------------------------------------------------------
+
+
+class Scene:
+    """A model under a wrapper that both ranks have alike; six rows of two groups on one, four that hardly share on the other."""
+
+    def __init__(self, wrapper, name):
+        self.wrapper, self.name = wrapper, name
+        self.mine = slice(0, 6) if dist.get_rank() == 0 else slice(6, 10)
+        self.batch = tuple(x[self.mine] for x in awkward_batch())
+        reference = with_stock_head(self.build())
+        expected = stock_log_probs(reference, *awkward_batch())[0]
+        (expected.sum() / 2).backward()  # ranks are averaged
+        self.expected, self.gradients = expected[self.mine].detach(), gradients(reference)
+        self.new()
+
+    def build(self):
+        return build(SUPPORTED.get(self.name) or RECURRENT[self.name][0])
+
+    def new(self):
+        self.base = self.build()
+        self.sharing = prepared(self.base)
+        self.model = wrapped(self.wrapper, self.base)
+
+    def run(self, batch=None, **asked):
+        return one_pass(self.model, self.sharing, batch or self.batch, **asked)[0].values[0]
+
+    def assert_right(self, logps):
+        torch.testing.assert_close(logps, self.expected, atol=2e-5, rtol=1e-5)
+        logps.sum().backward()
+        assert_equal_gradients(whole(self.model), self.gradients)
+
+
+@contextmanager
+def planted(attend):
+    original, cascade.attend = cascade.attend, attend
+    try:
+        yield original
+    finally:
+        cascade.attend = original
+
+
+def comparing_leaves_nothing(scene):
+    logps = scene.run()
+    assert scene.sharing.active() and all(p.grad is None for p in scene.model.parameters())
+    scene.assert_right(logps)
+
+
+def an_old_policy_pass_is_cut_differently_on_each_rank(scene):
+    with torch.no_grad():
+        old = scene.run(kind=Kind.OLD, batch_size=2)
+    torch.testing.assert_close(old, scene.expected, atol=2e-5, rtol=1e-5)
+    scene.assert_right(scene.run())
+    assert scene.sharing.active()
+
+
+def between_micro_batches(scene):
+    """The first of two micro-batches is not reduced by itself."""
+    for last in (False, True):
+        if scene.wrapper == "fsdp2":
+            scene.model.set_requires_gradient_sync(last)
+        else:
+            scene.model.require_backward_grad_sync = last
+        scene.run().sum().backward()
+    assert scene.sharing.active()
+    assert_equal_gradients(whole(scene.model), [2 * gradient for gradient in scene.gradients])
+
+
+def a_kernel_error_on_one_rank(scene):
+    def attend(call):
+        if dist.get_rank() == 1 and call.module.layer_idx == 0:
+            raise RuntimeError("no kernel for this size")
+        return original(call)
+
+    with planted(attend) as original:
+        logps = scene.run()
+    assert ("no kernel for this size" if dist.get_rank() else "another rank") in scene.sharing.describe()
+    scene.assert_right(logps)
+
+
+def an_unpackable_batch_on_one_rank(scene):
+    """In the comparison and later: that rank runs padded, the other one packed."""
+    ids, mask = (x.clone() for x in scene.batch)
+    if dist.get_rank() == 1:
+        mask[0, -COMPLETION + 2] = 0
+    for _ in range(2):
+        logps = scene.run((ids, mask))
+        assert scene.sharing.active() and scene.sharing._models["policy"].checked
+        torch.testing.assert_close(logps, stock_log_probs(scene.model, ids, mask)[0], atol=2e-5, rtol=1e-5)
+        logps.sum().backward()
+
+
+def a_wrong_gradient_on_one_rank(scene):
+    def attend(call):
+        if dist.get_rank() == 1:
+            call.value = 2 * call.value.detach() - call.value
+        return original(call)
+
+    with planted(attend) as original:
+        logps = scene.run()
+    assert not scene.sharing.active()
+    scene.assert_right(logps)
+
+
+def an_error_outside_of_attention(scene):
+    mlp = scene.base.model.layers[1].mlp
+    forward = mlp.forward
+
+    def refuses(x):
+        if x.shape[0] == 1:
+            raise TypeError("rows of this kind are not for me")
+        return forward(x)
+
+    mlp.forward = refuses
+    logps = scene.run()
+    assert "rows of this kind" in scene.sharing.describe()
+    scene.assert_right(logps)
+
+
+def nothing_to_score_or_fewer_rows_on_one_rank_at_first(scene):
+    """Both ranks count the first pass as compared, row by row: a rank that did something else would be alone."""
+    first = dist.get_rank() == 0
+    scored_BC = scene.batch[1][:, -COMPLETION:].bool() & first
+    for batch, scored in ((scene.batch, scored_BC), (tuple(x[: 4 if first else 2] for x in scene.batch), None)):
+        scene.new()
+        scene.run(batch, scored_BC=scored).sum().backward()
+        scene.model.zero_grad()
+        assert scene.sharing.active(), scene.sharing.describe()
+        scene.assert_right(scene.run())
+
+
+EVERY = (comparing_leaves_nothing, an_old_policy_pass_is_cut_differently_on_each_rank)
+ATTENTION = (
+    between_micro_batches,
+    a_kernel_error_on_one_rank,
+    an_unpackable_batch_on_one_rank,
+    a_wrong_gradient_on_one_rank,
+    an_error_outside_of_attention,
+    nothing_to_score_or_fewer_rows_on_one_rank_at_first,
+)
+
+
+def text() -> None:
+    for wrapper, name in (("ddp", "qwen3"), ("fsdp2", "qwen3"), ("fsdp2", "qwen3_5"), ("fsdp2", "falcon_h1")):
+        scene = Scene(wrapper, name)
+        for scenario in EVERY + ATTENTION * (name == "qwen3"):
+            print(wrapper, name, scenario.__name__, flush=True)
+            scene.new()
+            scenario(scene)
+            dist.barrier()
+
+
+# --- prompts with images on both ranks, and on one of them only -------------------------------------------------------
+
+# Of with_images(): rows 5 and 6 are a prompt without an image. The ranks' rows of each pass, in turn.
+TEXT = [5, 6, 5, 6]
+PASSES = {
+    "both": [(range(5), range(7, 11))],
+    "one rank first": [(TEXT, range(4)), (range(5), TEXT), (range(5, 9), range(5))],
+    "text first": [(TEXT, TEXT), (TEXT, range(7, 11))],
+}
+
+
+def images() -> None:
+    for (name, wrapper), frozen, title in product((("llava", "ddp"), ("qwen3_vl", "fsdp2")), (False, True), PASSES):
+        print(name, wrapper, title, "frozen" if frozen else "trained", flush=True)
+        equals_one_process(name, wrapper, frozen, PASSES[title])
+        dist.barrier()
+
+
+def equals_one_process(name, wrapper, frozen, passes):
+    model, ids, mask, vision = test_images.with_images(name)
+    reference, *_ = test_images.with_images(name)
+    for one in (model, reference) if frozen else ():
+        test_images.freeze_tower(one)
+    weight = torch.randn(len(ids), test_images.COMPLETION, generator=torch.Generator().manual_seed(5))
+    expected_of, stock = test_images.Stock(reference), test_images.Stock(model)
+    sharing = prepared(model, expects_images=True)
+    model = wrapped(wrapper, model)
+    every = PassRequest(Kind.POLICY, reference).on(ids, mask, test_images.COMPLETION, **vision)
+    for parts in passes:
+        expected = [expected_of(every.rows(list(part)))[0] for part in parts]
+        # Ranks are averaged.
+        sum((x * weight[list(part)]).sum() / 2 for x, part in zip(expected, parts, strict=True)).backward()
+        mine = list(parts[dist.get_rank()])
+        scored = mask[mine, -test_images.COMPLETION :].bool()
+        request = replace(every, model=model).rows(mine)
+        with torch.no_grad():
+            old = sharing.log_probs(replace(request, kind=Kind.OLD, batch_size=2), stock).values[0]
+        (logps, _, _), figures = sharing.log_probs(request, stock)
+        assert figures and sharing._models["policy"].images.reason is None
+        for found in (old, logps):
+            wanted = expected[dist.get_rank()].detach()
+            torch.testing.assert_close(found[scored], wanted[scored], atol=1e-4, rtol=1e-5)
+        (logps * weight[mine]).sum().backward()
+        assert_equal_gradients(whole(model), gradients(reference), tolerance=2e-5)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    {"text": text, "images": images}[sys.argv[1]]()
+    dist.destroy_process_group()
