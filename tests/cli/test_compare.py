@@ -24,9 +24,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     save_tiny_model(folder / "base")
     (folder / "my_rewards.py").write_text(REWARDS)
-    rows = [
-        json.dumps({"question": f"{i}+{3 * i}=", "answer": str(4 * i)}) for i in range(10)
-    ]  # fewer than are asked for: they begin anew
+    rows = [json.dumps({"question": f"{i}+{3 * i}=", "answer": str(4 * i)}) for i in range(10)]  # few: they begin anew
     (folder / "sums.jsonl").write_text("\n".join(rows))
     (folder / "mine.yaml").write_text(
         "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/mine\nrewards: ['my_rewards.py:many']\n"
@@ -41,8 +39,7 @@ def place(tmp_path_factory):
 def compare(place, monkeypatch, capsys):
     """(exit status, what was printed, the steps) of a comparison of the recipe with more words."""
     monkeypatch.chdir(place)
-    seen = []
-    judge = module.verdict
+    seen, judge = [], module.verdict
     monkeypatch.setattr(module, "verdict", lambda *result: seen.append(result[0]) or judge(*result))
 
     def run(words: str = ""):
@@ -95,16 +92,13 @@ def test_groups_with_nothing_to_learn_get_advantages(compare):
     [
         ("--accelerate_config fsdp2_qlora", "compare runs in one process: leave --accelerate_config out"),
         ("--steps none", "--steps none is not a number of steps"),
-        ("--value_samples 4", r"stock TRL has no A\*-PO to compare with"),
+        (
+            "--value_samples 4",
+            r"stock TRL has no A\*-PO to compare with: compare takes recipes of `trl-fsdp-qlora grpo`",
+        ),
         ("--rewards nothing", "unknown reward 'nothing'"),
     ],
 )
 def test_what_cannot_be_compared(words, reason, compare):
     with pytest.raises(UserError, match=reason):
         compare(words)
-
-
-@pytest.mark.parametrize("name", ["small-base/a_star_po/quick", "small-base/t_spmo/quick"])
-def test_other_methods_recipes_are_refused_by_name(name):
-    with pytest.raises(UserError, match="to compare with: compare takes recipes of `trl-fsdp-qlora grpo`"):
-        module.compare(["--config", name])

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ("trl_fsdp_qlora", "recipes", "accelerate_configs")
+MODULE = ("-m", "trl_fsdp_qlora")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")
 
 
@@ -71,10 +72,6 @@ def python(*words: str, installed: Path, cwd: Path, **more: str) -> str:
     return run.stdout + run.stderr
 
 
-def call(*words: str, installed: Path, cwd: Path, **more: str) -> str:
-    return python("-m", "trl_fsdp_qlora", *words, installed=installed, cwd=cwd, **more)
-
-
 def test_what_is_in_it(wheel):
     inside = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in inside if ".dist-info/" not in name} == {"trl_fsdp_qlora"}
@@ -89,16 +86,6 @@ def test_what_is_in_it(wheel):
     assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", metadata)  # and no link in it that only works in a checkout
 
 
-def test_configs_and_recipes(installed, place):
-    path = Path(call("config", "ddp_cpu", installed=installed, cwd=place).strip())
-    assert installed in path.parents
-    assert path.read_text() == (ROOT / "accelerate_configs" / "ddp_cpu.yaml").read_text()
-    assert "config_quick.yaml is " in call(
-        "recipes", "small-base/t_spmo/quick", "--copy", installed=installed, cwd=place
-    )
-    assert (place / "config_quick.yaml").is_file()
-
-
 def lines_of_heads(folder: Path) -> dict[str, str]:
     """Path -> the command in the head of each YAML in the wheel, its lines joined."""
     found = {}
@@ -109,31 +96,11 @@ def lines_of_heads(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_the_command_in_every_head_finds_its_files(installed, place):
-    lines = lines_of_heads(installed)
-    assert len(lines) >= 30 and {line.split()[0] for line in lines.values()} == {"grpo", "t-spmo", "a-star-po", "sft"}
-    code = (
-        "import json, shlex, sys\n"
-        "from pathlib import Path\n"
-        "from accelerate.commands.launch import launch_command_parser\n"
-        "from trl_fsdp_qlora.__main__ import main\n"
-        "from trl_fsdp_qlora.cli import scripts\n"
-        "started = []\n"
-        "scripts.launch = lambda words, *_: started.append(launch_command_parser().parse_args(words)) or 0\n"
-        "for path, line in json.loads(sys.argv[1]).items():\n"
-        "    assert main(shlex.split(line)) == 0, (path, line)\n"
-        "    found = started[-1]\n"
-        "    words = found.training_script_args\n"
-        "    for file in (found.config_file, found.training_script, words[words.index('--config') + 1]):\n"
-        "        assert Path(file).is_file(), (path, file)\n"
-        "    assert path in (found.config_file, words[words.index('--config') + 1]), path\n"
-    )
-    python("-c", code, json.dumps(lines), installed=installed, cwd=place)
-
-
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base"
 # In one process, since each imports the same. The training of `grpo`, with its launcher, is a test of its own.
 IN_TURN = {
+    "config ddp_cpu": "_accelerate_configs/ddp_cpu.yaml",
+    "recipes small-base/t_spmo/quick --copy": "config_quick.yaml is ",
     "small-base base": "base is there already",
     "t-spmo --help": "--token_selection",
     "a-star-po --help": "--value_samples",
@@ -146,23 +113,40 @@ IN_TURN = {
     f"plan {QUICK} --hardware 24GB": "it fits",
     f"compare {QUICK} --steps 1 --per_device_train_batch_size 16": "equal (float32): losses",
 }
+CODE = """
+import json, shlex, sys, trl_fsdp_qlora
+from pathlib import Path
+from accelerate.commands.launch import launch_command_parser
+from trl_fsdp_qlora.__main__ import main
+from trl_fsdp_qlora.cli import scripts
+
+commands, heads = map(json.loads, sys.argv[1:])
+for line in commands:
+    print(f'<<{line}>>', flush=True)
+    try:
+        status = main(line.split())
+    except SystemExit as ended:
+        status = ended.code or 0
+    assert status == 0, (line, status)
+print('<<>>', trl_fsdp_qlora.__file__)
+
+started = []
+scripts.launch = lambda words, *_: started.append(launch_command_parser().parse_args(words)) or 0
+for path, line in heads.items():
+    assert main(shlex.split(line)) == 0, (path, line)
+    found = started[-1]
+    words = found.training_script_args
+    for file in (found.config_file, found.training_script, words[words.index('--config') + 1]):
+        assert Path(file).is_file(), (path, file)
+    assert path in (found.config_file, words[words.index('--config') + 1]), path
+"""
 
 
-def test_every_other_command_in_turn(installed, place):
-    code = (
-        "import json, sys, trl_fsdp_qlora\n"
-        "from trl_fsdp_qlora.__main__ import main\n"
-        "for line in json.loads(sys.argv[1]):\n"
-        "    print(f'<<{line}>>', flush=True)\n"
-        "    try:\n"
-        "        status = main(line.split())\n"
-        "    except SystemExit as ended:\n"
-        "        status = ended.code or 0\n"
-        "    assert status == 0, (line, status)\n"
-        "print('<<>>', trl_fsdp_qlora.__file__)\n"
-    )
-    said = python("-c", code, json.dumps(list(IN_TURN)), installed=installed, cwd=place)
-    assert f"<<>> {installed}" in said
+def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(installed, place):
+    heads = lines_of_heads(installed)
+    assert len(heads) >= 30 and {line.split()[0] for line in heads.values()} == {"grpo", "t-spmo", "a-star-po", "sft"}
+    said = python("-c", CODE, json.dumps(list(IN_TURN)), json.dumps(heads), installed=installed, cwd=place)
+    assert f"<<>> {installed}" in said and (place / "config_quick.yaml").is_file()
     for line, expected in IN_TURN.items():
         assert expected in said.partition(f"<<{line}>>")[2].partition("<<")[0], line
 
@@ -175,7 +159,7 @@ def test_grpo_trains_with_data_and_rewards_of_ones_own_and_is_published(installe
     quick = "--max_steps 2 --eval_problems 4 --accuracy_steps 0 --logging_steps 1 --per_device_train_batch_size 8"
     own = "--dataset my_data.py:load --rewards my_rewards.py:short exact_answer"
     words = f"grpo --config small-base/grpo/quickstart --model_name_or_path base --output_dir out {quick} {own}"
-    said = call(*words.split(), installed=installed, cwd=place)
+    said = python(*MODULE, *words.split(), installed=installed, cwd=place)
     assert "accelerate config: cpu, 1 process" in said and "step 2/2  reward -" in said
     assert "20 training and 4 held-out problems from my_data.py:load" in said
     assert "short -" in said  # beside each completion that is shown
@@ -189,7 +173,7 @@ def test_grpo_trains_with_data_and_rewards_of_ones_own_and_is_published(installe
         server.commit("owner/tiny-base", {f.name: f.read_bytes() for f in (place / "base").iterdir() if f.is_file()})
         client = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         words = "publish out --repo me/sums --base owner/tiny-base --base-folder base"
-        said = call(*words.split(), installed=installed, cwd=place, **client)
+        said = python(*MODULE, *words.split(), installed=installed, cwd=place, **client)
         assert "plain PEFT gives the logits recorded when it was saved" in said
         adapter = (place / "out" / "adapter_model.safetensors").read_bytes()
         assert server.files("me/sums")["adapter_model.safetensors"] == adapter
