@@ -88,7 +88,6 @@ def test_pictures_are_part_of_a_question():
     assert len(parts[1]) >= 100 and len({p["question"] for p in problems}) < len(problems) / 10
     train, held_out = ({(p["question"], p["images"][0]["bytes"]) for p in part} for part in parts)
     assert not train & held_out
-    assert to_prompts(parts[1][:2])["images"][0][0].size == (112, 112)
 
 
 def test_the_plan_counts_an_image_s_tokens(tmp_path):
@@ -104,18 +103,16 @@ def test_a_broken_or_missing_picture_is_named_by_its_row(tmp_path):
     PILImage.new("RGB", (8, 8), "red").save(tmp_path / "good.png")
     good = (tmp_path / "good.png").read_bytes()
     rows = [{"problem": "1?", "answer": 1, "image": "good.png"}, {"problem": "2?", "answer": 2, "image": "none.png"}]
-    file = tmp_path / "data.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(DatasetError, match=r"row 1: its image cannot be read: .*none.png"):
-        read_problems(str(file))
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     features = Features({"problem": Value("string"), "answer": Value("int64"), "image": Image()})
     for name, second in (("whole", good), ("broken", good[:40])):
-        pictures = [{"bytes": data, "path": None} for data in (good, second)]
-        columns = {"problem": ["1?", "2?"], "answer": [1, 2], "image": pictures}
-        Dataset.from_dict(columns, features).to_parquet(tmp_path / f"{name}.parquet")
+        for row, data in zip(rows, (good, second), strict=True):
+            row["image"] = {"bytes": data, "path": None}
+        Dataset.from_list(rows, features).to_parquet(tmp_path / f"{name}.parquet")
     assert [len(p["images"]) for p in read_problems(str(tmp_path / "whole.parquet"))] == [1, 1]
-    with pytest.raises(DatasetError, match="row 1: its image cannot be read"):
-        read_problems(str(tmp_path / "broken.parquet"))
+    for name in ("data.jsonl", "broken.parquet"):
+        with pytest.raises(DatasetError, match="row 1: its image cannot be read"):
+            read_problems(str(tmp_path / name))
 
 
 def test_a_model_that_takes_no_images(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from tests.tiny import trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -33,7 +33,10 @@ def test_datasets():
         checks.check_dataset(Dataset.from_dict({"prompt": []}), 1)
     with pytest.raises(ValueError, match="has 3 rows, but one generation batch takes 4"):
         checks.check_dataset(Dataset.from_dict({"prompt": ["a"] * 3}), 4)
-    checks.check_dataset(Dataset.from_dict({"prompt": ["a"] * 4}), 4)
+    part = Dataset.from_dict({"prompt": ["a"] * 4})
+    checks.check_dataset(part, 4)
+    with pytest.raises(ValueError, match=r"its columns are test, train.*take one: dataset\['train'\]"):
+        checks.check_dataset(DatasetDict({"test": part, "train": part}), 1)
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
