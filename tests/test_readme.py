@@ -38,26 +38,3 @@ def test_it_is_short_and_says_first_what_a_user_asks_first():
         assert said in first_screen
     for extra in ("bitsandbytes", "deepspeed", "vllm", "math", "plots"):
         assert f"`{extra}`" in first_screen
-
-
-def test_the_terminal_shown_is_what_is_printed_now():
-    """Every line of it has the form that `telemetry/startup.py` and `telemetry/terminal.py` give it."""
-    (terminal,) = re.findall(r"```text\n(trl-fsdp-qlora\n.*?)```", README, re.DOTALL)
-    forms = (
-        r"trl-fsdp-qlora",
-        r"  [a-z -]+: +\S.*",
-        r" {20,}\S.*",
-        r"the first training prompt, \d+ tokens:",
-        r"    <\|user\|>.*",
-        r"before: greedy pass@1 .*",
-        r"memory of step \d+ on rank 0, planned and measured:",
-        r"  [a-z_]+ +\d+ MiB +\d+ MiB",
-        r"step +\d+/300  reward \d\.\d{3}(  accuracy \d+\.\d%)?  \d+\.\d\d s/step  \d+:\d\d left",
-        r'    reward \d\.\d{3}  ".*" → ".*"',
-        r"…",
-        r"trained to step 300 in \d+:\d\d",
-        r"adapter, card, metrics\.json and training\.png are in runs/quickstart",
-        r"greedy pass@1 .* -> .*",
-    )
-    for line in terminal.splitlines():
-        assert any(re.fullmatch(form, line) for form in forms), line

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import TrainerState
+from transformers import AutoTokenizer, TrainerState
 from trl import ModelConfig
 
 from tests.tiny import config, digit_share, prompts, save_tiny_model
@@ -32,8 +32,13 @@ def first(base, tmp_path, require_fit=False, **changes):
     return plan_vs_actual.plan_first(script, args, model, prompts(), character_tokenizer())
 
 
-def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeypatch, capsys):
-    assert first(base, tmp_path).fits and capsys.readouterr().out == ""
+def test_a_run_that_does_not_fit_is_warned_of_or_refused_and_a_mistake_is_one_line(
+    base, tmp_path, monkeypatch, capsys
+):
+    plan, tokenizer = first(base, tmp_path), AutoTokenizer.from_pretrained(base)
+    assert plan.fits and capsys.readouterr().out == ""
+    texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts()["prompt"]]
+    assert plan.settings.prompt_tokens == max(len(tokenizer(text)["input_ids"]) for text in texts)
     real = plan_vs_actual.make_plan
     monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: replace(real(run), capacity=2**20))
     assert not first(base, tmp_path).fits
@@ -41,20 +46,9 @@ def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeyp
     assert said.startswith("warning: by its plan") and said.count("\n") == 1
     with pytest.raises(ConfigError, match=r"require_fit: true, and by its plan .* there are 1\.0 MiB"):
         first(base, tmp_path, require_fit=True)
-
-
-def test_a_mistake_of_the_plan_is_one_line_and_no_error(base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plan_vs_actual, "make_plan", lambda *args, **more: 1 / 0)
+    monkeypatch.setattr(plan_vs_actual, "make_plan", lambda run: 1 / 0)
     assert first(base, tmp_path, require_fit=True) is None
     assert capsys.readouterr().out == "memory was not planned: ZeroDivisionError: division by zero\n"
-
-
-def test_the_longest_prompt_is_the_tokenizer_s(base, tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts()["prompt"]]
-    assert first(base, tmp_path).settings.prompt_tokens == max(len(tokenizer(text)["input_ids"]) for text in texts)
 
 
 def test_a_recipe_says_planned_and_measured_after_its_first_step(base, tmp_path, monkeypatch, capsys):
