@@ -56,7 +56,7 @@ def test_what_a_part_started_ends_with_it(gpu, tmp_path, interruptible):
         "try:\n    time.sleep(600)\n"
         "except KeyboardInterrupt:\n    print('two failed', flush=True)\n"
     )
-    line = gpu.run_part("hangs", part(gpu, script), tmp_path, seconds=8.0)
+    line = gpu.run_part("hangs", part(gpu, script), tmp_path, seconds=3.0)
     assert line.startswith("hangs: out of time") and line.endswith("| two failed")
     for _ in range(100):
         if not is_running(int(pid.read_text())):

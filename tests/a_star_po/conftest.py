@@ -18,17 +18,9 @@ def model_dir(tmp_path):
 
 @pytest.fixture
 def make_trainer(tmp_path, model_dir):
-    """`make_trainer(full=False, rewards=has_digit, rows=24, model=None, **config)`."""
-
     def make(full=False, rewards=has_digit, rows=24, model=None, evaluate_on=None, adapter=None, **changes):
-        settings = {
-            "num_generations": 1,
-            "max_completion_length": 8,
-            "max_steps": 2,
-            "optim": "adamw_torch",
-            **changes,
-        }
-        settings = {"value_cache": str(tmp_path / "values"), **settings}
+        settings = {"num_generations": 1, "max_completion_length": 8, "max_steps": 2, "optim": "adamw_torch"}
+        settings |= {"value_cache": str(tmp_path / "values"), **changes}
         return AStarPOTrainer(
             model or model_dir,
             rewards,
@@ -45,8 +37,7 @@ def make_trainer(tmp_path, model_dir):
 @pytest.fixture
 def count_prompts(monkeypatch):
     """Prompts and counts of the completions that stage 1 draws."""
-    drawn = []
-    original = AStarPOTrainer._draw
+    drawn, original = [], AStarPOTrainer._draw
 
     def draw(self, items, counts, seed):
         drawn.extend((item.row["prompt"], count) for item, count in zip(items, counts, strict=True))

@@ -30,19 +30,6 @@ def replay(completions: dict[tuple, list[list[int]]]):
     return generate
 
 
-def stock(tmp_path, model):
-    own = {"max_completion_length": 8, "beta2": 0.05, "filter_all_incorrect": False}
-    plain = {
-        "per_device_train_batch_size": 4,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-    }
-    config = A2POConfig(output_dir=str(tmp_path / "stock"), **own, **plain)
-    return A2POTrainer(model, has_digit, config, problems(ROWS), processing_class=tiny_tokenizer())
-
-
 def move_policy(model):
     """Away from the reference, the same way for equal models."""
     torch.manual_seed(5)
@@ -74,7 +61,10 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
         base = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
         adapter = {name: value for name, value in ours.model.state_dict().items() if "lora_" in name}
         assert not base.load_state_dict(adapter, strict=False).unexpected_keys
-    theirs = stock(tmp_path, base)
+    own = {"max_completion_length": 8, "beta2": 0.05, "filter_all_incorrect": False, "per_device_train_batch_size": 4}
+    plain = {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none"}
+    config = A2POConfig(output_dir=str(tmp_path / "stock"), **own, **plain)
+    theirs = A2POTrainer(base, has_digit, config, problems(ROWS), processing_class=tiny_tokenizer())
     theirs.ref_model.generate = replay(drawn)
     theirs._estimate_optimal_values()
     values = {item.row["prompt"]: ours.values.known[key] for key, item in ours.values.items(problems(ROWS).to_list())}
@@ -89,12 +79,11 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
         model.train()
     rows = problems(ROWS).to_list()
     batch = ours._generate_and_score_completions(copy.deepcopy(rows))
-    completions = {
-        tuple(p[pm.bool()].tolist()): [c[cm.bool()].tolist()]
-        for p, pm, c, cm in zip(
-            *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")), strict=True
-        )
-    }
+    ids = [
+        [row[mask.bool()].tolist() for row, mask in zip(batch[f"{part}_ids"], batch[f"{part}_mask"], strict=True)]
+        for part in ("prompt", "completion")
+    ]
+    completions = {tuple(prompt): [completion] for prompt, completion in zip(*ids, strict=True)}
     theirs.model.generate = replay(completions)
     their_batch = theirs._prepare_inputs(rows)
     torch.testing.assert_close(batch["advantages"], their_batch["rewards"] - their_batch["v_star"], atol=1e-6, rtol=0)

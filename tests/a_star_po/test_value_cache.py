@@ -1,7 +1,9 @@
 """The cache under several processes, kill -9, damaged files, and what its keys depend on."""
 
 import functools
+import hashlib
 import multiprocessing
+import os
 import random
 import runpy
 import signal
@@ -11,15 +13,58 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from trl_fsdp_qlora.a_star_po.values import describe_model, describe_reward, describe_sampling
+from trl_fsdp_qlora import AStarPOConfig
+from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues, describe_model, describe_reward, describe_sampling
+from trl_fsdp_qlora.telemetry.phases import PhaseTimer
 
-from .cache_worker import CONTEXT, items, main, open_values, true_rewards
 from .tiny import tiny_model
+
+CONTEXT = {"reference": 1, "sampling": 2, "rewards": [["r", "v"]]}
+
+
+def true_rewards(prompt_ids: list[int]) -> np.ndarray:
+    """The eight samples that the reference "draws" for a prompt, shape (8, 1)."""
+    bits = np.frombuffer(hashlib.sha256(repr(prompt_ids).encode()).digest()[:8], np.uint8)
+    return (bits % 3 == 0).astype(np.float64)[:, None]
+
+
+def open_values(folder: str, draw=None, context: dict = CONTEXT, **config) -> ReferenceValues:
+    """Stage 1 on `folder` without a model, with an adaptive plan of 2 to 8 samples."""
+    settings = {"value_samples_min": 2, "value_tolerance": 0.2, "disable_tqdm": True, **config}
+    args = AStarPOConfig("unused", value_cache=folder, use_cpu=True, bf16=False, report_to="none", **settings)
+    clock = PhaseTimer(torch.device("cpu"))
+    values = ReferenceValues(args, Accelerator(cpu=True), clock, torch.ones(1), ["r"], None, draw, lockstep=False)
+    values.open(lambda: context)
+    return values
+
+
+def items(values: ReferenceValues, n: int) -> dict[str, Item]:
+    return dict(values.items([{"prompt": str(i)} for i in range(n)], [[i] for i in range(n)]))
+
+
+def work(folder: str, seconds: float, n: int) -> None:
+    """A process of stage 1 that is killed. It notes each drawing, before its samples are stored, as a line of `FOLDER.log`: the
+    prompt, how many samples were stored, how many are drawn, and its own number."""
+
+    def draw(asked, counts, seed):
+        time.sleep(seconds)
+        drawn = []
+        for item, count in zip(asked, counts, strict=True):
+            had = len(values.rewards.get(values.items([item.row], [item.prompt_ids])[0][0], []))
+            with open(f"{folder}.log", "a") as log:  # one short write in append mode is atomic
+                log.write(f"{item.prompt_ids[0]} {had} {count} {os.getpid()}\n")
+            drawn.append(true_rewards(item.prompt_ids)[had : had + count])
+        return drawn
+
+    values = open_values(folder, draw)
+    values.fill(items(values, n))
+
 
 KEY = "a" * 64
 
@@ -76,7 +121,7 @@ def read_log(folder):
 
 def start(folder, n):
     """A worker process; forked, because a fresh interpreter would spend most of its life importing torch."""
-    process = multiprocessing.get_context("fork").Process(target=main, args=(folder, 0.03, n))
+    process = multiprocessing.get_context("fork").Process(target=work, args=(folder, 0.02, n))
     process.start()
     return process
 
@@ -127,17 +172,16 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
 def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
     row = {"prompt": "1+1=", "answer": 2}
 
-    def key(ids, row, context=CONTEXT):
-        return open_values(str(tmp_path), context=context).items([row], [ids])[0][0]
+    def key(ids=(1, 2), context=CONTEXT, **changes):
+        return open_values(str(tmp_path), context=context).items([{**row, **changes}], [list(ids)])[0][0]
 
-    variants = [key([1, 2], row), key([1, 2], row, {**CONTEXT, "sampling": 3}), key([1, 3], row)]
-    variants += [key([1, 2], {**row, "answer": answer}) for answer in (3, {b"2", b"3"})]
-    variants += [key([1, 2], {**row, "prompt": [{"role": "user", "content": "1+1="}]})]
+    variants = [key(), key(context={**CONTEXT, "sampling": 3}), key([1, 3]), key(answer=3), key(answer={b"2", b"3"})]
+    variants += [key(prompt=[{"role": "user", "content": "1+1="}])]
     assert len(set(variants)) == len(variants)
-    assert key([1, 2], dict(reversed(row.items()))) == variants[0]
-    assert key([1, 2], {**row, "answer": torch.tensor(2)}) == variants[0]
-    assert key([1, 2], {**row, "answer": {b"3", b"2"}}) == variants[4]
-    assert key([1, 2], Dataset.from_list([row]).with_format("numpy")[0]) == variants[0]
+    assert key(answer=torch.tensor(2)) == variants[0] and key(answer={b"3", b"2"}) == variants[4]
+    values = open_values(str(tmp_path))
+    for same in (dict(reversed(row.items())), Dataset.from_list([row]).with_format("numpy")[0]):
+        assert values.items([same], [[1, 2]])[0][0] == variants[0]
 
 
 def test_what_generate_samples_with_counts():
@@ -151,21 +195,17 @@ def test_what_generate_samples_with_counts():
     assert sampling() != before and sampling(typical_p=0.5)["typical_p"] == 0.5
 
 
-def test_the_reference_is_the_base_whatever_adapter_hangs_on_it(tmp_path):
-    base = describe_model(tiny_model())
+def test_the_reference_is_the_base_whatever_adapter_hangs_on_it_unless_that_is_part_of_the_reference(tmp_path):
+    base, small = describe_model(tiny_model()), LoraConfig(r=2, target_modules=["q_proj"])
     tiny_model().save_pretrained(tmp_path)
     assert describe_model(AutoModelForCausalLM.from_pretrained(tmp_path)) == base
-    for config in (LoraConfig(r=2, target_modules=["q_proj"]), LoraConfig(r=8, target_modules="all-linear")):
+    for config in (small, LoraConfig(r=8, target_modules="all-linear")):
         assert describe_model(get_peft_model(tiny_model(), config)) == base
-    assert describe_model(tiny_model(seed=1)) != base
-    assert describe_model(tiny_model().bfloat16()) != base
-
-
-def test_an_adapter_that_is_part_of_the_reference_counts():
-    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="ref")
+    assert base not in (describe_model(tiny_model(seed=1)), describe_model(tiny_model().bfloat16()))
+    model = get_peft_model(tiny_model(), small, adapter_name="ref")
     before = describe_model(model, "ref")
     assert before["weights"] != describe_model(model)["weights"]
-    model.add_adapter("default", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("default", small)
     assert describe_model(model, "ref") == before
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if ".ref." in name).add_(1)
@@ -180,22 +220,21 @@ class Scaler:
         return [scale or self.scale for _ in completions]
 
 
-def closure(scale):
-    return lambda completions, **kwargs: [scale for _ in completions]
-
-
-def partial(scale):
-    return functools.partial(Scaler(1.0).method, scale=scale)
-
-
 @pytest.mark.parametrize(
-    "make", [partial, lambda scale: Scaler(scale).method, closure], ids=["partial", "method", "closure"]
+    "make",
+    [
+        lambda scale: functools.partial(Scaler(1.0).method, scale=scale),
+        lambda scale: Scaler(scale).method,
+        lambda scale: lambda completions, **kwargs: [scale for _ in completions],
+    ],
+    ids=["partial", "method", "closure"],
 )
 def test_what_a_reward_was_built_with_counts(make):
-    assert describe_reward(make(1.0), "r", None) == describe_reward(make(1.0), "r", None)
-    assert describe_reward(make(1.0), "r", None) != describe_reward(make(2.0), "r", None)
-    assert describe_reward(make(1.0), "r", "v1") == describe_reward(make(2.0), "r", "v1")
-    assert describe_reward(make(1.0), "r", "v1") != describe_reward(make(1.0), "r", "v2")
+    def described(scale, version=None):
+        return describe_reward(make(scale), "r", version)
+
+    assert described(1.0) == described(1.0) != described(2.0)
+    assert described(1.0, "v1") == described(2.0, "v1") != described(1.0, "v2")
 
 
 def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_named(tmp_path, caplog):
@@ -205,9 +244,7 @@ def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_na
         return describe_reward(runpy.run_path(str(tmp_path / "user_rewards.py"))["reward"], "reward", None)
 
     assert described("len(text)") == described("len(text)") != described("2 * len(text)")
-    assert not caplog.text
-    space = {}
-    exec("def reward(completions, **_): return [1.0] * len(completions)", space)
+    exec("def reward(completions, **_): return [1.0] * len(completions)", space := {})
     describe_reward(space["reward"], "reward", "1")
     assert not caplog.text
     describe_reward(space["reward"], "reward", None)

@@ -1,7 +1,7 @@
 """A launcher in a child of the fork server, as on a shell: `agent.py torchrun ...`, `accelerate ...`, `trl-fsdp-qlora ...`.
 
-With `agent.py --fork ...` the scripts that it starts are forks of it, with the environment, output and session that it gives
-them: they need not import torch and TRL anew, which takes each several seconds.
+The scripts that it starts are forks of it, with the environment, output and session that it gives them: they need not import
+torch and TRL anew, which takes each several seconds.
 """
 
 import atexit
@@ -88,9 +88,7 @@ def _leave_parent(given: dict) -> None:
 
 def main() -> int | None:
     sys.argv = sys.argv[1:]
-    if sys.argv[0] == "--fork":
-        sys.argv = sys.argv[1:]
-        subprocess.Popen = subprocess_handler.Popen = Fork
+    subprocess.Popen = subprocess_handler.Popen = Fork
     if sys.argv[0] == "torchrun":
         from torch.distributed.run import main as launcher
     elif sys.argv[0] == "accelerate":

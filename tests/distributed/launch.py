@@ -37,13 +37,6 @@ def rank_environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return {**environment, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **(extra or {})}
 
 
-def fork_server():
-    """The context whose processes start with everything imported, one for all tests of this interpreter."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
-    return context
-
-
 class _Rank:
     """A script in a child of the fork server, with `Popen`'s names; its errors go to the log as well or to a file."""
 
@@ -56,21 +49,17 @@ class _Rank:
         errors: Path | None = None,
         cwd: Path = REPOSITORY,
     ):
-        streams = (str(log), None if errors is None else str(errors))
-        given = (script, arguments, dict(environment), streams, str(cwd))
-        self.process = fork_server().Process(target=_run_script, args=given)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.preload"])
+        given = (script, arguments, dict(environment), (str(log), errors and str(errors)), str(cwd))
+        self.process = context.Process(target=_run_script, args=given)
         self.process.start()
-        self.pid = self.process.pid
+        self.pid, self.wait = self.process.pid, self.process.join
 
     def poll(self) -> int | None:
         return self.process.exitcode
 
-    def wait(self) -> None:
-        self.process.join()
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.exitcode
+    returncode = property(poll)
 
 
 def _run_script(
@@ -87,6 +76,12 @@ def _run_script(
     sys.argv = [script, *arguments]
     sys.path[:0] = [str(Path(script).parent), str(REPOSITORY)]
     runpy.run_path(script, run_name="__main__")
+
+
+def _from_shell(words: Sequence[str], environment: Mapping[str, str], log: Path, errors: Path, cwd: Path):
+    with log.open("wb") as output, errors.open("wb") as complaints:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": complaints}
+        return subprocess.Popen(words, **streams, env=environment, cwd=cwd, start_new_session=True)
 
 
 def _end_all(processes: Sequence) -> None:
@@ -140,36 +135,6 @@ def _run(
     return results
 
 
-def run_group(
-    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], timeout: float, check: bool = True
-) -> list[tuple[int, str]]:
-    """`(exit code, output)` of commands run side by side, each `(arguments, environment)` in a process group of its own.
-
-    When one fails, the others get ten seconds to end by themselves and are then killed, which gives a negative code. With
-    `check` a code that is not zero raises.
-    """
-    return _run([partial(_start, *command) for command in commands], timeout, check)
-
-
-def _start(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    log: Path,
-    errors: Path | None = None,
-    cwd: Path = REPOSITORY,
-) -> subprocess.Popen:
-    with log.open("wb") as output, (log if errors is None else errors).open("ab") as complaints:
-        return subprocess.Popen(
-            arguments,
-            stdout=output,
-            stderr=subprocess.STDOUT if errors is None else complaints,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            cwd=cwd,
-            start_new_session=True,
-        )
-
-
 def _completed(start: Callable[..., object], words: Sequence[str], cwd: Path, timeout: float):
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder) / "errors.txt"
@@ -201,13 +166,14 @@ def run_launcher(
     """`accelerate ...` (without `launch`), `torchrun ...` or `trl-fsdp-qlora ...`; what it has started ends with it.
 
     Launcher and ranks have imported everything already, see agent.py. With `from_shell`, which is for accelerate alone, they
-    are started as a user's shell does: where the command line that the system knows of is asked for.
+    are started as a user's shell does: where a GPU is used, or the command line that the system knows of is asked for.
     """
     words, variables = list(map(str, words)), rank_environment(environment)
+    start = partial(_Rank, AGENT, words, variables)
     if from_shell:
-        typed = [sys.executable, "-m", "accelerate.commands.launch", *words[1:]]
-        return _completed(partial(_start, typed, variables), typed, cwd, timeout)
-    return _completed(partial(_Rank, AGENT, ["--fork", *words], variables), words, cwd, timeout)
+        words = [sys.executable, "-m", "accelerate.commands.launch", *words[1:]]
+        start = partial(_from_shell, words, variables)
+    return _completed(start, words, cwd, timeout)
 
 
 def accelerate_launch(
@@ -229,11 +195,10 @@ def launch(
     grace: float = 10,
     meanwhile: Callable[[Sequence], None] | None = None,
 ) -> list[tuple[int, str]]:
-    """Run a Python script on `processes` gloo ranks with torchrun's environment variables. See [`run_group`].
+    """`(exit code, output)` of a Python script on each of `processes` gloo ranks with torchrun's environment variables.
 
-    Args:
-        grace: seconds that the others have to end by themselves when one has failed.
-        meanwhile: is called with the processes that were started.
+    When one fails, the others have `grace` seconds to end by themselves and are then killed, which gives a negative code. With
+    `check` a code that is not zero raises. `meanwhile` is called with the processes that were started.
     """
     port, starts = str(free_port()), []
     for rank in map(str, range(processes)):

@@ -3,11 +3,13 @@
 import signal
 
 import pytest
+import torch
 
 pytest.importorskip("bitsandbytes")
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import launch
+from tests.fsdp2_qlora.runs import WORKER
 from tests.grpo.test_resume import assert_equal_runs
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.checkpoints import checkpoints
@@ -15,20 +17,20 @@ from trl_fsdp_qlora.checkpoints import checkpoints
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
-WORKER = "tests/fsdp2_qlora/resume_rank.py"
-
-
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Runs resume_rank.py in two processes; returns their exit codes."""
-    base = save_tiny_model(tmp_path_factory.mktemp("killed") / "base")
+    """Trains two ranks in a folder; returns their exit codes."""
+    base, out = save_tiny_model(tmp_path_factory.mktemp("killed") / "base"), tmp_path_factory.mktemp("out")
 
-    def start(output_dir, kill=("", ""), resume="") -> list[int]:
-        words, more = (base, output_dir, *kill, resume), {"environment": fsdp_environment(), "check": False}
+    def start(folder, kills="+", resume="") -> list[int]:
+        words = base, out, f"run=killed:kills={kills},resume={resume},into={folder}"
         # A rank whose peer is gone has to end by itself, well within a minute.
-        ranks = launch(WORKER, *words, timeout=240, grace=60, **more)
+        ranks = launch(WORKER, *words, timeout=240, grace=60, environment=fsdp_environment(), check=False)
         print(*(text for _, text in ranks))  # shown where the test fails
-        return [code for code, _ in ranks]
+        codes = [code for code, _ in ranks]
+        if codes == [0, 0]:
+            assert torch.load(out / "rank1.pt", weights_only=False)["run"] <= 0.52  # the base was sharded
+        return codes
 
     return start
 
@@ -40,11 +42,10 @@ def uninterrupted(train, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("kill", "resumes_at"), [(("", "step"), 6), (("saving", ""), 4)], ids=["step", "saving"])
-def test_killed_and_resumed_equals_uninterrupted(train, uninterrupted, tmp_path, kill, resumes_at):
+@pytest.mark.parametrize(("kills", "resumes_at"), [("+step", 6), ("saving+", 4)])
+def test_killed_and_resumed_equals_uninterrupted(train, uninterrupted, tmp_path, kills, resumes_at):
     run = tmp_path / "run"
-    codes = train(run, kill)
-    for code, cause in zip(codes, kill, strict=True):
+    for code, cause in zip(train(run, kills), kills.split("+"), strict=True):
         # The launcher would kill a rank that hangs.
         assert code == -signal.SIGKILL if cause else code not in (0, -signal.SIGKILL)
     assert checkpoints.last_complete_checkpoint(run).name == f"checkpoint-{resumes_at}"

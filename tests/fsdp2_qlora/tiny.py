@@ -8,7 +8,6 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -35,33 +34,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(
-    hidden: int = 64, layers: int = 2, intermediate: int = 128, likes_digits: bool = False, **config
-) -> PreTrainedModel:
+def make_model(hidden=64, layers=2, intermediate=128, likes_digits=False, **config) -> PreTrainedModel:
     """A Qwen3-architecture model with seeded weights.
 
     With `likes_digits` its completions are mostly numbers, which differ from prompt to prompt.
     """
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    values = {
-        "vocab_size": 64,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
+    values = {"vocab_size": 64, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    values |= {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": hidden // 4,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**{**values, **config}))
+    values |= {"tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, **config}
+    model = Qwen3ForCausalLM(Qwen3Config(**values))
     if likes_digits:
         with torch.no_grad():
-            model.lm_head.weight[tokenizer.convert_tokens_to_ids(list("0123456789"))] *= 4
+            model.lm_head.weight[make_tokenizer().convert_tokens_to_ids(list("0123456789"))] *= 4
     return model
 
 
@@ -75,27 +65,13 @@ def make_checkpoint(folder: str | Path, **shape) -> str:
 def make_hybrid(folder: str | Path) -> str:
     """Write a Qwen3.5-architecture checkpoint, one recurrent layer and one of attention; returns its path."""
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(make_checkpoint(folder)).to_dict()
-    shape = {name: config[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
-    recurrent = {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")}
-    heads = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    Qwen3_5ForCausalLM(
-        Qwen3_5TextConfig(
-            **shape,
-            **recurrent,
-            **heads,
-            num_hidden_layers=2,
-            layer_types=["linear_attention", "full_attention"],
-            max_position_embeddings=512,
-            pad_token_id=config["pad_token_id"],
-            eos_token_id=config["eos_token_id"],
-        )
-    ).save_pretrained(folder)
+    config = Qwen3_5TextConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=4, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"], max_position_embeddings=512, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    Qwen3_5ForCausalLM(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return str(folder)
 
 

@@ -3,12 +3,11 @@
 import json
 import os
 import shutil
-import sys
 
 import pytest
 import torch
 
-from tests.distributed.launch import REPOSITORY, rank_environment, run_group
+from tests.distributed.launch import REPOSITORY, run_launcher
 from tests.tiny import save_recipe_files
 
 pytestmark = [
@@ -42,8 +41,7 @@ def folder(tmp_path_factory):
 def launched(folder, output, recipe: str) -> dict:
     """A recipe under `accelerate launch` on one device; what `metrics.json` holds."""
     script, yaml, words = RECIPES[recipe]
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(REPOSITORY / "accelerate_configs" / "single_gpu.yaml")]
+    command = ["accelerate", "--config_file", str(REPOSITORY / "accelerate_configs" / "single_gpu.yaml")]
     command += [str(REPOSITORY / "recipes" / f"{script}.py")]
     command += ["--config", str(REPOSITORY / "recipes" / "small-base" / f"{yaml}.yaml")]
     command += ["--model_name_or_path", str(folder / "base"), "--dataset", str(folder / "data.jsonl")]
@@ -51,7 +49,9 @@ def launched(folder, output, recipe: str) -> dict:
     if script == "a_star_po":
         command += ["--value_cache", str(folder / "values")]
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    run_group([(command, rank_environment({"CUDA_VISIBLE_DEVICES": device}))], timeout=280)
+    environment = {"CUDA_VISIBLE_DEVICES": device}
+    run = run_launcher(*command, cwd=REPOSITORY, environment=environment, from_shell=True)
+    assert run.returncode == 0, run.stdout + run.stderr
     return json.loads((output / "metrics.json").read_text())
 
 

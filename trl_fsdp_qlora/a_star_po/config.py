@@ -12,7 +12,6 @@ from .objectives import OBJECTIVES
 
 logger = get_logger(__name__)
 
-UNSEEN_PROMPTS = ("estimate", "refuse")
 # What only GRPO's ratio, clip, group statistics and choice of tokens read.
 _UNUSED = (
     "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "scale_rewards",
@@ -105,7 +104,7 @@ class AStarPOConfig(EfficientGRPOConfig):
         "estimate",
         "What stage 2 does with a prompt that stage 1 never saw: 'estimate' its value then, with one line "
         "that says so, or 'refuse'.",
-        choices=UNSEEN_PROMPTS,
+        choices=("estimate", "refuse"),
     )
     filter_all_failed: bool = option(
         False, "Leave out of stage 2 the prompts whose reference samples all got the lowest reward (0)."

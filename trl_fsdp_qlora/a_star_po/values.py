@@ -149,9 +149,7 @@ class ReferenceValues:
 
     def estimate(self, dataset: Dataset) -> Report:
         """Stage 1 for every row of `dataset`; interrupted at any time, it continues where it stopped."""
-        started, items = time.perf_counter(), {}
-        for start in range(0, len(dataset), 1000):
-            items |= dict(self.items(as_loaded(dataset, range(start, min(start + 1000, len(dataset))))))
+        started, items = time.perf_counter(), dict(self.items(as_loaded(dataset)))
         report = self.fill(items)
         self.estimated = True
         report.seconds = time.perf_counter() - started
@@ -225,7 +223,7 @@ class ReferenceValues:
         Raises:
             ValueError: some are not sampled yet, or too few are left.
         """
-        keys = [key for key, _ in self.items(as_loaded(dataset, range(len(dataset))))]
+        keys = [key for key, _ in self.items(as_loaded(dataset))]
         if missing := self._missing(keys):
             raise ValueError(
                 f"filter_all_failed needs the values of {len(missing)} prompts, which a sharded model cannot sample before "
@@ -259,9 +257,10 @@ class ReferenceValues:
         return torch.tensor([self.known[key] for key, _ in items], dtype=torch.float32)
 
 
-def as_loaded(dataset: Dataset, indices: range) -> list[dict]:
+def as_loaded(dataset: Dataset) -> list[dict]:
     """Rows as a data loader gets them: in the dataset's format, through its transform."""
-    return dataset.__getitems__(list(indices)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in indices]
+    every = range(len(dataset))
+    return dataset.__getitems__(list(every)) if hasattr(dataset, "__getitems__") else [dataset[i] for i in every]
 
 
 def digest(value) -> str:

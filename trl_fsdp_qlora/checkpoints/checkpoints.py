@@ -50,9 +50,7 @@ _TRAINING = [
     "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim", "optim_args", "seed", "warmup_ratio",
     "warmup_steps", "weight_decay",
 ]  # fmt: skip
-_LAYOUT = [
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
-]  # fmt: skip
+_LAYOUT = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
 # Of a method's own config, what completions are not made by.
 _BESIDE = re.compile(
     r"vllm_(?!importance)|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|model_init"
@@ -76,19 +74,19 @@ def why_incomplete(checkpoint: str | Path) -> str | None:
     A folder that stock TRL wrote has no manifest; it is whole when its trainer state is there, which is written last.
     """
     checkpoint = Path(checkpoint)
+    if not checkpoint.is_dir():
+        return "there is no such folder"
     try:
         if not (checkpoint / MANIFEST).exists():
             if any(checkpoint.glob("rollouts_*")) or not (checkpoint / TRAINER_STATE_NAME).exists():
                 return f"it has no {MANIFEST}: the run ended while it was being written or removed"
             read_json(checkpoint / TRAINER_STATE_NAME)
             return None
-        content = read_json(checkpoint / MANIFEST)
-        if content.get("format") != _FORMAT:
+        if (content := read_json(checkpoint / MANIFEST)).get("format") != _FORMAT:
             return f"its {MANIFEST} is of another version of this package"
         for name, size in content["files"].items():
-            path = checkpoint / name
-            if not path.is_file() or path.stat().st_size != size:
-                return f"its file {name} has not {size} bytes" if path.exists() else f"its file {name} is missing"
+            if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
+                return f"its file {name} has not {size} bytes"
     except CheckpointError as error:
         return str(error)
     return None
@@ -107,11 +105,8 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
 def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
     """The steps of the run that `checkpoint` is the end of, or `None` where there are steps left to do."""
     state = read_json(Path(checkpoint) / TRAINER_STATE_NAME)
-    if args.max_steps > 0:
-        done = state["global_step"] >= args.max_steps
-    else:
-        done = (state.get("epoch") or 0.0) >= args.num_train_epochs
-    return state["global_step"] if done else None
+    by_epochs = args.max_steps <= 0 and (state.get("epoch") or 0.0) >= args.num_train_epochs
+    return state["global_step"] if by_epochs or 0 < args.max_steps <= state["global_step"] else None
 
 
 def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | None:
@@ -133,15 +128,9 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | N
                 "use resume_from_checkpoint=auto to start afresh where there is none"
             )
         return None if found is None else str(found)
-    if not Path(resume).is_dir():
-        raise CheckpointError(f"resume_from_checkpoint={resume}: no such folder")
-    reason = why_incomplete(resume)
-    if reason is not None:
+    if (reason := why_incomplete(resume)) is not None:
         last = last_complete_checkpoint(Path(resume).parent)
-        raise CheckpointError(
-            f"checkpoint {resume} is not whole: {reason}."
-            + (f" The last complete one is {last}." if last else " No complete one lies beside it.")
-        )
+        raise CheckpointError(f"checkpoint {resume} is not whole: {reason}; the last complete one beside it is {last}")
     return str(resume)
 
 
@@ -216,11 +205,8 @@ def _data(dataset: Any) -> str:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`name: old -> new` for each name that both know and that differs."""
-    return [
-        f"{name}: {str(before[name])[:120]} -> {str(now[name])[:120]}"
-        for name in sorted(before.keys() & now.keys())
-        if before[name] != now[name]
-    ]
+    changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
+    return [f"{name}: {str(before[name])[:120]} -> {str(now[name])[:120]}" for name in changed]
 
 
 def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
@@ -265,11 +251,7 @@ class WholeCheckpoints:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the output folder for this run.
-
-        Raises:
-            CheckpointError: it cannot be written, or another process holds it.
-        """
+        """Hold the output folder for this run, see [`hold`]."""
         on_main(lambda: hold(self._lock), self.args.should_save)
         try:
             yield
@@ -296,19 +278,12 @@ class WholeCheckpoints:
             self._resolved = on_main(resolve, self.args.should_save)
         return self._resolved
 
-    def say_finished(self, steps: int) -> None:
-        if self.accelerator.is_main_process:
-            run = f"the run in {self.args.output_dir} is finished ({steps} steps): nothing is trained"
-            logger.warning("%s. Raise max_steps or num_train_epochs, or set another output_dir", run)
-
     @contextmanager
     def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any]) -> Iterator[None]:
-        """Around the trainer's own writing of `checkpoint`, which goes to `self.staging` meanwhile.
+        """Around the trainer's own writing of `checkpoint`, which goes to `self.staging` meanwhile; older ones are removed only then.
 
-        Args:
-            checkpoint: folder that is there when the block has ended; older ones are removed only then.
-            state: of the trainer; its best checkpoint is named as it will be called.
-            rollouts: this rank's unused completions, as [`load_rollouts`] gives them back.
+        In the trainer's `state` the best checkpoint is named as it will be called. `rollouts` are this rank's unused completions, as
+        [`load_rollouts`] gives them back.
         """
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         staging = checkpoint.parent / STAGING / checkpoint.name
@@ -332,8 +307,8 @@ class WholeCheckpoints:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
-            kept = self.args.save_total_limit, state.best_model_checkpoint
-            rotate_checkpoints(str(checkpoint.parent), *kept, use_mtime=True)
+            best = state.best_model_checkpoint
+            rotate_checkpoints(str(checkpoint.parent), self.args.save_total_limit, best, use_mtime=True)
         self.accelerator.wait_for_everyone()
 
     def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:

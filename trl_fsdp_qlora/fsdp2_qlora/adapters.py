@@ -47,20 +47,15 @@ def _gathered(tensors: dict) -> dict:
 def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`whole`, which every rank has, cut and placed as `target` is."""
     whole = whole.to(target.dtype)
-    if not isinstance(target, DTensor):
-        return whole.to(target.device)
-    mesh = target.device_mesh
-    sharded = distribute_tensor(whole.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
-    return sharded.to(target.device)  # another device than the mesh's under CPU offloading
+    if isinstance(target, DTensor):
+        mesh = target.device_mesh
+        whole = distribute_tensor(whole.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
+    return whole.to(target.device)  # another device than the mesh's under CPU offloading
 
 
 def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
-    """Gather the adapter weights and nothing of the base. Collective.
-
-    Returns:
-        On rank 0 the whole adapter weights on the CPU under the model's parameter names, ready for
-        `model.save_pretrained(..., state_dict=...)`; elsewhere an empty dictionary.
-    """
+    """The whole adapter weights by the model's parameter names, on rank 0 and the CPU, ready for `model.save_pretrained(...,
+    state_dict=...)`; elsewhere an empty dictionary. Nothing of the base is gathered. Collective."""
     return _gathered(_adapter_parameters(model))
 
 

@@ -9,7 +9,7 @@ replica, holds the base once; with one replica per node, weights are gathered in
 cross the network. Plain FSDP2 is one replica of all ranks.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,10 @@ class BaseNotSharded(RuntimeError):
 
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _replace(model: nn.Module, new_by_old: dict[int, nn.Parameter]) -> None:
@@ -63,23 +67,18 @@ def broadcast_trainable(
 
 def broadcast_buffers(model: nn.Module, device: torch.device) -> None:
     """Give every rank rank 0's buffers (rotary frequencies and the like), persistent or not."""
-    dtypes = [{name: buffer.dtype for name, buffer in model.named_buffers()}]
-    dist.broadcast_object_list(dtypes, src=0)
-    for module_name, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            dtype = dtypes[0][f"{module_name}.{name}".lstrip(".")]
-            data = torch.empty_like(buffer, dtype=dtype, device=device) if buffer.is_meta else buffer.to(device, dtype)
-            dist.broadcast(data, src=0)
-            module._buffers[name] = data
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    sent = [{name: buffer.cpu() for name, buffer in buffers.items()} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sent, src=0)
+    for name, buffer in sent[0].items():
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module)._buffers[own] = buffer.to(device)
 
 
 def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
     """Pack the base on the reading ranks and put every frozen weight of every rank on the meta device. Collective.
 
-    Returns:
-        On a source, which will send its replica the weights, those by name; elsewhere an empty dictionary.
+    Returns the weights by name on a source, which will send them to its replica; elsewhere an empty dictionary.
 
     Raises:
         RuntimeError: the other ranks' model has other weights than rank 0's.
@@ -112,10 +111,8 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
 def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch.device, offload: bool) -> None:
     """Replace every meta shard by data: a replica's source sends each of its ranks its rows of each weight. Collective.
 
-    Args:
-        source: what [`detach_source`] returned; emptied on the way, so the whole copy goes away weight by weight.
-        device: of the process group's tensors.
-        offload: leave the shards in host memory (CPU offloading).
+    `source` is what [`detach_source`] returned; it is emptied on the way, so the whole copy goes away weight by weight. With
+    `offload` the shards stay in host memory, otherwise they lie on the `device` of the process group's tensors.
     """
     new_by_old = {}
     for name, parameter in model.named_parameters():
@@ -125,13 +122,11 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
         replica = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
         rows = -(-parameter.shape[0] // len(replica))
         if dist.get_rank() == replica[0]:
-            whole = source.pop(plain_name(name))
-            local = whole[:rows].to(device, copy=True)
-            for place, peer in enumerate(replica[1:], 1):
-                piece = whole[place * rows : (place + 1) * rows]
-                if piece.numel():
-                    dist.send(piece.to(device).contiguous(), dst=peer)
-            del whole
+            pieces = source.pop(plain_name(name)).split(rows)
+            local = pieces[0].to(device, copy=True)
+            for peer, piece in zip(replica[1:], pieces[1:], strict=False):  # the last ranks may have no row
+                dist.send(piece.to(device).contiguous(), dst=peer)
+            del pieces
         else:
             local = torch.empty(parameter.data.to_local().shape, dtype=parameter.dtype, device=device)
             if local.numel():
@@ -151,19 +146,14 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
     """
     if per_replica == dist.get_world_size():
         return
-    sums = {}
+    sums, every = {}, [None] * dist.get_world_size()
     for name, parameter in _frozen(model).items():
-        if not isinstance(parameter, DTensor):
-            continue
         # The sum of its bytes, the even ones twice: swapped neighbours differ, too.
-        data = parameter.to_local().detach().contiguous().view(-1).view(torch.uint8)
+        data = _local(parameter).detach().contiguous().view(-1).view(torch.uint8)
         sums[name] = (data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64)).item()
-    every = [None] * dist.get_world_size()
     dist.all_gather_object(every, sums)
-    differing = [
-        name for name in sums if any(of[name] != every[rank % per_replica][name] for rank, of in enumerate(every))
-    ]
-    if differing:
+    pairs = [(found, every[rank % per_replica]) for rank, found in enumerate(every)]
+    if differing := [name for name in sums if any(found[name] != first[name] for found, first in pairs)]:
         raise ReplicasDiffer(
             f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {differing[0]}): the nodes "
             "loaded different files under the same name. Copy one node's folder to the others, or set the recipe's "
@@ -183,21 +173,20 @@ class BaseBytes:
     other_full: int
     world_size: int
 
+    def to_dict(self) -> dict[str, float]:
+        return {**asdict(self), "ratio": self.ratio}
+
     @property
     def ratio(self) -> float:
         """Local over full bytes of the 4-bit base, quantization state on both sides."""
         return self.quantized_local / self.quantized_full
 
     def __str__(self) -> str:
-        mib = 2**20
+        local, full, state, *others = (count / 2**20 for count in astuple(self))
         return (
-            f"4-bit base: {self.quantized_local / mib:.2f} of {self.quantized_full / mib:.2f} MiB on this rank (ratio "
-            f"{self.ratio:.3f} on {self.world_size} ranks; quantization state is {self.state_full / self.quantized_full:.1%} "
-            f"of it); other frozen weights: {self.other_local / mib:.2f} of {self.other_full / mib:.2f} MiB"
+            f"4-bit base: {local:.2f} of {full:.2f} MiB on this rank (ratio {self.ratio:.3f} on {self.world_size} ranks; "
+            f"quantization state is {state / full:.1%} of it); other frozen weights: {others[0]:.2f} of {others[1]:.2f} MiB"
         )
-
-    def to_dict(self) -> dict[str, float]:
-        return {**asdict(self), "ratio": self.ratio}
 
 
 def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
@@ -212,14 +201,13 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     for experts in packed_experts(model).values():
         packed += [(getattr(experts, name), experts.num_experts, layout) for name, layout in experts.layouts.items()]
     known = {id(parameter) for parameter, *_ in packed}
-    others = [p for p in model.parameters() if not p.requires_grad and id(p) not in known]
-    here = {id(p): p.to_local() if isinstance(p, DTensor) else p for p in [*others, *(p for p, *_ in packed)]}
+    others = [p for p in _frozen(model).values() if id(p) not in known]
     measured = BaseBytes(
         # Of the storage, not of the view: a shard that is a view into the whole weight would not be a shard.
-        sum(here[id(parameter)].untyped_storage().nbytes() for parameter, *_ in packed),
+        sum(_local(parameter).untyped_storage().nbytes() for parameter, *_ in packed),
         sum(parameter.numel() for parameter, *_ in packed),
         sum(rows * layout.state_bytes for _, rows, layout in packed),
-        sum(here[id(parameter)].nbytes for parameter in others),
+        sum(_local(parameter).nbytes for parameter in others),
         sum(parameter.numel() * parameter.element_size() for parameter in others),
         world_size,
     )

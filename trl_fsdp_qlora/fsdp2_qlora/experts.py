@@ -70,16 +70,14 @@ class PackedExperts(nn.Module):
         first = "gate_up_proj" if self.has_gate else "up_proj"
         inputs = hidden_states if self.compute_dtype is None else hidden_states.to(self.compute_dtype)
         inputs = inputs[order_S // k]
-        outputs, start = [], 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            hidden = self._project(first, expert, inputs[start : start + count])
-            hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-            hidden = self._project("down_proj", expert, hidden)
-            outputs.append(self.post_expert_norm(hidden) if self.has_post_expert_norm else hidden)
-            start += count
-        out_S = torch.cat(outputs) if outputs else inputs[:0]
+        outputs = [inputs[:0]]  # for no tokens at all
+        for expert, x in enumerate(inputs.split(counts)):
+            if len(x):
+                hidden = self._project(first, expert, x)
+                hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+                hidden = self._project("down_proj", expert, hidden)
+                outputs.append(self.post_expert_norm(hidden) if self.has_post_expert_norm else hidden)
+        out_S = torch.cat(outputs)
         out_S = out_S * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
         # Each token's k results side by side, summed in a fixed order.
         out = torch.empty_like(out_S).index_copy(0, order_S, out_S)

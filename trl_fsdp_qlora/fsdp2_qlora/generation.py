@@ -27,10 +27,10 @@ def bytes_to_gather(model: nn.Module) -> int:
     """Bytes that [`gathered`] adds on this rank: what of each weight is not here yet, in the dtype it is gathered in."""
     total = 0
     for parameter in (parameter for group in param_groups(model) for parameter in group.fsdp_params):
-        dtype = parameter.sharded_param.dtype
-        if dtype.is_floating_point:  # integers, so the packed base, are never cast
-            dtype = parameter.mp_policy.param_dtype or dtype
-        total += parameter.sharded_param.numel() * dtype.itemsize
+        shard = parameter.sharded_param
+        # Integers, so the packed base, are never cast.
+        cast = parameter.mp_policy.param_dtype if shard.is_floating_point() else None
+        total += shard.numel() * (cast or shard.dtype).itemsize
     return total
 
 
@@ -44,10 +44,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
-    """`"once"` or `"per_layer"`, the same on every rank. Collective under `"auto"`.
-
-    `"auto"` takes `"once"` where the weights fit into half of the free memory of every rank.
-    """
+    """`"once"` or `"per_layer"`, the same on every rank; `"auto"`, which is collective, asks for room for the weights in half of the
+    free memory of every rank."""
     if mode != "per_layer" and misfit() is not None:
         logger.warning_once("weights are gathered layer by layer, as torch does: %s", misfit())
         return "per_layer"
@@ -65,10 +63,9 @@ def is_gathered(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keep every weight of an FSDP2 model gathered inside the block, for forward passes without gradient.
+    """Keep every weight of an FSDP2 model gathered inside the block, for forward passes without gradient. Every rank has to enter.
 
-    Each unit's own reshard setting comes back and its weights are resharded at the end, also after an exception. Every
-    rank has to enter. A block inside another one does nothing.
+    Each unit's own reshard setting comes back and its weights are resharded at the end. A block inside another one does nothing.
     """
     groups = units(model)
     if not groups or is_gathered(model):
@@ -92,16 +89,14 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 def reshard(model: nn.Module) -> None:
     """Put every weight into its sharded state: an evaluation leaves the last unit gathered, in the compute dtype."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module, _ in units(model):
+        module.reshard()
 
 
 def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
-    """Gather once for all micro-batches of an optimizer step instead of twice for each.
+    """Gather once for all micro-batches of an optimizer step instead of twice for each; call before each micro-batch.
 
-    Call before each micro-batch. The weights are given back after the last one's backward pass. Costs the memory of
-    the whole 4-bit base on every rank.
+    The weights are given back after the last one's backward. Costs the memory of the whole 4-bit base on every rank.
     """
     for module, _ in units(model):
         module.set_reshard_after_forward(False, recurse=False)

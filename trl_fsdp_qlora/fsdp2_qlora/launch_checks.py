@@ -23,11 +23,8 @@ def is_fsdp2_launch() -> bool:
 
 
 def check_launch(quantization_config=None, zero_stage: int | None = None) -> None:
-    """Refuse what is known not to work. Reads the environment that `accelerate launch` made of its config.
-
-    Args:
-        quantization_config: `BitsAndBytesConfig` of the run, or `None`.
-        zero_stage: DeepSpeed's ZeRO stage, or `None` where DeepSpeed is not used.
+    """Refuse what is known not to work, by the environment that `accelerate launch` made of its config, the run's
+    `BitsAndBytesConfig` and DeepSpeed's stage, each `None` where there is none.
 
     Raises:
         LaunchError: with the line to change.
@@ -41,11 +38,10 @@ def check_launch(quantization_config=None, zero_stage: int | None = None) -> Non
             "base, and reloading its adapter was never verified. Launch with --accelerate_config fsdp2_qlora (shards the base), "
             "or set `zero_stage: 2` in the accelerate config (every rank keeps the base)"
         )
-    fsdp_version = os.environ.get("FSDP_VERSION", "1")
-    if is_fsdp_launch() and fsdp_version != "2":
+    if is_fsdp_launch() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise LaunchError(
-            f"fsdp_version is {fsdp_version} (which is the default): FSDP1 flattens weights into one dtype and cannot "
-            "shard a quantized base beside an adapter. In the accelerate config, under fsdp_config, set `fsdp_version: 2`"
+            "fsdp_version is 1 (which is the default): FSDP1 flattens weights into one dtype and cannot shard a quantized base "
+            "beside an adapter. In the accelerate config, under fsdp_config, set `fsdp_version: 2`"
         )
     if is_fsdp_launch() and eight_bit:
         raise LaunchError(
@@ -54,13 +50,10 @@ def check_launch(quantization_config=None, zero_stage: int | None = None) -> Non
         )
 
 
-def check_reference(needs_reference: bool, transformers_version: str | None = None) -> None:
-    """Refuse a separate reference model (full fine-tuning with a KL term) where the other ranks' copy of it would be zeros.
-
-    With rank-0 loading, transformers before 5.23 leaves zeros on the other ranks and counts on a broadcast, which TRL
-    does for the policy and not for the reference model.
-    """
-    found = transformers_version or version("transformers")
+def check_reference(needs_reference: bool) -> None:
+    """Refuse a separate reference model (full fine-tuning with a KL term) where the other ranks' copy of it would be zeros: with
+    rank-0 loading, transformers before 5.23 counts on a broadcast, which TRL does for the policy alone."""
+    found = version("transformers")
     loads_on_rank_0 = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
     if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(found) < Version("5.23"):
         raise LaunchError(

@@ -6,8 +6,9 @@ and the piece of checkpoint being read, that of every other rank is its shard, a
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from accelerate import PartialState
@@ -15,11 +16,8 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-from transformers.utils import logging
 
 from ..compat.transformers import model_class
-
-logger = logging.get_logger(__name__)
 
 
 def reads_checkpoint(rank: int) -> bool:
@@ -56,18 +54,16 @@ def experts_in_16_bit(model: nn.Module) -> str | None:
         return None
     from .experts import dense_experts
 
-    known, left, unknown = set(dense_experts(model).values()), 0, set()
+    known, left = set(dense_experts(model).values()), Counter()
     for module in model.modules():
         if module in known or "Expert" in type(module).__name__:
-            size = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
-            unknown |= {type(module).__name__} if size and module not in known else set()
-            left += size
-    if not left:
+            left[type(module).__name__] += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
+    if not left.total():
         return None
-    change = "a model given by its name in 4 bits, or loaded inside experts_in_4bit(), has them in 4 bit"
-    if unknown:
-        change = f"what {' and '.join(sorted(unknown))} holds has no 4-bit form here"
-    return f"{2 * left / 2**30:.2f} GiB of experts stay in 16 bit; {change} (docs/fsdp2_qlora.md)"
+    how = (
+        "in 4 bit are those, if they have such a form, of a model given by its name or loaded inside experts_in_4bit()"
+    )
+    return f"{2 * left.total() / 2**30:.2f} GiB of experts stay in 16 bit ({', '.join(+left)}); {how} (docs/fsdp2_qlora.md)"
 
 
 @experts_in_4bit()
@@ -90,10 +86,8 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     dtype = from_pretrained.pop("dtype", torch.bfloat16)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     from_pretrained.pop("device_map", None)
-    attention = from_pretrained.pop("attn_implementation", None)
-    config = AutoConfig.from_pretrained(
-        model_id, **{k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
-    )
+    named = {k: v for k, v in from_pretrained.items() if k in ("revision", "trust_remote_code", "token")}
+    config = AutoConfig.from_pretrained(model_id, **named)
     stored = getattr(config, "quantization_config", None)
     in_4bit = stored is not None or getattr(quantization_config, "load_in_4bit", False)
     if not in_4bit or (stored or {}).get("quant_method", "bitsandbytes") != "bitsandbytes":
@@ -102,32 +96,22 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
             "BitsAndBytesConfig(load_in_4bit=True) with a checkpoint in 16 bit, or take one that bitsandbytes has quantized"
         )
     if reads_checkpoint(PartialState().process_index):
-        if attention is not None:
-            from_pretrained["attn_implementation"] = attention
         if quantization_config is not None:
             from_pretrained["quantization_config"] = quantization_config
         return model_class(config).from_pretrained(model_id, dtype=dtype, device_map={"": "cpu"}, **from_pretrained)
-    model = _skeleton(config, quantization_config, stored, dtype, attention)
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(model_id, revision=from_pretrained.get("revision"))
-    except OSError:
-        logger.info(f"{model_id} has no generation config; the model config's values are used, as on rank 0")
-    return model
-
-
-def _skeleton(config, quantization_config, stored, dtype, attention) -> PreTrainedModel:
-    """The quantized model's modules without data. Shapes and dtypes that differ from rank 0's are replaced by its."""
-    if stored is not None and quantization_config is not None:
-        stored = AutoHfQuantizer.merge_quantization_configs(stored, quantization_config)
-    quantizer = AutoHfQuantizer.from_config(stored or quantization_config, pre_quantized=stored is not None)
-    if dtype == "auto":
-        dtype = config.dtype or torch.float32
-    options = {} if attention is None else {"attn_implementation": attention}
+    # The quantized model's modules without data. Shapes and dtypes that differ from rank 0's are replaced by its.
+    how = quantization_config
+    if stored is not None:
+        how = stored if how is None else AutoHfQuantizer.merge_quantization_configs(stored, how)
+    quantizer = AutoHfQuantizer.from_config(how, pre_quantized=stored is not None)
+    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    attention = {name: value for name, value in from_pretrained.items() if name == "attn_implementation"}
     with torch.device("meta"):
-        model = model_class(config).from_config(config, dtype=dtype, **options)
+        model = model_class(config).from_config(config, dtype=dtype, **attention)
         quantizer.preprocess_model(model=model, device_map={"": "cpu"}, dtype=dtype)
     model.tie_weights()
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
-    model.eval()
-    return model
+    with suppress(OSError):  # there is none: the model config's values are used, as on rank 0
+        model.generation_config = GenerationConfig.from_pretrained(model_id, revision=from_pretrained.get("revision"))
+    return model.eval()

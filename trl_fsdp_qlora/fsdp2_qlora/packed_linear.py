@@ -77,8 +77,7 @@ class ByteLayout:
 
 def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
     """A quantized layer's weight and quantization state as one uint8 vector `(layout.total_bytes,)` on its device."""
-    weight, state = layer.weight, layer.weight.quant_state
-    data = weight.data
+    data, state = layer.weight.data, layer.weight.quant_state
     if getattr(state, "packing_format_for_cpu", False):  # repacked for inference on AVX512-BF16
         data, state = _convert_weight_packed_for_cpu_inverse(data, state)
     return state_to_bytes(data, state)
@@ -170,19 +169,10 @@ def quantized_layers(model: nn.Module) -> dict[str, Linear4bit]:
 
 
 def pack_model(model: nn.Module) -> dict[str, ByteLayout]:
-    """Convert every quantized `Linear4bit` of `model` in place; the layout of each 4-bit layer by name.
-
-    Raises:
-        ValueError: a layer has not been quantized yet.
-    """
+    """Convert every quantized `Linear4bit` of `model` in place; the layout of each 4-bit layer by name."""
     layouts = {}
     for name, layer in quantized_layers(model).items():
         if not isinstance(layer, PackedLinear4bit):
-            if getattr(layer.weight, "quant_state", None) is None:
-                raise ValueError(
-                    f"{name} is a Linear4bit whose weight was never quantized; load the model with "
-                    "from_pretrained(..., quantization_config=...) or move it to its device first"
-                )
             convert_layer(layer, *to_bytes(layer))
         layer._unpacked = None  # views from before would keep the whole weight alive beside the shard
         layouts[name] = layer.layout

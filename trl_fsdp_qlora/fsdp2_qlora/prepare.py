@@ -32,13 +32,12 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
     copy. Adapters start as rank 0's. Afterwards the bytes that each rank holds are measured and logged.
 
     Args:
-        accelerator: the accelerator, before `prepare` was called with the model.
-        adapter_dtype: dtype in which trainable weights and their optimizer states are kept. The compute dtype is that of
-            the mixed precision. Float32 by default: AdamW's updates are mostly smaller than bfloat16 resolves.
+        accelerator: before `prepare` was called with the model.
+        adapter_dtype: of trainable weights and their optimizer states, which the compute dtype is not: AdamW's updates are mostly
+            smaller than bfloat16 resolves.
 
     Raises:
-        BaseNotSharded: from `prepare`, where a rank holds more than its share of the base.
-        ReplicasDiffer: from `prepare` under HSDP, where the nodes loaded different weights.
+        BaseNotSharded, ReplicasDiffer: from `prepare`, where a rank holds more than its share, or nodes loaded different weights.
     """
     if getattr(accelerator.prepare, "shards_quantized_base", False):
         return
@@ -77,13 +76,10 @@ def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
 
 
 def _own_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractContextManager:
-    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`.
+    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`; `reduce_dtype` is a quantized base's.
 
     Accelerate's own policy rounds what modules return, log-probabilities among them, and the gradients that are summed over the
     ranks to the compute dtype: 8 bits in bfloat16, where DDP keeps 24.
-
-    Args:
-        reduce_dtype: of the sums, for a quantized base; `None` leaves them to the policy, and the loading to accelerate.
     """
     policy, settings = plugin.mixed_precision_policy, {}
     if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
@@ -95,14 +91,7 @@ def _own_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractCo
 
 
 def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, kwargs):
-    from .distribute import (
-        broadcast_buffers,
-        broadcast_trainable,
-        check_replicas,
-        detach_source,
-        fill_shards,
-        measure_base,
-    )
+    from . import distribute
     from .packed_linear import pack_model
 
     if misfit() is not None:
@@ -112,7 +101,7 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
         )
     plugin, device, mesh = accelerator.state.fsdp_plugin, accelerator.device, accelerator.parallelism_config
     optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
-    broadcast_trainable(model, optimizers, adapter_dtype, device)
+    distribute.broadcast_trainable(model, optimizers, adapter_dtype, device)
     per_replica = accelerator.num_processes if mesh is None else mesh.dp_shard_size
     on_meta = [None] * accelerator.num_processes
     dist.all_gather_object(on_meta, any(parameter.is_meta for parameter in model.parameters()))
@@ -122,16 +111,16 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
             "was known. Write the mesh into the accelerate config (`parallelism_config`), not into the trainer's arguments"
         )
     if any(on_meta):
-        broadcast_buffers(model, device)
-        source = detach_source(model, accelerator.process_index % per_replica == 0)
+        distribute.broadcast_buffers(model, device)
+        source = distribute.detach_source(model, accelerator.process_index % per_replica == 0)
     else:
         pack_model(model)
     with _own_settings(plugin, adapter_dtype), integer_shards(model):
         result = stock_prepare(*args, **kwargs)
     if any(on_meta):
-        fill_shards(model, source, device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
-    check_replicas(model, per_replica)
-    model.base_bytes = measure_base(model, per_replica)
+        distribute.fill_shards(model, source, device, isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+    distribute.check_replicas(model, per_replica)
+    model.base_bytes = distribute.measure_base(model, per_replica)
     logger.info(str(model.base_bytes), main_process_only=False)
     return result
 

@@ -12,24 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.utils import logging
 
 from ..compat.replaced import replaced
 from ..compat.transformers import no_optimizer_read
 from .adapters import gather_adapter, gather_optimizer, has_sharded_adapter, load_adapter, load_optimizer
 from .generation import gathered_as, keep_gathered
 from .prepare import shard_quantized_base
-
-if TYPE_CHECKING:
-    from .distribute import BaseBytes
-
-logger = logging.get_logger(__name__)
 
 
 class ShardedQLoRAMixin:
@@ -40,8 +33,9 @@ class ShardedQLoRAMixin:
         shard_quantized_base(self.accelerator)
 
     @property
-    def base_bytes(self) -> "BaseBytes | None":
-        """Bytes of the base on this rank, measured when the model was prepared; `None` where it is not sharded."""
+    def base_bytes(self):
+        """[`trl_fsdp_qlora.fsdp2_qlora.distribute.BaseBytes`] of this rank, measured when the model was prepared; `None` where the base
+        is not sharded."""
         return getattr(self.model, "base_bytes", None)
 
     def training_step(self, model, *args, **kwargs):
@@ -123,12 +117,10 @@ class ShardedQLoRAMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
-        files = [Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
-        if all(file.is_file() for file in files):
-            load_optimizer(self.optimizer, torch.load(files[0], map_location="cpu", weights_only=True))
-            self.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
-        else:
-            logger.warning(f"{checkpoint} holds no {OPTIMIZER_NAME} and {SCHEDULER_NAME}: the optimizer starts anew")
+        optimizer, schedule = (Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        if optimizer.is_file() and schedule.is_file():  # without them it starts anew, as in transformers
+            load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
         # What a trainer restores beside it (TRL its entropy controller) it restores as always.
         with no_optimizer_read():
             super()._load_optimizer_and_scheduler(checkpoint)

@@ -317,7 +317,10 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         # Transformers looks whether a run is over after a step: one that was over would do one more.
         if self.state.global_step < max_steps:
             return begins
-        self.checkpointing.say_finished(self.state.global_step)
+        finished = (
+            f"the run in {self.args.output_dir} is finished ({self.state.global_step} steps): nothing is trained"
+        )
+        logger.warning(f"{finished}. Raise max_steps or num_train_epochs, or set another output_dir")
         return num_train_epochs, 0
 
     def _save_checkpoint(self, model, trial):

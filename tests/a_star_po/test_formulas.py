@@ -1,0 +1,187 @@
+"""V*, its interval and the losses against closed forms, brute force and formulas written out in float64; a config's checks."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import GRPOConfig
+
+from trl_fsdp_qlora import AStarPOConfig
+from trl_fsdp_qlora.a_star_po.estimators import SamplePlan, check_reward_range, optimal_value, value_interval
+from trl_fsdp_qlora.a_star_po.objectives import advantage_weighted_loss, normalised_advantage, regression_loss
+
+rewards_of_prompt = st.lists(st.floats(-5, 5), min_size=1, max_size=16)
+
+
+# V* = 0.5·ln(1 + p(e² − 1)) to four digits.
+@pytest.mark.parametrize(("solved", "value"), [(0, 0.0), (1, 0.2935), (2, 0.4772), (4, 0.7169), (8, 1.0)])
+def test_vectors_of_the_paper(solved, value):
+    rewards = [1.0] * solved + [0.0] * (8 - solved)
+    assert optimal_value(rewards, "log_mean_exp", 0.5) == pytest.approx(value, abs=5e-5)
+
+
+@given(rewards_of_prompt, st.floats(0.05, 10))
+def test_log_mean_exp_equals_its_definition_and_its_limits(rewards, beta1):
+    value = optimal_value(rewards, "log_mean_exp", beta1)
+    naive = beta1 * math.log(math.fsum(math.exp((r - 5) / beta1) for r in rewards) / len(rewards)) + 5
+    assert value == pytest.approx(naive, abs=1e-9)
+    assert optimal_value(rewards, "mean") - 1e-9 <= value <= optimal_value(rewards, "max") + 1e-9
+    assert optimal_value(rewards, "log_mean_exp", 0.0) == pytest.approx(np.mean(rewards))
+    assert optimal_value(rewards, "log_mean_exp", 1e5) == pytest.approx(np.mean(rewards), abs=1e-3)
+    assert optimal_value(rewards, "log_mean_exp", 1e-5) == pytest.approx(max(rewards), abs=1e-3)
+
+
+def test_large_rewards_do_not_overflow_and_unscorable_samples_are_left_out():
+    assert optimal_value([1000.0, 0.0], "log_mean_exp", 0.5) == pytest.approx(1000 - 0.5 * math.log(2))
+    assert optimal_value([math.nan, 1.0, 0.0], "mean") == 0.5
+    assert math.isnan(optimal_value([math.nan, math.nan]))
+
+
+@given(st.integers(0, 8), st.sampled_from(["mean", "log_mean_exp"]))
+def test_interval_contains_the_value_and_its_ends_are_values_of_wilson_ends(solved, estimator):
+    rewards = [1.0] * solved + [0.0] * (8 - solved)
+    low, high = value_interval(rewards, estimator, 0.5)
+    assert 0 <= low <= optimal_value(rewards, estimator, 0.5) + 1e-12 <= high + 1e-11 <= 1 + 1e-11
+    # z = 1: p solves (p − p̂)² = p(1 − p)/n; mapped through V(p) for the soft estimator.
+    p_hat = solved / 8
+    root = math.sqrt((2 * p_hat + 1 / 8) ** 2 - 4 * (1 + 1 / 8) * p_hat**2)
+    ends = [(2 * p_hat + 1 / 8 + sign * root) / (2 * (1 + 1 / 8)) for sign in (-1, 1)]
+    if estimator == "log_mean_exp":
+        ends = [0.5 * math.log(1 + p * (math.e**2 - 1)) for p in ends]
+    assert (low, high) == pytest.approx(ends, abs=1e-9)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.2, 0.5, 0.8])
+def test_interval_covers_the_truth_about_as_often_as_it_says(p):
+    """Brute force over all outcomes: one standard error should hold V* in about 68% of the experiments."""
+    truth, covered = 0.5 * math.log(1 + p * (math.e**2 - 1)), 0.0
+    for solved in range(9):
+        low, high = value_interval([1.0] * solved + [0.0] * (8 - solved), "log_mean_exp", 0.5)
+        covered += math.comb(8, solved) * p**solved * (1 - p) ** (8 - solved) * (low <= truth <= high)
+    assert covered > 0.5
+
+
+def test_plan_draws_more_only_where_the_value_is_not_sure_and_uses_what_it_would_have_drawn():
+    plan = SamplePlan(maximum=8, minimum=2, tolerance=0.2)
+    assert plan.counts == [2, 4, 8] and SamplePlan(maximum=5, minimum=2).counts == [2, 4, 5]
+    assert plan.use([1.0]) is None and plan.target([1.0]) == 2
+    assert plan.use([1.0, 1.0]) == 2  # one standard error: V* in [0.83, 1]
+    assert plan.use([0.0, 0.0]) is None and plan.target([0.0, 0.0]) == 4  # V* in [0, 0.57]: chance, not certainty
+    assert plan.use([1.0, 0.0, 1.0, 1.0]) is None
+    assert plan.use([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]) == 8
+    plan = SamplePlan(maximum=8, minimum=2, tolerance=0.2, estimator="mean")
+    assert plan.use([1.0] * 4 + [0.0] * 4) == 4 and plan.value([1.0] * 4 + [0.0] * 4) == 1.0
+    assert SamplePlan(maximum=2, estimator="max").value([0.0, 0.5, 1.0]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("plan", "reward", "accepted"),
+    [
+        (SamplePlan(estimator="log_mean_exp"), 2.0, False),
+        (SamplePlan(estimator="log_mean_exp", reward_range=(0, 2)), 2.0, True),
+        (SamplePlan(estimator="mean"), 2.0, True),
+        (SamplePlan(estimator="mean", minimum=2), -0.5, False),
+        (SamplePlan(estimator="max"), math.inf, False),
+        (SamplePlan(), math.nan, True),
+    ],
+)
+def test_rewards_outside_the_range_an_estimator_assumes(plan, reward, accepted):
+    if accepted:
+        check_reward_range(torch.tensor([0.0, reward]), plan)
+    else:
+        with pytest.raises(ValueError, match=r"value_reward_range|infinite"):
+            check_reward_range(torch.tensor([0.0, reward]), plan)
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(0)
+    logps_BC = -torch.rand(5, 7, dtype=torch.float64)
+    mask_BC = (torch.arange(7) < torch.tensor([7, 1, 3, 5, 2]).unsqueeze(1)).long()
+    return logps_BC.requires_grad_(), -torch.rand(5, 7, dtype=torch.float64), mask_BC, torch.randn(5).double()
+
+
+def test_regression_sums_over_tokens_averages_over_rows_and_leaves_out_what_is_not_defined(batch):
+    logps_BC, ref_BC, mask_BC, target_B = batch
+    loss, kl_BC, implicit_B = regression_loss(logps_BC, ref_BC, mask_BC, target_B, beta2=0.1)
+    expected, gradient_BC = 0.0, torch.zeros(5, 7)
+    for b in range(5):
+        deltas = [(ref_BC[b, t] - logps_BC[b, t]).item() for t in range(7) if mask_BC[b, t]]
+        assert implicit_B[b].item() == pytest.approx(-0.1 * sum(deltas))
+        assert kl_BC[b].sum().item() == pytest.approx(sum(math.exp(delta) - delta - 1 for delta in deltas))
+        error = -0.1 * sum(deltas) - target_B[b].item()
+        expected += error**2 / 5
+        gradient_BC[b] = 2 * error * 0.1 / 5 * mask_BC[b]
+    assert loss.item() == pytest.approx(expected)
+    (gradient,) = torch.autograd.grad(loss, logps_BC)
+    torch.testing.assert_close(gradient.float(), gradient_BC)
+    target_B[2], gradient_BC[2] = math.nan, 0
+    loss, _, _ = regression_loss(logps_BC, ref_BC, mask_BC, target_B, beta2=0.1)
+    torch.testing.assert_close(torch.autograd.grad(loss, logps_BC)[0].float(), gradient_BC)
+
+
+def test_advantage_weighted_is_policy_gradient_plus_k3(batch):
+    logps_BC, ref_BC, mask_BC, advantage_B = batch
+    loss, kl_BC = advantage_weighted_loss(logps_BC, ref_BC, mask_BC, advantage_B, beta=0.03)
+    expected = 0.0
+    for b, t in mask_BC.nonzero().tolist():
+        delta = (ref_BC[b, t] - logps_BC[b, t]).item()
+        k3 = math.exp(delta) - delta - 1
+        assert kl_BC[b, t].item() == pytest.approx(k3)
+        expected += (0.03 * k3 - advantage_B[b].item() * logps_BC[b, t].item()) / 5
+    assert loss.item() == pytest.approx(expected)
+
+
+def test_normalised_advantage():
+    normal = normalised_advantage(torch.tensor([1.0, 2.0, math.nan, 3.0]))
+    assert normal[2] == 0 and normal.sum().abs() < 1e-6
+    assert normal[[0, 1, 3]].std().item() == pytest.approx(1, abs=1e-3)
+    # Equal numbers, also such that float32's mean is another one.
+    for constant in ([0.5, 0.5], [0.3] * 7 + [math.nan], [0.5]):
+        assert (normalised_advantage(torch.tensor(constant)) == 0).all()
+
+
+# --- the config -------------------------------------------------------------------------------------------------------
+
+BASE = {"output_dir": "unused", "bf16": False, "use_cpu": True, "report_to": "none"}
+
+
+def test_one_completion_is_the_default_and_any_batch_size_fits():
+    config = AStarPOConfig(**BASE, per_device_train_batch_size=7, gradient_accumulation_steps=3)
+    assert config.num_generations == 1 and type(config.num_generations) is int
+    assert (config.generation_batch_size, config.steps_per_generation) == (21, 3)
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        GRPOConfig(**BASE, num_generations=1)
+    with pytest.raises(ValueError, match="vllm_importance_sampling_clip_min"):  # TRL's own checks are made
+        AStarPOConfig(**BASE, vllm_importance_sampling_clip_min=3.0, vllm_importance_sampling_clip_max=2.0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # what TRL renamed is passed on as well
+@pytest.mark.parametrize("settings", [{"generation_batch_size": 32}, {"use_transformers_paged": True}])
+def test_with_two_completions_it_derives_what_trl_derives(settings):
+    settings = {**BASE, "num_generations": 2, **settings}
+    ours, stock = AStarPOConfig(**settings), GRPOConfig(**settings)
+    # A*-PO's own defaults, and one of this package's
+    different = {"beta", "entropy_coef", "vllm_importance_sampling_correction", "vllm_server_timeout", "logging_dir"}
+    for field in dataclasses.fields(GRPOConfig):
+        assert field.name in different or getattr(ours, field.name) == getattr(stock, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "dpo"}, "objective='dpo'"),
+        ({"beta": 0.0}, "reference policy"),
+        ({"value_samples_min": 9}, "above value_samples"),
+        ({"value_reward_range": [1.0, 0.0]}, "low < high"),
+        ({"value_reward_range": None, "value_samples_min": 2}, "needs it for the interval"),
+        ({"num_generations": 0}, "num_generations=0"),
+    ],
+)
+def test_bad_settings_say_what_to_change(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AStarPOConfig(**BASE, **settings)
