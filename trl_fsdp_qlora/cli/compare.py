@@ -1,4 +1,10 @@
-"""`trl-fsdp-qlora compare`: a recipe's own steps, stock TRL's trainer beside this package's on the same completions."""
+"""usage: trl-fsdp-qlora compare --config FILE.yaml [--steps 3] [any field]
+
+Takes a few steps of a GRPO recipe with stock TRL's GRPOTrainer and with this package's, in one process, on the same prompts,
+completions, rewards and weights; prints losses and gradients beside each other, and seconds of scoring and of loss and backward.
+Nothing is saved of the training, and the recipe's output_dir is left alone.
+The exit status is 0 where both are equal within rounding, 1 where they are not, 2 for input that cannot be compared.
+"""
 
 import contextlib
 import copy
@@ -35,12 +41,6 @@ from ..telemetry.startup import StartupCallback
 from .recipes import all_recipes
 from .scripts import LAUNCHER, method_of, with_recipe
 
-_HELP = """usage: trl-fsdp-qlora compare --config FILE.yaml [--steps 3] [any field]
-
-Takes a few steps of a GRPO recipe with stock TRL's GRPOTrainer and with this package's, in one process, on the same prompts,
-completions, rewards and weights; prints losses and gradients beside each other, and seconds of scoring and of loss and backward.
-Nothing is saved of the training, and the recipe's output_dir is left alone.
-The exit status is 0 where both are equal within rounding, 1 where they are not, 2 for input that cannot be compared."""
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
 # What a run would start that a comparison does not need.
@@ -64,7 +64,7 @@ LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25)}
 def compare(words: list[str]) -> int:
     """Compare and print; returns the exit status."""
     if {"--help", "-h"} & set(words):
-        print(_HELP)
+        print(__doc__)
         return 0
     warnings.simplefilter("ignore")  # libraries about each other
     terminal.no_bars_in_files()

@@ -1,8 +1,12 @@
-"""`trl-fsdp-qlora doctor`: what would fail, or silently do the wrong thing, before it does.
+"""usage: trl-fsdp-qlora doctor [--config FILE.yaml] [--accelerate_config NAME] [--num_processes N] [--json] [any field]
 
-Beside what it sees of the machine, it makes the checks that a run makes itself (`recipe/checks.py`,
-`fsdp2_qlora/launch_checks.py`, `rollout/adapter_sync.py`), each by itself, so that one finding does not hide the next.
+Says what would fail, or silently do the wrong thing, before it does. Looks at this machine and at what is installed; with --config
+(or fields) also at the run that they describe: the accelerate config against the model, vLLM, the adapter, the tokenizer, the data
+and the rewards. No GPU is needed and no weight is loaded. The exit status is 1 where there is an error.
 """
+
+# The checks of a run are those that it makes itself (`recipe/checks.py`, `fsdp2_qlora/launch_checks.py`,
+# `rollout/adapter_sync.py`), each by itself, so that one finding does not hide the next.
 
 import asyncio
 import contextlib
@@ -24,11 +28,6 @@ from ..run.one_line import take
 from ..run.shipped import accelerate_config
 from .scripts import LAUNCHER, default_config, method_of, with_recipe
 
-_HELP = """usage: trl-fsdp-qlora doctor [--config FILE.yaml] [--accelerate_config NAME] [--num_processes N] [--json] [any field]
-
-Looks at this machine and at what is installed; with --config (or fields) also at the run that they describe: the accelerate
-config against the model, vLLM, the adapter, the tokenizer, the data and the rewards. No GPU is needed and no weight is loaded.
-The exit status is 1 where there is an error."""
 _OPTIONAL = ("bitsandbytes", "deepspeed", "vllm", "math-verify", "matplotlib")
 LEVELS = ("error", "warning", "ok")
 
@@ -44,7 +43,7 @@ class Finding(NamedTuple):
 def doctor(words: list[str]) -> int:
     """Print the findings, worst first; returns 1 where one is an error."""
     if {"--help", "-h"} & set(words):
-        print(_HELP)
+        print(__doc__)
         return 0
     warnings.simplefilter("ignore")  # libraries about each other: the findings are what is asked for
     found: list[Finding] = []
@@ -92,9 +91,7 @@ def machine() -> Iterator[Finding]:
         yield Finding("warning", "/dev/shm", reason)
 
 
-def devices(
-    build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str, tuple[int, int]]]
-) -> Iterator[Finding]:
+def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str, tuple]]) -> Iterator[Finding]:
     """The build of torch (its version, and that of CUDA; `None` for a CPU's) against an NVIDIA driver that is installed and the
     `(name, compute capability)` of each GPU that torch sees; GPUs against bfloat16, TRL's default."""
     if driver and cuda is None:
@@ -173,9 +170,8 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     if processes > 1:
         # This one is the only one here, and whole groups are counted over as many times the accumulation.
         names = ("--steps_per_generation", "--gradient_accumulation_steps")
-        given = {f"--{name}": value for name, value in (read_yaml(path) if path else {}).items()} | take(rest, names)[
-            0
-        ]
+        given = {f"--{name}": value for name, value in (read_yaml(path) if path else {}).items()}
+        given |= take(rest, names)[0]
         name = next((name for name in names if given.get(name)), names[1])
         words += [name, str(processes * int(given.get(name) or 1))]
     try:

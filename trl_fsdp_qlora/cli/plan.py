@@ -16,9 +16,7 @@ def _parser() -> OneLineParser:
         epilog="--config FILE.yaml and any field of the recipe can follow: --max_completion_length 512. Exit status: 0 fits, 1 does not, 2 bad input.",
     )
     found.add_argument("--accelerate_config", help="file, or one of this package's names")
-    found.add_argument(
-        "--num_processes", type=int, help="ranks, instead of the accelerate config's or of --hardware's"
-    )
+    found.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's or --hardware's")
     found.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     found.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
     found.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")

@@ -107,9 +107,7 @@ def recipes(words: list[str]) -> int:
 
 def config(words: list[str]) -> int:
     """Print the path of the accelerate config that `words` names, or the names of all."""
-    parser = OneLineParser(
-        "trl-fsdp-qlora config", description="The path of an accelerate config, or the names of all."
-    )
+    parser = OneLineParser("trl-fsdp-qlora config", description="The path of an accelerate config, or all names.")
     parser.add_argument("name", nargs="?", help=f"one of: {', '.join(names())}")
     name = parser.parse_args(words).name
     print(accelerate_config(name) if name else "\n".join(names()))

@@ -61,6 +61,5 @@ def read_hardware(text: str | None, processes: int = 1, use_cpu: bool = False) -
     if known in CARDS and cards > 0:
         return Hardware(known, CARDS[known] * GIB, cards)
     hint = did_you_mean(name, [*CARDS, "cpu"], 0.3)
-    raise ConfigError(
-        f"--hardware {text!r} is not known{hint}; there are {', '.join(CARDS)}, cpu, or memory: '24GB x2'"
-    )
+    known = f"{', '.join(CARDS)}, cpu, or memory: '24GB x2'"
+    raise ConfigError(f"--hardware {text!r} is not known{hint}; there are {known}")

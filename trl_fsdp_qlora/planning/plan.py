@@ -212,11 +212,8 @@ def fewest_cards(plan: Plan) -> int:
 def ways(plan: Plan, most: int = 3) -> list[str]:
     """Lines of the recipe, each of which alone makes the run fit; those that change nothing in the result come first."""
     settings, found = plan.settings, []
-    rows, batches, length = (
-        settings.per_device_train_batch_size,
-        settings.rollout_batches,
-        settings.max_completion_length,
-    )
+    rows, length = settings.per_device_train_batch_size, settings.max_completion_length
+    batches = settings.rollout_batches
     sharded, dense = settings.launch.kind == "fsdp2", settings.model.use_peft and not settings.model.load_in_4bit
     halves = {"per_device_train_batch_size": rows // 2}
     halves["gradient_accumulation_steps"] = 2 * settings.gradient_accumulation_steps

@@ -83,10 +83,8 @@ class PlanVsActual(TrainerCallback):
     def __init__(self, metrics: Callable[[], dict[str, list]], plan: Plan):
         self.metrics = metrics
         unseen = (PROCESS, ROOM) if plan.hardware.gpu else ()
-        self.planned_mib = {
-            phase: sum(size for part, size in parts.items() if part not in unseen) / MIB
-            for phase, parts in plan.phases.items()
-        }
+        sizes = {phase: {**parts, **dict.fromkeys(unseen, 0)} for phase, parts in plan.phases.items()}
+        self.planned_mib = {phase: sum(parts.values()) / MIB for phase, parts in sizes.items()}
         self._printed, self._learns = False, True
 
     @nonfatal("planned and measured bytes")

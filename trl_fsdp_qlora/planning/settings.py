@@ -130,6 +130,5 @@ def from_words(words: Sequence[str], config: type, launch: Launch, **more: Any) 
             raise ConfigError(f"{name}={values[name]} must be at least 1")
     if launch == Launch() and values["use_cpu"]:
         launch = Launch(use_cpu=True)
-    return Settings(
-        ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)}), values, launch, **more
-    )
+    model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
+    return Settings(model, values, launch, **more)

@@ -196,9 +196,7 @@ def answers_match(given: str | None, gold: Fraction | str | Callable[[str | None
     if (number is None and not _is_latex(given)) or len(given) > MAX_LATEX:
         return False
     if not math_worker.installed():
-        logger.warning_once(
-            f"an answer in LaTeX cannot be compared without math-verify and scores 0, right or wrong: {INSTALL_MATH}"
-        )
+        logger.warning_once(f"without math-verify an answer in LaTeX scores 0, right or wrong: {INSTALL_MATH}")
         return False
     gold_text = gold if isinstance(gold, str) else rf"\frac{{{gold.numerator}}}{{{gold.denominator}}}"
     return _equal(f"${gold_text}$", given if number is not None else f"${given}$")

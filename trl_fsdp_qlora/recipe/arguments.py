@@ -33,23 +33,15 @@ class ScriptArguments:
         "own that returns rows: my_data.py:load.",
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
-    dataset_split: str = option(
-        "train", "Split to train on, or several as one: `train+test`, of which `held_out` takes its part."
-    )
-    question_column: str | None = option(
-        None, "Column of the questions, where it is not one of those that are known; `answer_column` goes with it."
-    )
+    dataset_split: str = option("train", "Split to train on, or several as one: `train+test`.")
+    question_column: str | None = option(None, "Column of the questions, where it is none of those that are known.")
     answer_column: str | None = option(None, "Column of the right answers, beside `question_column`.")
     eval_dataset: str | None = option(None, "Where the held-out problems come from; `dataset` where it is not set.")
     eval_split: str = option("test", "Split of the held-out problems.")
     held_out: int = option(0, "Take this many problems out of `dataset_split` instead of reading `eval_split`.")
-    validation: int = option(
-        0, "Take this many of the training problems out, to choose settings by: nothing trains on them."
-    )
+    validation: int = option(0, "Take this many of the training problems out, to choose settings by.")
     accuracy_on: str = option(
-        "test",
-        "Measure on 'test', the held-out problems, or on 'validation', those that `validation` took out.",
-        choices=["test", "validation"],
+        "test", "Measure on the held-out problems, or on those of `validation`.", choices=["test", "validation"]
     )
     eval_problems: int | None = option(None, "Measure on at most this many held-out problems.")
     system_prompt: str | None = option(None, "Put before every question.")
@@ -57,17 +49,12 @@ class ScriptArguments:
     chat: bool = option(True, "Let the tokenizer's chat template frame the prompt.")
     rewards: list[str] = field(
         default_factory=lambda: ["exact_answer"],
-        metadata={
-            "help": "Names of rewards, see trl_fsdp_qlora.recipe.rewards.REWARDS, or your own: my_rewards.py:has_unit."
-        },
+        metadata={"help": "Names of trl_fsdp_qlora.recipe.rewards.REWARDS, or your own: my_rewards.py:has_unit."},
     )
     answer_format: str = option(
-        "auto",
-        "Where a completion's final answer stands: auto, hash, tags, boxed, last_number, first_line, or verl's.",
+        "auto", "Where a final answer stands: auto, hash, tags, boxed, last_number, first_line, or verl's."
     )
-    accuracy_steps: int = option(
-        0, "Measure held-out accuracy every so many optimizer steps; 0 for before and after only."
-    )
+    accuracy_steps: int = option(0, "Measure accuracy every so many optimizer steps; 0 for before and after only.")
     accuracy_samples: int = option(0, "k of pass@k and majority@k after training; 0 for greedy decoding only.")
     accuracy_batch_size: int = option(64, "Completions per batch of the accuracy measurement, per rank.")
     skip_accuracy: bool = option(False, "Train only; measure nothing.")
@@ -76,9 +63,7 @@ class ScriptArguments:
     )
     license: str | None = option(None, "SPDX id for the adapter's card.")
     data_license: str | None = option(None, "SPDX id of the training data, for the card.")
-    require_fit: bool = option(
-        False, "Stop before anything is loaded where the plan does not fit; else it is a warning."
-    )
+    require_fit: bool = option(False, "Stop before anything is loaded where the plan does not fit; else warn.")
 
 
 class _Parser(TrlParser):
@@ -89,42 +74,38 @@ class _Parser(TrlParser):
         raise ConfigError(re.sub(r"^argument |(?<=[a-z])/--[a-z-]+", "", message))
 
 
-def parse_recipe(
-    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
-) -> tuple:
-    """Instances of `dataclass_types` from `--config FILE.yaml` and the command line, as [`recipe_fields`] reads them.
+Words, Defaults = Sequence[str] | None, Mapping[str, Any] | None
+
+
+def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> tuple:
+    """Instances of the dataclasses `types` from `--config FILE.yaml` and the command line, as [`recipe_fields`] reads them.
 
     Raises:
         ConfigError: as there; a value that one of the types refuses.
     """
-    found = vars(recipe_fields(dataclass_types, argv, defaults))
+    found = vars(recipe_fields(types, argv, defaults))
     try:
-        return tuple(
-            kind(**{item.name: found[item.name] for item in fields(kind) if item.init}) for kind in dataclass_types
-        )
+        return tuple(kind(**{each.name: found[each.name] for each in fields(kind) if each.init}) for kind in types)
     except (ValueError, ImportError) as error:  # of the types' own checks
         hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
 
 
-def recipe_fields(
-    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None
-) -> Namespace:
-    """Every field of `dataclass_types`, from `--config FILE.yaml` and the command line, which wins; no instance is made.
+def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> Namespace:
+    """Every field of the dataclasses `types`, from `--config FILE.yaml` and the command line, which wins; no instance is made.
 
     A value of the file is read as the same text on the command line would be, so `1e-5`, `no` and `3.0` mean the same there. What
     no word can say (null, a mapping, a list for a field that takes one word) is taken as TRL takes it. The file's `env` goes into
     the environment.
 
     Args:
-        dataclass_types: that the fields belong to.
         argv: the command line; the process's own by default.
         defaults: by field, under what file and command line say; fields that none of the types has are let pass.
 
     Raises:
         ConfigError: the file cannot be read or is no mapping; an unknown option; a value that its field refuses.
     """
-    parser = _Parser(tuple(dataclass_types), allow_abbrev=False)
+    parser = _Parser(tuple(types), allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with values for the options.")
     parser.add_argument(DEBUG_ERRORS, action="store_true", help="Show the traceback of an error.")
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -60,9 +60,7 @@ def check_training(config: Any, model: ModelConfig) -> None:
 def check_installed(package: str, setting: str) -> None:
     """Raises [`ConfigError`] where `package`, which `setting` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"{setting} needs {package}, which is not installed: pip install 'trl-fsdp-qlora[{package}]'"
-        )
+        raise ConfigError(f"{setting} needs {package}, which is not installed: pip install {package}")
 
 
 def check_adapter(name: str) -> PeftConfig:
@@ -87,9 +85,7 @@ def read_config(name: str | None, revision: str | None = None) -> PretrainedConf
     return _loaded(AutoConfig, name, revision, "model_name_or_path")
 
 
-def load_tokenizer(
-    name: str | None, revision: str | None, chat: bool, field: str = "model_name_or_path"
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str | None, revision: str | None, chat: bool, field: str = "model_name_or_path") -> Any:
     """The tokenizer of the model `name`, which is looked at without its weights.
 
     Raises:
@@ -98,13 +94,11 @@ def load_tokenizer(
     if name and Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
         raise ConfigError(f"{field}={name!r} is an adapter, not a model; name the base that it was trained on")
     _loaded(AutoConfig, name, revision, field)
-    tokenizer: PreTrainedTokenizerBase = _loaded(AutoTokenizer, name, revision, field)
+    tokenizer = _loaded(AutoTokenizer, name, revision, field)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # which Transformers makes up where the folder holds none
         raise ConfigError(f"{field}={name!r} has no tokenizer; save it there: tokenizer.save_pretrained({name!r})")
     if chat and not tokenizer.chat_template:
-        raise ConfigError(
-            f"{field}={name!r} has no chat template; set chat: false, or take the instruction-tuned version"
-        )
+        raise ConfigError(f"{field}={name!r} has no chat template; set chat: false, or take the tuned version")
     return tokenizer
 
 

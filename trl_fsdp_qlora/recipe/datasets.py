@@ -60,9 +60,8 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
         return load_dataset(source, config, split=split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().split("\n")[0]
-        raise DatasetError(
-            f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}{mistyped_path(source)}"
-        ) from error
+        said = f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}"
+        raise DatasetError(f"{said}{mistyped_path(source)}") from error
 
 
 def read_images(row: dict, source: str, where: str) -> list[dict]:
@@ -257,9 +256,8 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
     """
     train = _read(args, args.dataset, args.dataset_split, whole_rows)
     test, validation = None, []
-    same = args.eval_dataset in (None, args.dataset) and (
-        args.eval_split == args.dataset_split or not has_splits(args.dataset)
-    )
+    same = args.eval_split == args.dataset_split or not has_splits(args.dataset)
+    same = same and args.eval_dataset in (None, args.dataset)
     if args.held_out:
         train, test = hold_out(train, args.held_out)
     elif not same:

@@ -72,9 +72,8 @@ def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[lis
 def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not is_conversational({"prompt": prompts[0]}):
         return tokenizer(prompts)["input_ids"]
-    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    return tokenizer.apply_chat_template(prompts, **how)["input_ids"]
 
 
 def evaluate(
@@ -146,11 +145,9 @@ def evaluate(
             sampled = [extract_answer(text, answer_format) for text in drawn[j * samples : (j + 1) * samples]]
             strict = right(required_answer(best[j], answer_format))
             lenient = right(extract_answer(best[j], "last_number"))
-            of_samples = (
-                (pass_at_k(samples, sum(map(right, sampled)), samples), right(majority(sampled)))
-                if samples
-                else (0, 0)
-            )
+            of_samples = 0, 0
+            if samples:
+                of_samples = pass_at_k(samples, sum(map(right, sampled)), samples), right(majority(sampled))
             found.append((right(answer), answer is not None, strict, lenient, len(completions[0][j]), *of_samples))
         return found
 

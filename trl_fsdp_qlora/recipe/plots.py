@@ -25,7 +25,7 @@ def _stack_phases(axes, history: list[dict]) -> None:
     if names:
         labels = [name.removeprefix("time/").removesuffix("_s").replace("_", " ") for name in names]
         axes.stackplot(
-            [entry["step"] for entry in logged], [seconds[name] for name in names], labels=labels, alpha=0.85
+            [entry["step"] for entry in logged], [seconds[name] for name in names], labels=labels, alpha=0.8
         )
         axes.legend(fontsize="small", ncols=2, reverse=True)  # in the order of the stack
         axes.set_ylim(0, 1.3 * max(map(sum, zip(*seconds.values(), strict=True))))  # room for the legend

@@ -52,12 +52,10 @@ def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool 
     }
 
 
-def build_trainer(
-    trainer_class: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more
-):
-    """A trainer of `trainer_class` for a recipe's parsed arguments; `more` goes to it as it is."""
+def build_trainer(cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more):
+    """A trainer of `cls` for a recipe's parsed arguments; `more` goes to it as it is."""
     given = model_arguments(config, model, "images" in train.column_names)
-    trainer = trainer_class(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
+    trainer = cls(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
     trainer.card_info.settings = (script, model)
     return trainer
 
@@ -92,9 +90,7 @@ def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume
     return step is not None and record.content.get("finished_step") == step
 
 
-def run_recipe(
-    trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None
-) -> dict[str, Any]:
+def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None) -> dict:
     """Measure, train, measure again, save; leaves adapter, card, `metrics.json` and `training.png` in the output folder.
 
     Args:

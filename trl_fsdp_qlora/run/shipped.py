@@ -28,7 +28,6 @@ def names() -> list[str]:
 def accelerate_config(name: str) -> Path:
     """Path of the config `name`, for `accelerate launch --config_file`; a [`UserError`] names the nearest where there is none."""
     if name not in names():
-        raise UserError(
-            f"no accelerate config named {name!r}{did_you_mean(name, names())}; there are {', '.join(names())}"
-        )
+        there = f"{did_you_mean(name, names())}; there are {', '.join(names())}"
+        raise UserError(f"no accelerate config named {name!r}{there}")
     return shipped("accelerate_configs") / f"{name}.yaml"
