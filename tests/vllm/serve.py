@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -27,7 +27,7 @@ SETTINGS = {
 class Server:
     """`vllm serve` on a free port, as docs/rollouts.md starts it."""
 
-    def __init__(self, model: str, patience: float = 300):
+    def __init__(self, model: str):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = TemporaryFile()  # noqa: SIM115 (the process writes to it until the end)
@@ -39,29 +39,22 @@ class Server:
         self.process = subprocess.Popen(
             command, env=environment, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )
-        self.patience = patience
 
     def __enter__(self) -> "Server":
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5)
                 return self
             except (urllib.error.URLError, OSError):
                 time.sleep(1)
-        self.kill()
+        self.__exit__()
         self.log.seek(0)
         raise RuntimeError(f"vllm serve did not start:\n{self.log.read().decode(errors='replace')[-4000:]}")
 
     def __exit__(self, *_):
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill -9, with its engine processes."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with its engine processes
         self.process.wait()
 
     def models(self) -> list[str]:
@@ -69,49 +62,30 @@ class Server:
             return [model["id"] for model in json.load(answer)["data"]]
 
 
-# How a [`RecordedServer`] may have been started wrong, and what the error names.
-WRONG_STARTS = [
-    ({"max_lora_rank": None}, "--enable-lora"),
-    ({"max_lora_rank": 4}, "--max-lora-rank 8"),
-]
-
-
 class RecordedServer:
-    """Answers as a vLLM 0.31 server does that was started in some way.
-
-    Args:
-        max_lora_rank, weight_transfer: what it was started with.
-        other: paths at which it answers otherwise, with this status.
+    """Answers as a vLLM 0.31 server does that was started in some way, and at the paths of `other` with these statuses.
 
     Attributes:
         asked: paths, in the order of the requests.
     """
 
     def __init__(
-        self,
-        max_lora_rank: int | None = 16,
-        weight_transfer: bool = False,
-        other: Mapping[str, int] | None = None,
+        self, max_lora_rank: int | None = 16, weight_transfer: bool = False, other: dict[str, int] | None = None
     ):
-        info = {
-            "lora_config": None if max_lora_rank is None else {"max_lora_rank": max_lora_rank},
-            "weight_transfer_config": {"backend": "nccl"} if weight_transfer else None,
-            "model_config": {"logprobs_mode": "processed_logprobs"},
-        }
-        pages = {"/health": {}, "/v1/models": {"data": [{"id": "base", "root": "/base", "parent": None}]}}
+        info = {"lora_config": None if max_lora_rank is None else {"max_lora_rank": max_lora_rank}}
+        info["weight_transfer_config"] = {"backend": "nccl"} if weight_transfer else None
         choice = {"prompt_token_ids": [5, 6], "token_ids": [7], "logprobs": None}
+        pages = {"/health": {}, "/v1/models": {"data": [{"id": "base", "root": "/base", "parent": None}]}}
         pages |= {"/server_info": {"vllm_config": info}, "/v1/completions": {"choices": [choice]}}
-        # Without VLLM_ALLOW_RUNTIME_LORA_UPDATING there is no /v1/load_lora_adapter.
-        missing, asked = {"detail": "Not Found"}, []
-        self.asked = asked
+        self.asked = asked = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 path = self.path.partition("?")[0]
                 asked.append(path)
-                status = (other or {}).get(path, 200 if path in pages else 404)
-                body = json.dumps(pages.get(path, missing)).encode()
-                self.send_response(status)
+                # Without VLLM_ALLOW_RUNTIME_LORA_UPDATING there is no /v1/load_lora_adapter.
+                self.send_response((other or {}).get(path, 200 if path in pages else 404))
+                body = json.dumps(pages.get(path, {"detail": "Not Found"})).encode()
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
