@@ -1,4 +1,4 @@
-"""Each feature on a CUDA device against stock TRL, or against itself run padded, on the same batch.
+"""Each feature on a CUDA device against stock TRL, or against itself run padded, on the same batch; and on two devices.
 
 Written without a device at hand; what "on the emulated device" means for these tests stands in docs/gpu.md.
 """
@@ -7,12 +7,13 @@ import copy
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from transformers.utils import is_flash_attn_2_available
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
 from tests.a_star_po.tiny import tiny_model as a_star_po_model
-from tests.tiny import config, lora, tiny_model, trainer
+from tests.tiny import config, lora, save_tiny_model, tiny_model, trainer
 from trl_fsdp_qlora import (
     AStarPOConfig,
     AStarPOTrainer,
@@ -29,12 +30,16 @@ MARKS = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 pytestmark = MARKS
-ROWS = (0, 0, 0, 0, 1, 1, 1, 1)
+STOCK, OURS, T_SPMO = (
+    (GRPOTrainer, GRPOConfig),
+    (EfficientGRPOTrainer, EfficientGRPOConfig),
+    (TSPMOTrainer, TSPMOConfig),
+)
 
 
-def made(cls, config_cls, folder, **changes):
+def made(both, folder, **changes):
     """A trainer on the device, float32 and with LoRA unless told otherwise."""
-    result = trainer(cls, config_cls, folder, **{"peft_config": lora(), "use_cpu": False, "bf16": False} | changes)
+    result = trainer(*both, folder, **{"peft_config": lora(), "use_cpu": False, "bf16": False} | changes)
     result.model.train()
     result.current_gradient_accumulation_steps = 1
     return result
@@ -50,7 +55,7 @@ def a_star_po(folder, prompts: int, **changes) -> AStarPOTrainer:
 
 def drawn(ours):
     """A batch of two groups with advantages from a fixed seed."""
-    batch = ours._prepare_inputs([ours.train_dataset[i] for i in ROWS])
+    batch = ours._prepare_inputs([ours.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
     advantages = torch.randn(batch["advantages"].shape, generator=torch.Generator().manual_seed(0))
     batch["advantages"] = advantages.to(batch["advantages"].device)
     return batch
@@ -73,15 +78,19 @@ def assert_equal(got, want):
     assert (got[1] - want[1]).abs().max() <= 1e-4 * want[1].abs().max()
 
 
+def side_by_side(first, second):
+    """Loss and gradient of two trainers with the first one's weights, on a batch that the second drew."""
+    second.model.load_state_dict({name: x.cpu() for name, x in first.model.state_dict().items()})
+    batch = drawn(second)
+    return loss_and_gradient(first, batch), loss_and_gradient(second, batch)
+
+
 def beside_stock(tmp_path, **changes):
     """Loss and gradient of stock and of ours, and our trainer."""
-    stock = made(GRPOTrainer, GRPOConfig, tmp_path / "stock", **changes)
-    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", **changes)
-    ours.model.load_state_dict(stock.model.state_dict())
-    batch = drawn(ours)
-    found = loss_and_gradient(stock, batch), loss_and_gradient(ours, batch), ours
+    ours = made(OURS, tmp_path / "ours", **changes)
+    found = side_by_side(made(STOCK, tmp_path / "stock", **changes), ours)
     assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
-    return found
+    return *found, ours
 
 
 def losses_of_a_run(ours) -> list[dict]:
@@ -119,13 +128,11 @@ def test_bfloat16_is_as_near_to_float32_as_stock_is(tmp_path):
 @pytest.mark.parametrize("method", ["s_grpo", "t_spmo"])
 def test_packed_equals_padded(tmp_path, method):
     """The same tokens are drawn for a step, whichever way they are computed; T-SPMO's completions share beginnings."""
-    cls, config_cls, changes = EfficientGRPOTrainer, EfficientGRPOConfig, {"token_selection": "s_grpo"}
-    if method == "t_spmo":
-        cls, config_cls, changes = TSPMOTrainer, TSPMOConfig, {}
-    results = []
+    both, changes = (OURS, {"token_selection": "s_grpo"}) if method == "s_grpo" else (T_SPMO, {})
+    results, batch = [], None
     for sharing in ("auto", "off"):
-        ours = made(cls, config_cls, tmp_path / sharing, prefix_sharing=sharing, **changes)
-        if not results:
+        ours = made(both, tmp_path / sharing, prefix_sharing=sharing, **changes)
+        if batch is None:
             state, batch = copy.deepcopy(ours.model.state_dict()), drawn(ours)
             batch["completion_ids"][:, 0] = batch["completion_ids"][0, 0]
         ours.model.load_state_dict(state)
@@ -136,7 +143,7 @@ def test_packed_equals_padded(tmp_path, method):
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_trains(tmp_path, precision):
-    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, phase_metrics="peaks", **{precision: True})
+    ours = made(OURS, tmp_path, phase_metrics="peaks", **{precision: True})
     assert all(row["memory/forward_backward_peak_mib"] > 0 for row in losses_of_a_run(ours))
     assert ours.prefix_sharing.active(), ours.prefix_sharing.describe()
 
@@ -151,5 +158,64 @@ def test_flash_attention_2_shares_prompts(tmp_path):
         pytest.skip("flash-attn wants compute capability 8.0")
     model = tiny_model().to("cuda", torch.bfloat16)
     model.set_attn_implementation("flash_attention_2")
-    ours = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, model=model, bf16=True)
+    ours = made(OURS, tmp_path, model=model, bf16=True)
     assert [row["prefix_sharing/policy/layers_cascade"] for row in losses_of_a_run(ours)] == [1.0] * 3
+
+
+# --- split over two devices: TRL loads a checkpoint by its name with `device_map="auto"` unless a launcher started the script --
+
+TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def split(both, folder, **changes):
+    """A trainer on a model that TRL loads by its name; the devices' memory is said to be too small for all of it."""
+    size = sum(p.numel() * p.element_size() for p in tiny_model().parameters())
+    more = {
+        "model": save_tiny_model(folder / "model"),
+        "model_init_kwargs": {"max_memory": {0: int(0.75 * size), 1: 2 * size}},
+    }
+    ours = made(both, folder, **more, **changes)
+    assert {p.device.index for p in ours.model.parameters()} == {0, 1}
+    return ours
+
+
+CASES = {
+    "cascade": {},
+    "two_part": {"prefix_sharing": "two_part"},
+    "padded": {"prefix_sharing": "off"},
+    "KL term": {"beta": 0.1},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "S-GRPO": {"token_selection": "s_grpo"},
+    "entropy quantile": {"top_entropy_quantile": 0.5},
+    "nested rows": {},
+    "stock": {},
+}
+
+
+@TWO_DEVICES
+@pytest.mark.parametrize("case", CASES)
+def test_a_split_model_equals_one_device_and_stock_on_the_same_devices(tmp_path, case):
+    both = T_SPMO if case == "nested rows" else OURS
+    ours = split(both, tmp_path / "split", **CASES[case])
+    if case == "stock":
+        other = split(STOCK, tmp_path / "stock")
+    else:
+        other = made(both, tmp_path / "whole", model=tiny_model().to("cuda:0"), **CASES[case])
+    want, got = side_by_side(other, ours)
+    assert_equal(got, want)
+    assert ours.prefix_sharing.active() == (case != "padded"), ours.prefix_sharing.describe()
+    losses_of_a_run(ours)
+
+
+@TWO_DEVICES
+def test_with_an_untied_head_on_the_last_device(tmp_path):
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1}
+    trainers = []
+    for dispatch in (False, True):
+        model = tiny_model()
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        placed = dispatch_model(model, places | {"model.norm": 1, "lm_head": 1}) if dispatch else model.to("cuda:0")
+        trainers.append(made(OURS, tmp_path / str(dispatch), model=placed))
+    assert_equal(*side_by_side(*trainers))
+    assert all(ours.prefix_sharing.active() for ours in trainers)

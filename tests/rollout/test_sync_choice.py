@@ -202,3 +202,4 @@ def test_sampling_parameters():
     assert greedy == {"max_tokens": 7, "stop_token_ids": [2, 5], "temperature": 0.0}
     drawn = sampling(GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, **common), 11)
     assert (drawn["temperature"], drawn["top_p"], drawn["top_k"], drawn["seed"]) == (0.7, 0.9, 0, 11)
+    assert sampling(GenerationConfig(do_sample=True, **common), 11)["temperature"] == 1.0

@@ -38,8 +38,8 @@ def test_as_vllm_and_as_float64(of, adapters, scale):
     assert mine.slot == ({7: 0, 9: 1}.get(adapters[0]) if len(set(adapters)) == 1 else None)
     # Sums of 24 and 4 products of unit size in float32, in another order.
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-    if of != "layer" and 0 in adapters:
-        return  # vLLM gives a row without an adapter that of the last slot: zeros, where the head has none
+    if 0 in adapters and (of != "layer" or len(set(adapters)) > 1):
+        return  # vLLM gives a row without an adapter that of the last slot: zeros, where there is none
     expected, left = y.double(), 0
     for a, b, size in zip(down, up, slices, strict=True):
         for row, adapter in enumerate(adapters):

@@ -11,7 +11,6 @@ from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp2_
 from ..fsdp2_qlora.loading import load_quantized_base
 from ..rollout.adapter_sync import Sync, choose_sync
 from ..run import input_checks as checks
-from ..run.ranks import on_main
 from .config import EfficientGRPOConfig
 
 
@@ -40,12 +39,6 @@ def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
     return args
 
 
-def _server_info(args: Any) -> dict[str, Any]:
-    from ..rollout.engine import server_info
-
-    return on_main(lambda: server_info(args))
-
-
 def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     """The arguments of `trl.GRPOTrainer` to construct it with, from those the user gave, and what vLLM is sent.
 
@@ -54,8 +47,8 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     """
     model, args = call["model"], call.get("args")
     args = EfficientGRPOConfig.complete(args) or own_config(EfficientGRPOConfig, None, model, "GRPO")
-    revision = (args.model_init_kwargs or {}).get("revision")
-    peft_config = checks.language_model_only(call.get("peft_config"), model, revision)
+    options = args.model_init_kwargs or {}
+    peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"))
     call = call | {"peft_config": peft_config}
     checks.check_processes(args.world_size)
     if (dataset := call.get("train_dataset")) is not None:
@@ -72,14 +65,14 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     quantization_config = call.get("quantization_config")
     # Refuses what vLLM cannot serve before anything is loaded.
     adapter, is_quantized = adapter_and_base(call)
-    sync = choose_sync(args, adapter, is_quantized, ask=_server_info)
+    sync = choose_sync(args, adapter, is_quantized, ask=True)
     loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
-    quantized = quantization_config or (args.model_init_kwargs or {}).get("quantization_config") or loaded_in
+    quantized = quantization_config or options.get("quantization_config") or loaded_in
     check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
     check_reference(args.beta != 0.0 and adapter is None)
     if isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False):
         # Once per node. TRL's own default dtype, so that the same script gives the same numbers.
-        options = {"dtype": "float32", **(args.model_init_kwargs or {})}
+        options = {"dtype": "float32", **options}
         model, quantization_config = load_quantized_base(model, quantization_config, **options), None
     loaded = {"model": model, "args": args, "quantization_config": quantization_config}
     return {**call, **loaded}, sync

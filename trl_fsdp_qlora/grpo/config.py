@@ -140,10 +140,9 @@ class EfficientGRPOConfig(GRPOConfig):
 
     def _take_numpy(self) -> None:
         # An optimizer.pt with numpy's number as the learning rate could be written, but not read again.
-        for item in fields(self):
-            value = getattr(self, item.name, None)
+        for name, value in vars(self).items():
             if isinstance(value, np.generic):
-                setattr(self, item.name, value.item())
+                setattr(self, name, value.item())
 
     @classmethod
     def complete(cls, args: GRPOConfig | None) -> "GRPOConfig | None":
@@ -153,9 +152,7 @@ class EfficientGRPOConfig(GRPOConfig):
         completed = copy.copy(args)
         if type(args) is GRPOConfig:
             completed.__class__ = cls  # so that what is said below of secrets holds for it too
-        for item in fields(cls):
-            if not hasattr(completed, item.name):
-                setattr(completed, item.name, item.default)
+        completed.__dict__ = {item.name: item.default for item in fields(cls)} | vars(args)
         cls._take_numpy(completed)
         return completed
 

@@ -72,9 +72,7 @@ class TokenBudget:
     """
 
     def __init__(self, args: Any, rank: int = 0, entropy_bonus: bool = False, router_loss: bool = False):
-        self.args = args
-        self.rank = rank
-        self.strategy = args.token_selection
+        self.args, self.rank, self.strategy = args, rank, args.token_selection
         # A term that every completion enters, whatever its advantage, keeps all of them in.
         reasons = {
             "switched off": not args.skip_zero_advantage,
@@ -156,8 +154,6 @@ class TokenBudget:
 def drop_missing(metrics: dict[str, list]) -> None:
     """Leave the entropy of micro-batches that scored no token out of the mean; without any other there is none to log."""
     for key in SCORED_MEANS:
-        known = [value for value in metrics.get(key, ()) if value == value]
-        if known:
-            metrics[key][:] = known
-        else:
-            metrics.pop(key, None)
+        metrics[key] = [value for value in metrics.pop(key, ()) if value == value]
+        if not metrics[key]:
+            del metrics[key]

@@ -237,17 +237,17 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
         if not self.use_vllm or SAMPLED_LOGPS not in inputs or OLD_LOGPS in inputs:
             return request, inputs
-        values = self._padded_batch(request, inputs)
-        if self.vllm_importance_sampling_correction:
-            sampled = inputs[SAMPLED_LOGPS], sampled_mask(inputs)
-            inputs = {**inputs, IMPORTANCE_RATIO: importance_weights(values[0], *sampled, self.args)}
-        self._compare_with_engine(inputs, values[0], request.scored_BC)
-        return replace(request, values=values), inputs
+        inputs = dict(inputs)
+        return replace(request, values=self._score_completions(request, inputs, weigh=True)), inputs
 
-    def _score_completions(self, request: PassRequest, inputs):
-        """Log-probabilities, entropies and router loss of a micro-batch, for objectives without importance weights."""
-        values = self._padded_batch(request, inputs)
+    def _score_completions(self, request: PassRequest, inputs, weigh=False):
+        """Log-probabilities, entropies and router loss of a micro-batch; with `weigh` it gets the engine's importance weights."""
+        more = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
+        values = self._get_per_token_logps_and_entropies(request, **padded_batch(inputs), **more)
         if self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs:
+            if weigh and self.vllm_importance_sampling_correction:
+                sampled = inputs[SAMPLED_LOGPS], sampled_mask(inputs)
+                inputs[IMPORTANCE_RATIO] = importance_weights(values[0], *sampled, self.args)
             self._compare_with_engine(inputs, values[0], request.scored_BC)
         return values
 
@@ -269,11 +269,6 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())
-
-    def _padded_batch(self, request: PassRequest, inputs):
-        return self._get_per_token_logps_and_entropies(
-            request, **padded_batch(inputs), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
 
     @wraps(GRPOTrainer._get_per_token_logps_and_entropies)
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):

@@ -7,7 +7,6 @@ adapter's name, so one that is used twice may answer from the policy before.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from ..compat.vllm import adapter_misfits, trl_starts
 from ..errors import UserError
 from ..fsdp2_qlora.adapters import gather_adapter
 from ..fsdp2_qlora.launch_checks import is_fsdp_launch
+from ..run.ranks import on_main
 
 CHOICES = ("auto", "adapter", "merge")
 # Where a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
@@ -33,8 +33,7 @@ LOW_ADAPTER_RATE = 5e-6
 # an adapter counts that part twice.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 _MEMORY = Path("/dev/shm")
-# The ranks that vLLM's `max_lora_rank` can be.
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` can be
 
 
 class RolloutError(UserError):
@@ -53,14 +52,14 @@ class Sync(NamedTuple):
         return f"vLLM gets {sent}: {self.reason}"
 
 
-def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any], dict] | None = None) -> Sync:
+def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False) -> Sync:
     """What `rollout_sync` comes to for a run.
 
     Args:
         args: of the trainer.
         peft_config: of the adapter that is trained, or `None`.
         quantized: the base is quantized.
-        ask: what the server was started with ([`trl_fsdp_qlora.rollout.engine.server_info`]); `None` to choose without.
+        ask: the server what it was started with, once for all ranks, instead of taking it for one that takes adapters.
 
     Raises:
         RolloutError: the choice cannot work; names the line to change.
@@ -89,8 +88,10 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any
     if quantized:
         return Sync("adapter", "the base is quantized")
     on_gpu = torch.cuda.is_available()
-    if args.vllm_mode == "server" and ask is not None:
-        info = ask(args)
+    if args.vllm_mode == "server" and ask:
+        from .engine import server_info
+
+        info = on_main(lambda: server_info(args))
         if info["lora_config"] is None:
             return Sync("merge", "the server was started without --enable-lora")
         if info["weight_transfer_config"] is not None and on_gpu:
@@ -98,7 +99,7 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: Callable[[Any
     if is_fsdp_launch() or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None) == 3:
         return Sync("adapter", "the base is sharded")
     if args.vllm_mode == "server":
-        return Sync("adapter", "the engine is a server" + (" (if it was started to take them)" if ask is None else ""))
+        return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
     if not on_gpu:
         return Sync("adapter", "there is no GPU, where pushing whole weights does not work")
     return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
@@ -177,9 +178,9 @@ def warnings_for(args: Any, sync: Sync) -> list[str]:
         "vllm_engine_kwargs is for an engine in this process; give a server its options where it is started": (
             args.vllm_engine_kwargs and args.vllm_mode == "server"
         ),
-        low_adapter_rate(args.learning_rate): sync.mode == "adapter" and args.learning_rate < LOW_ADAPTER_RATE,
+        low_adapter_rate(args.learning_rate): sync.mode == "adapter",
     }
-    return [warning for warning, holds in found.items() if holds]
+    return [warning for warning, holds in found.items() if warning and holds]
 
 
 def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The cache while decoding: a prompt's is repeated for its rows, with room for what follows, and rows that have ended leave."""
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 # Layers whose states have one entry per row; static layers have a fixed batch size. By name: transformers 5.17 has fewer.
@@ -48,13 +48,9 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def unrepeatable(cache: DynamicCache) -> str | None:
-    """Why the rows of `cache` cannot be repeated and dropped; `None` where they can."""
-    if type(cache) is not DynamicCache:
-        return f"the cache is a {type(cache).__name__}"
-    if getattr(cache, "offloading", False):
-        return "the cache is offloaded"
-    others = sorted({type(layer).__name__ for layer in cache.layers} - _BY_ROW)
+def unrepeatable(config: PreTrainedConfig) -> str | None:
+    """Why the rows of a decoder's cache cannot be repeated and dropped; `None` where they can."""
+    others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - _BY_ROW)
     return f"the cache has layers of type {', '.join(others)}" if others else None
 
 

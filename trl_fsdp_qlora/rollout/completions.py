@@ -32,13 +32,12 @@ def _compute_device(model: nn.Module) -> torch.device:
 
 def vision_tensors(vision: dict[str, Any], width: int, device: torch.device | None = None) -> dict[str, Any]:
     """A processor's fields as tensors, those per token padded on the left to `width`; `num_images` stays a list."""
-    made = {}
-    for name, value in vision.items():
-        if name in ("mm_token_type_ids", "token_type_ids"):
-            value = [[0] * (width - len(row)) + list(row) for row in value]
-        if name != "num_images":
-            value = torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value), device=device)
-        made[name] = value
+    made = dict(vision)
+    for name in made.keys() - {"num_images"}:
+        if name.endswith("token_type_ids"):
+            made[name] = [[0] * (width - len(row)) + list(row) for row in made[name]]
+        value = made[name]
+        made[name] = torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value), device=device)
     return made
 
 
@@ -127,7 +126,7 @@ class EngineModel:
 def sampling(config: GenerationConfig, seed: int | None) -> dict:
     """vLLM's sampling parameters of a row for a generation config of transformers."""
     ends, wanted = config.eos_token_id, ["repetition_penalty"]
-    settings = {"max_tokens": config.max_new_tokens, "temperature": 0.0}
+    settings = {"max_tokens": config.max_new_tokens, "temperature": float(config.do_sample or 0)}
     settings["stop_token_ids"] = list(ends) if isinstance(ends, list | tuple | set) else [ends]
     if config.do_sample:
         wanted += ["temperature", "top_p", "top_k", "min_p"]
@@ -147,7 +146,7 @@ def generate(
 ) -> list[list[int]]:
     """One completion for every prompt given, as [`complete`], without dropout and reproducible.
 
-    The result depends on the prompts, the weights and `seed` only: the global random state is neither used nor moved.
+    The result depends on the prompts, the weights and `seed` only; the global random state is not moved.
 
     Args:
         model: causal language model, unwrapped; its training mode is restored. Or an engine that draws in its place.
@@ -198,8 +197,7 @@ def over_ranks(
     state = PartialState()
     batches = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
     mine = batches[state.process_index :: state.num_processes]
-    results = []
-    hidden = description is None or not state.is_main_process
+    results, hidden = [], description is None or not state.is_main_process
     with progress(description or "", sum(map(len, mine)), "problems", hidden=hidden) as bar:
         for batch in mine:
             results += zip(batch, score(batch, generate(batch)), strict=True)

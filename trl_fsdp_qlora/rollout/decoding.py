@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from ..compat.generation import (
@@ -62,7 +62,6 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
         return f"{type(model).__name__} is not a PreTrainedModel"
     if model.config.is_encoder_decoder:
         return "it has an encoder"
-    text_config = model.config.get_text_config(decoder=True)
     config = effective_config(model, config)
     if (mode := config.get_generation_mode()) not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
         return f"generation_config asks for {mode.value.replace('_', ' ')}"
@@ -75,7 +74,7 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
         return "stop_strings need the tokenizer, which TRL does not hand over"
     if not takes_dynamic_cache(model):
         return f"{type(model).__name__} keeps no cache, or one of its own"
-    if (reason := unrepeatable(DynamicCache(config=text_config))) is not None or not vision:
+    if (reason := unrepeatable(model.config.get_text_config(decoder=True))) is not None or not vision:
         return reason
     # Only the prefill gets images here, and of each distinct prompt its own.
     if others := sorted({*vision} - {*PER_IMAGE, *PER_TOKEN, "num_images"}):
@@ -105,18 +104,12 @@ class Decoding:
 
     Args:
         synced: a forward is collective: this rank goes on as long as any. By transformers' own rule if `None`.
-
-    Attributes:
-        place_R: which of the prompts that `generate` is given each row has; a row for each if `None`.
-        work: what was run.
-        per_row: why the last call attended to prompts in each row; `None` where it did so once per prompt.
     """
 
     def __init__(self, synced: bool | None = None):
-        self.synced = synced
-        self.place_R: torch.Tensor | None = None
-        self.work = DecodingWork()
-        self.per_row: str | None = None
+        self.synced, self.work = synced, DecodingWork()
+        self.place_R: torch.Tensor | None = None  # which of the prompts each row has; a row for each if `None`
+        self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: once per prompt
 
     @torch.no_grad()
     def __call__(

@@ -46,15 +46,14 @@ class _Serving:
     def generate(self, prompts, **options):
         return self._llm.generate(prompts, lora_request=self.adapter, **options)
 
-    def load(self, request) -> bool:
-        """Answer with the adapter of a `LoRARequest` from now on, and forget the one before; whether vLLM took it."""
+    def load(self, request) -> None:
+        """Answer with the adapter of a `LoRARequest` from now on, and forget the one before."""
         engine = self._llm.llm_engine
         if not engine.add_lora(request):
-            return False
+            raise RolloutError(f"vLLM refused the adapter in {request.lora_path}")
         if self.adapter is not None:
             engine.remove_lora(self.adapter.lora_int_id)
         self.adapter = request
-        return True
 
     def sleep(self, level: int = 2) -> None:
         self._llm.sleep(level=0)
@@ -125,6 +124,9 @@ class AdapterEngine(VLLMGeneration):
         **options: of `VLLMGeneration`.
     """
 
+    # TRL notes that the weights are asleep after it generated; here they never are.
+    _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
+
     def __init__(
         self, *, base: str, peft_config, max_lora_rank: int, versions: AdapterVersions, engine_kwargs=None, **options
     ):
@@ -142,7 +144,6 @@ class AdapterEngine(VLLMGeneration):
             self.base = self.vllm_client.folder
         else:
             self._start_colocated()
-        self._llm_weights_sleeping = False
         self.accelerator.wait_for_everyone()
 
     def _start_colocated(self) -> None:
@@ -152,9 +153,12 @@ class AdapterEngine(VLLMGeneration):
         if size > 1:
             groups = [list(range(i * size, (i + 1) * size)) for i in range(ranks.num_processes // size)]
             self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
-        os.environ["RANK"] = str(ranks.process_index)
-        os.environ["LOCAL_RANK"] = str(ranks.local_process_index)
-        os.environ["WORLD_SIZE"] = str(ranks.num_processes)
+        places = {
+            "RANK": ranks.process_index,
+            "LOCAL_RANK": ranks.local_process_index,
+            "WORLD_SIZE": ranks.num_processes,
+        }
+        os.environ.update({name: str(place) for name, place in places.items()})
         ensure_master_addr_port()
         on_cpu = ranks.device.type == "cpu"
         options = {
@@ -214,19 +218,13 @@ class AdapterEngine(VLLMGeneration):
         if self.mode == "colocate":
             from vllm.lora.request import LoRARequest
 
-            if not self.llm.load(LoRARequest(name, version, folder)):
-                raise RolloutError(f"vLLM refused the adapter in {folder}")
+            self.llm.load(LoRARequest(name, version, folder))
             return
         if self.accelerator.is_main_process:
             self.vllm_client.ask("load_lora_adapter", {"lora_name": name, "lora_path": folder})
             if self.version:
                 self.vllm_client.ask("unload_lora_adapter", {"lora_name": self.vllm_client.model})
         self.vllm_client.model = name
-
-    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
-        answer = super().generate(prompts, images, num_generations, profiler)
-        self._llm_weights_sleeping = False  # TRL notes that the weights are asleep; here they never are
-        return answer
 
     @property
     def draws_alone(self) -> bool:

@@ -92,8 +92,8 @@ class Rollout:
     def features(self, wrapped: nn.Module, settings: GenerateSettings | None) -> list[tuple[str, str]]:
         """Headings and lines of the start-up block on transformers' `generate`, where it is used."""
         if settings is None:
-            batching = self.args.use_transformers_continuous_batching and not self.args.use_vllm
-            return [("as stock TRL", "rollouts: transformers' continuous batching")] if batching else []
+            found = [("as stock TRL", "rollouts: transformers' continuous batching")]
+            return [] if self.args.use_vllm else found
         reason = self.why_stock(wrapped, settings)
         if reason is not None:
             heading = "as stock TRL" if self.args.compact_generation else "off"

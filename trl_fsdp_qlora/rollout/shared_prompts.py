@@ -77,18 +77,11 @@ def _attention(module, query, key, value, attention_mask, *, base: str, shared_p
     return shared_prompts.attend(base, module, query, key, value, attention_mask, **kwargs)
 
 
-def _padding_mask(kwargs: dict) -> torch.Tensor | None:
-    """1 where a prompt has a token, `(U, P)`; `None` where there is no padding."""
-    mask_UP = kwargs.get("attention_mask")
-    return None if mask_UP is None or mask_UP.all() else mask_UP
-
-
 class PrefillWatch:
     """Looks at every attention layer of a prefill that fills `cache`; computes what the model would."""
 
     def __init__(self, cache: DynamicCache, kwargs: dict):
-        self.cache, self.mask_UP = cache, _padding_mask(kwargs)
-        self.seen: set[int] = set()
+        self.cache, self.mask_UP, self.seen = cache, kwargs.get("attention_mask"), set()
         self.reason = "generate hands no positions to the model" if kwargs.get("position_ids") is None else None
         if more := sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS):
             self.reason = f"generate hands {', '.join(more)} to the model"
@@ -116,7 +109,7 @@ class PrefillWatch:
     def _sees_the_prompt(self, mask: torch.Tensor | None) -> bool:
         """Whether the last query sees every token of its prompt so far and nothing else, under one mask for all heads."""
         if mask is None or mask.shape[1] != 1:
-            return mask is None and self.mask_UP is None
+            return mask is None and (self.mask_UP is None or bool(self.mask_UP.all()))
         last_UK = mask[:, 0, -1]
         last_UK = last_UK if last_UK.dtype == torch.bool else last_UK == 0
         # Of a prompt that is prefilled in chunks the keys so far; padding that ends one is a query that nobody reads.
@@ -142,9 +135,8 @@ class SharedPrompts:
         self.cache = cache
         self.prompts = [(layer.keys, layer.values) for layer in cache.layers]
         cache.layers = [_CompletionLayer(layer, place_A, max_length) for layer in cache.layers]
-        mask_UP = _padding_mask(kwargs)
-        self.bias_U11P = None
-        if mask_UP is not None:
+        mask_UP, self.bias_U11P = kwargs.get("attention_mask"), None
+        if mask_UP is not None and not mask_UP.all():
             zeros_UP = torch.zeros(mask_UP.shape, dtype=self.prompts[0][0].dtype)
             self.bias_U11P = zeros_UP.masked_fill_(mask_UP == 0, float("-inf"))[:, None, None]
         self._place(place_A)
