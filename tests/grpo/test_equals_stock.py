@@ -5,6 +5,7 @@ scatters the groups), so such runs differ by design; the loss of a fixed batch i
 """
 
 import functools
+import json
 import tempfile
 
 import pytest
@@ -33,11 +34,11 @@ def run(cls, config_cls, folder, peft, **changes):
 @functools.cache
 def stock_run(peft, changes):
     with tempfile.TemporaryDirectory() as folder:
-        return run(GRPOTrainer, GRPOConfig, folder, peft, **dict(changes))
+        return run(GRPOTrainer, GRPOConfig, folder, peft, **json.loads(changes))
 
 
 def assert_equal_runs(tmp_path, peft=True, sharing="off", **changes):
-    stock, start, expected = stock_run(peft, tuple(changes.items()))
+    stock, start, expected = stock_run(peft, json.dumps(changes))
     # Compact generation draws other completions of the same distribution.
     ours = {"prefix_sharing": sharing, "compact_generation": False, **changes}
     ours, _, weights = run(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft, **ours)
@@ -76,9 +77,11 @@ def test_options(tmp_path, i, sharing):
     assert_equal_runs(tmp_path, sharing=sharing, **{"loss_type": "grpo", **OPTIONS[i]})
 
 
-@pytest.mark.parametrize("peft, checkpointing", [(True, True), (False, False)], ids=["checkpointed lora", "full"])
+@pytest.mark.parametrize("peft, checkpointing", [(True, "reentrant"), (True, "other"), (False, None)])
 def test_products_by_another_library(tmp_path, checkpointing, peft, monkeypatch):
-    changes = {"peft": peft, "sharing": "auto", "gradient_checkpointing": checkpointing}
+    changes = {"peft": peft, "sharing": "auto", "gradient_checkpointing": checkpointing is not None}
+    if checkpointing is not None:
+        changes["gradient_checkpointing_kwargs"] = {"use_reentrant": checkpointing == "reentrant"}
     assert_equal_runs(tmp_path / "torch", **changes)
     calls = []
     serve_by_onednn(monkeypatch)

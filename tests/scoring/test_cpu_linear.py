@@ -8,16 +8,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tests.rollout.test_decoding import MODELS as DECODERS
 from tests.rollout.test_decoding import SIZES, build, greedy
 from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.rollout.completions import complete
 from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.scoring.cpu_linear import fast_linears
-from trl_fsdp_qlora.scoring.frozen_head import FrozenHeadLogProbFunction
 
 # Sums of up to 300 products of about one, in float32 and in any order: 20 units in the last place of a sum of about 20.
 # A wrong adapter or layer moves logits by tenths.
@@ -33,15 +30,10 @@ def served(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Shapes that went to oneDNN, in order."""
-    shapes, product = [], cpu_linear.product
-
-    def counting(x, weight, bias=None):
-        shapes.append((tuple(x.shape), tuple(weight.shape)))
-        return product(x, weight, bias)
-
-    monkeypatch.setattr(cpu_linear, "product", counting)
-    return shapes
+    """A number for each product that oneDNN made."""
+    calls, product = [], cpu_linear.product
+    monkeypatch.setattr(cpu_linear, "product", lambda *args: calls.append(1) or product(*args))
+    return calls
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -69,48 +61,6 @@ def test_outputs_and_gradients_are_those_of_float64(shape, bias, counted):
         torch.testing.assert_close(parameter.grad.double(), exact.get_parameter(name).grad, **ROUNDING)
 
 
-def loss_and_gradient(model):
-    model.zero_grad()
-    ids = torch.arange(40).view(2, 20)
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpointed", "reentrant"])
-def test_a_models_loss_and_gradient(reentrant, counted):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(DECODERS["llama"])
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
-    if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    expected = loss_and_gradient(model)
-    assert not counted
-    with fast_linears(model):
-        found = loss_and_gradient(model)
-    # Each layer's base, and its adapter's two, and the head; forward and backward, twice forward where checkpointed.
-    assert len(counted) > 2 * (LAYERS * 3 + 1)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
-
-
-def test_the_frozen_heads_tiles(monkeypatch, counted):
-    torch.manual_seed(0)
-    hidden, weight, targets = torch.randn(37, 24), torch.randn(150, 24), torch.randint(0, 150, (37,))
-    monkeypatch.setattr("trl_fsdp_qlora.scoring.frozen_head.product", cpu_linear.product)
-    found = []
-    for serves in (True, False):
-        monkeypatch.setattr(cpu_linear, "beats_mkl", lambda serves=serves: serves)
-        x = hidden.clone().requires_grad_()
-        log_probs, entropy = FrozenHeadLogProbFunction.apply(x, weight, None, targets, 0.7)
-        log_probs.sum().backward()
-        found.append((log_probs.detach(), entropy.detach(), x.grad))
-    assert len(counted) == 2
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, **ROUNDING)
-
-
 def test_other_dtypes_autocast_and_other_inputs_go_the_usual_way(counted):
     for layer in (nn.Linear(20, 30).bfloat16(), nn.Linear(20, 30).double()):
         x = torch.randn(4, 20, dtype=layer.weight.dtype)
@@ -132,9 +82,6 @@ def test_which_processors_it_serves(vendor, expected, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda path: f"vendor_id : {vendor}")
     monkeypatch.setattr(platform, "processor", lambda: "AMD64 Family 25 Model 33 Stepping 0, AuthenticAMD")
     assert cpu_linear.beats_mkl.__wrapped__() is expected
-
-
-# Adapters without gradients
 
 
 def adapted(**changes):
@@ -233,16 +180,10 @@ def test_generation_takes_no_more_memory_than_stocks(ends, tmp_path):
 
 def test_no_weight_is_copied_per_row_of_a_batch_in_bfloat16():
     """The last hidden states of a prefill are a view; torch multiplies such a batch by a copy of the weight per row."""
-    names = []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
     layer = nn.Linear(20, 30, bias=False).bfloat16().requires_grad_(False)
     last = torch.randn(4, 3, 20).bfloat16()[:, -1:]
-    with fast_linears(layer), torch.no_grad(), Names():
+    with fast_linears(layer), torch.no_grad(), torch.profiler.profile() as profile:
         out = layer(last)
-    assert "mm" in names and "bmm" not in names
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::mm" in names and "aten::bmm" not in names
     torch.testing.assert_close(out, layer(last.contiguous()))

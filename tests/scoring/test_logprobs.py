@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
-from trl_fsdp_qlora.scoring import frozen_head
+from trl_fsdp_qlora.scoring import cpu_linear, frozen_head
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, choose_head_kernel, score_positions
 
 N, H, V = 37, 24, 150
@@ -34,9 +35,7 @@ def gradient(log_probs_N, hidden_NH, upstream_N):
 
 
 def assert_equal(found, hidden, weight, bias, targets, upstream, temperature=1.0, softcap=None, logit_scale=1.0):
-    """Values and gradient of a kernel that computes in float32, `found = (log_probs, entropy)`.
-
-    The bound is eight steps of float32 at the size of the largest logit: product, bias and scale, cap, temperature, the
+    """The bound is eight steps of float32 at the size of the largest logit: product, bias and scale, cap, temperature, the
     maximum's difference, sum and logarithm each round to half a step, the sums of products and the tanh to a few. Relative to
     the largest entry it bounds the gradient too, for that is made of probabilities, whose relative error is the absolute one
     of their logarithms.
@@ -52,11 +51,15 @@ def assert_equal(found, hidden, weight, bias, targets, upstream, temperature=1.0
     assert (got - expected).abs().max() <= bound * expected.abs().max()
 
 
-@pytest.fixture(autouse=True)
-def several_tiles(monkeypatch):
-    """Sizes at which one call crosses tiles and chunks and ends in partial ones."""
+@pytest.fixture(autouse=True, params=["torch", "oneDNN"])
+def several_tiles(monkeypatch, request):
+    """Sizes at which one call crosses tiles and chunks and ends in partial ones, by either library's products."""
     monkeypatch.setattr(frozen_head, "TOKEN_TILE", 16)
     monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK", 64)
+    if request.param == "oneDNN":
+        serve_by_onednn(monkeypatch)
+    else:
+        monkeypatch.setattr(cpu_linear, "beats_mkl", lambda: False)
 
 
 def problem(bias: bool, dtype=torch.float32, spread: float = 1.0):
@@ -67,21 +70,18 @@ def problem(bias: bool, dtype=torch.float32, spread: float = 1.0):
     return hidden_NH.requires_grad_(), weight_VH, bias_V, torch.randint(0, V, (N,)), torch.randn(N)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+# exp() without a moving reference overflows on the ramp: the last chunk's logits are hundreds of nats above the first's.
+@pytest.mark.parametrize("bias", ["none", "some", "a ramp"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(("temperature", "logit_scale"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.25)])
 def test_frozen_head_equals_float64_logits(bias, softcap, temperature, logit_scale):
-    hidden, weight, bias_V, targets, upstream = problem(bias)
-    settings = temperature, softcap, logit_scale
+    hidden, weight, bias_V, targets, upstream = problem(bias == "some")
+    bias_V, settings = (
+        torch.linspace(-300, 300, V) if bias == "a ramp" else bias_V,
+        (temperature, softcap, logit_scale),
+    )
     found = score_positions(hidden, weight, bias_V, targets, *settings)
     assert_equal(found, hidden, weight, bias_V, targets, upstream, *settings)
-
-
-def test_logits_that_grow_along_the_vocabulary_move_the_reference():
-    """exp() without a moving reference overflows here: the last chunk's logits are hundreds of nats above the first's."""
-    hidden, weight, _, targets, upstream = problem(False)
-    ramp_V = torch.linspace(-300, 300, V)
-    assert_equal(score_positions(hidden, weight, ramp_V, targets), hidden, weight, ramp_V, targets, upstream)
 
 
 def test_pass_without_gradient_gives_the_same_bits():

@@ -24,16 +24,12 @@ class NoFloat64(TorchDispatchMode):
 META = torch.device("meta")
 
 
-def test_draws():
+def test_draws_and_counters():
+    mask = torch.empty(4, 6, dtype=torch.long, device=META)
     with NoFloat64():
         numbers = RowUniforms(4, META, seed=0).next(torch.zeros(4, dtype=torch.long, device=META))
         for size in (7, 700):
             assert draw(torch.empty(4, size, device=META), numbers).shape == (4,)
-
-
-def test_counters():
-    mask = torch.empty(4, 6, dtype=torch.long, device=META)
-    with NoFloat64():
         counts = token_counts({"prompt_mask": mask, "completion_mask": mask, "advantages": mask[:, 0].float()}, 2)
     assert counts.dtype is torch.int64  # exact, and known to every device
     deferred, read = AsyncMetrics(), []
