@@ -27,14 +27,11 @@ def test_inversion_is_the_cumulated_distribution():
             assert torch.equal(draw(weights, uniform), (upto <= uniform[:, None] * upto[:, -1:]).sum(1))
 
 
-def test_never_a_token_of_probability_zero():
+def test_never_a_token_of_probability_zero_and_broken_rows_are_marked():
     for weights in ([0, 0, 1, 0, 0], [0.0] * 300 + [1e-30] + [0.0] * 300, [1.0] + [0.0] * 511 + [1e-12] + [0.0] * 90):
         weights = torch.tensor([weights], dtype=torch.float32)
         for u in (0.0, 0.3, 0.5, 1 - 2**-53):
             assert weights[0, draw(weights, torch.tensor([u], dtype=torch.float64)).item()] > 0
-
-
-def test_broken_rows_are_marked():
     weights = torch.tensor([[0.5, float("nan"), 0.5], [0.5, float("inf"), 0.5], [0.2, 0.3, 0.5]])
     assert draw(weights, torch.full((3,), 0.9, dtype=torch.float64)).tolist() == [-1, -1, 2]
 

@@ -10,7 +10,6 @@ from trl import GRPOConfig, GRPOTrainer
 from tests import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.rollout import engine as engines
-from trl_fsdp_qlora.rollout.correction import importance_weights
 from trl_fsdp_qlora.scoring.request import Kind
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -92,25 +91,14 @@ def loss_and_gradients(trainer):
     return loss.item(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("bounded", [True, False])
-def test_weights_equal_trls(stock, bounded):
-    for mode in MODES:
-        low, high = CLIPS[mode.partition("_")[0]]
-        configure(stock, mode, (low if bounded else None, high))
-        batch = drawn(stock)
-        names = ("old_per_token_logps", "sampling_per_token_logps", "completion_mask")
-        ours = importance_weights(*(batch[name] for name in names), stock.args)
-        torch.testing.assert_close(ours, batch["importance_sampling_ratio"], rtol=0, atol=0)
-        assert ours.unique().numel() > 1
-
-
 def test_every_loss_and_every_mode(stock, ours_with):
     ours, compared = ours_with(), 0
     for loss_type, mode in product(tiny.LOSS_TYPES, MODES):
         if loss_type == "vespo" and mode.startswith("sequence"):
             continue  # refused by TRL
+        low, high = CLIPS[mode.partition("_")[0]]
         for trainer in (stock, ours):
-            configure(trainer, mode, CLIPS[mode.partition("_")[0]], loss_type)
+            configure(trainer, mode, (None if loss_type == "sapo" else low, high), loss_type)
         expected_loss, expected = loss_and_gradients(stock)
         loss, gradients = loss_and_gradients(ours)
         where = f"{loss_type}, {mode}"

@@ -10,10 +10,11 @@ import torch
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests import tiny
+from tests.rollout.test_decoding import SIZES
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
 from trl_fsdp_qlora.rollout import adapter_sync
@@ -57,22 +58,28 @@ def on_a_gpu(monkeypatch):
         ({}, None, False, "merge", "no adapter"),
         ({"vllm_mode": "server"}, LoraConfig(r=16, use_dora=True), False, "merge", "use_dora"),
         ({"use_vllm": False}, LORA, True, "off", "use_vllm"),
-        ({"rollout_sync": "merge"}, LORA, True, None, "trl#4973"),
-        ({"rollout_sync": "adapter"}, None, False, None, "use_peft"),
     ],
 )
 def test_choice(on_a_gpu, changes, peft_config, quantized, mode, reason):
-    if mode is None:
-        with pytest.raises(RolloutError, match=reason):
-            choose_sync(args(**changes), peft_config, quantized)
-    else:
-        sync = choose_sync(args(**changes), peft_config, quantized)
-        assert sync.mode == mode and reason in sync.reason
+    sync = choose_sync(args(**changes), peft_config, quantized)
+    assert sync.mode == mode and reason in sync.reason
 
 
-def test_fsdp_is_sharded(on_a_gpu, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert choose_sync(args(), LORA, False).mode == "adapter"
+def test_choices_by_the_launch_that_cannot_be_and_with_a_trl_that_differs(on_a_gpu, monkeypatch):
+    for changes, peft_config, named in (
+        ({"rollout_sync": "merge"}, LORA, "trl#4973"),
+        ({"rollout_sync": "adapter"}, None, "use_peft"),
+    ):
+        with pytest.raises(RolloutError, match=named):
+            choose_sync(args(**changes), peft_config, quantized=True)
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        assert choose_sync(args(), LORA, False).mode == "adapter"
+    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, other: None)
+    sync = choose_sync(args(vllm_mode="server"), LORA, False)
+    assert sync.mode == "merge" and "VLLMGeneration.generate: expected (self prompts images" in sync.reason
+    with pytest.raises(RolloutError, match=r"VLLMGeneration\.generate"):
+        choose_sync(args(), LORA, True)  # nothing else works there
 
 
 def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
@@ -94,9 +101,9 @@ def test_a_checkpoint_that_is_stored_quantized_is_seen_by_its_config(tmp_path):
     assert found() == (LORA, False)  # TRL says what is wrong with it
 
 
-@pytest.mark.parametrize("rank, served", [(1, 1), (4, 8), (16, 16), (48, 64), (300, 320)])
-def test_ranks_are_rounded_up(rank, served):
-    assert served_rank(LoraConfig(r=rank)) == served_rank(LoraConfig(r=1, rank_pattern={"q_proj": rank})) == served
+def test_ranks_are_rounded_up():
+    for rank, served in ((1, 1), (4, 8), (16, 16), (48, 64), (300, 320)):
+        assert served_rank(LoraConfig(r=rank)) == served_rank(LoraConfig(r=1, rank_pattern={"q_proj": rank})) == served
 
 
 REFUSED = {
@@ -118,9 +125,8 @@ def test_what_vllm_cannot_serve_is_refused_by_name(named):
 
 
 def test_all_linear_on_a_mixture_is_refused_as_what_peft_makes_of_it():
-    sizes = {"hidden_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     with torch.device("meta"):
-        mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_key_value_heads=2, num_experts=4, vocab_size=32))
+        mixture = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, num_experts=4))
         model = get_peft_model(mixture, LoraConfig(r=8, target_modules="all-linear"))
     with pytest.raises(RolloutError, match="`all-linear` on a mixture of experts; name linear layers"):
         served_rank(model.peft_config["default"])
@@ -130,30 +136,15 @@ def test_trl_refuses_the_same_adapters():
     """What TRL's asynchronous trainer says of the adapters above, where it can be imported."""
     asynchronous = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
     assert asynchronous.VLLM_LORA_RANKS == adapter_sync._RANKS
-    own = ("rank 1000", "init_lora_weights")  # which TRL looks at elsewhere, or not at all
-    for change in ({}, {"target_modules": "all-linear"}, *(x for name, x in REFUSED.items() if name not in own)):
-        config = LoraConfig(**{"r": 16, **change})
-        refused = []
-        for check, given in (
-            (
-                asynchronous.validate_lora_for_vllm_sync,
-                SimpleNamespace(active_adapters=["x"], peft_config={"x": config}),
-            ),
-            (served_rank, config),
-        ):
-            try:
-                check(given)
-            except (ValueError, RolloutError):
-                refused.append(check)
-        assert len(refused) in (0, 2), change
 
+    def theirs(**changes):
+        config = LoraConfig(**{"r": 16, "target_modules": "all-linear", **changes})
+        asynchronous.validate_lora_for_vllm_sync(SimpleNamespace(active_adapters=["x"], peft_config={"x": config}))
 
-def test_a_trl_that_differs_is_sent_whole_weights(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, other: None)
-    sync = choose_sync(args(vllm_mode="server"), LORA, False)
-    assert sync.mode == "merge" and "VLLMGeneration.generate: expected (self prompts images" in sync.reason
-    with pytest.raises(RolloutError, match=r"VLLMGeneration\.generate"):
-        choose_sync(args(), LORA, True)  # nothing else works there
+    theirs()
+    for name in REFUSED.keys() - {"rank 1000", "init_lora_weights"}:  # which TRL looks at elsewhere, or not at all
+        with pytest.raises(ValueError):
+            theirs(**REFUSED[name])
 
 
 def test_refused_before_the_base_is_loaded(tmp_path, monkeypatch):

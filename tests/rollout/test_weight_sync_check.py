@@ -1,5 +1,7 @@
 """The difference between vLLM's log-probabilities and the trainer's: a metric, a warning, and an error where it is another model."""
 
+import copy
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -10,8 +12,6 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.rollout import correction, engine
 from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.correction import WeightSyncCheck, draws_from_policy
-
-MEAN = "sampling/sampling_logp_difference/mean"
 
 
 @pytest.fixture
@@ -78,9 +78,9 @@ def test_settings_that_make_another_distribution(tmp_path, changes, draws):
 
 @pytest.fixture
 def trainer_with(tmp_path, monkeypatch):
-    def make(policy=None, **changes):
+    def make(base=None, **changes):
         torch.manual_seed(0)
-        policy = policy or get_peft_model(tiny.tiny_model(), tiny.lora())
+        policy = get_peft_model(base or tiny.tiny_model(), tiny.lora())
         monkeypatch.setattr(engine, "start_engine", start_whole(policy))
         args = {"use_vllm": True, "vllm_mode": "colocate", "rollout_sync": "adapter", "max_completion_length": 12}
         args |= {"learning_rate": 1e-2, "max_steps": 4, "per_device_train_batch_size": 16, "num_generations": 4}
@@ -90,7 +90,9 @@ def trainer_with(tmp_path, monkeypatch):
     return make
 
 
-def logged(trainer, name):
+def differences(trainer) -> list[float]:
+    trainer.train()
+    name = "sampling/sampling_logp_difference/mean"
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
@@ -101,8 +103,8 @@ def logged(trainer, name):
 )
 def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
     trainer = trainer_with(**changes)
-    trainer.train()
-    assert len(logged(trainer, MEAN)) == 4 and max(logged(trainer, MEAN)) < 1e-5  # float32, sums in another order
+    found = differences(trainer)
+    assert len(found) == 4 and max(found) < 1e-5  # float32, sums in another order
     assert not warned and trainer.weight_sync_check.first < 1e-5
 
 
@@ -110,19 +112,15 @@ def test_a_stale_adapter_is_named(trainer_with, warned):
     trainer = trainer_with(max_steps=6, learning_rate=1.0)
     load = trainer.vllm_generation._load
     trainer.vllm_generation._load = lambda version, folder: load(version, folder) if version < 2 else None
-    trainer.train()
-    assert trainer.state.global_step == 6 and warned
-    assert logged(trainer, MEAN)[0] < 1e-5 and logged(trainer, MEAN)[-1] > 0.01
+    found = differences(trainer)
+    assert len(found) == 6 and warned and found[0] < 1e-5 and found[-1] > 0.01
 
 
 def test_another_base_ends_the_run_before_a_step(trainer_with):
-    def other():
-        model = tiny.tiny_model(seed=1)
-        model.lm_head.weight.data *= 20  # far from uniform
-        return get_peft_model(model, tiny.lora())
-
-    trainer = trainer_with(other())
+    other = tiny.tiny_model(seed=1)
+    other.lm_head.weight.data *= 20  # far from uniform
+    trainer = trainer_with(copy.deepcopy(other))
     with pytest.raises(RolloutError, match="another model"):
         trainer.train()
     assert trainer.state.global_step == 0
-    trainer_with(other(), generation_kwargs={"min_tokens": 2}, max_steps=1).train()
+    trainer_with(other, generation_kwargs={"min_tokens": 2}, max_steps=1).train()

@@ -9,27 +9,17 @@ from trl_fsdp_qlora.rollout.engine import AdapterEngine
 
 
 class WholeEngine(AdapterEngine):
-    """Reads each version from its folder, as vLLM does; completions are of random tokens, scored by its own model.
-
-    Args:
-        policy: whole, with an adapter of the shape that is trained.
-    """
+    """Reads each version from its folder, as vLLM does; completions are of random tokens, scored by its own whole `policy`."""
 
     end = 1  # what min_tokens bans; none of the random tokens
 
     def __init__(self, policy: PeftModel, **options):
         self.policy = policy.eval()
-        super().__init__(
-            base="whole",
-            peft_config=policy.peft_config["default"],
-            max_lora_rank=8,
-            processing_class=None,
-            mode="server",
-            **options,
-        )
+        ours = {"base": "whole", "peft_config": policy.peft_config["default"], "max_lora_rank": 8}
+        super().__init__(**ours, processing_class=None, mode="server", **options)
 
     def _init_vllm(self) -> None:
-        self._llm_weights_sleeping = False
+        """There is nothing to start."""
 
     def _load(self, version, folder) -> None:
         loaded = set_peft_model_state_dict(self.policy, load_peft_weights(folder, device="cpu"))
