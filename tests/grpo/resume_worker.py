@@ -4,41 +4,27 @@ import os
 import signal
 import sys
 
-from transformers import TrainerCallback
-
 from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints
 
 # Generation cycles of 2 × 2 = 4 micro-steps and 4-step epochs: checkpoints fall inside a cycle and past an epoch's end.
 SETTINGS = {
-    "per_device_train_batch_size": 4,
-    "num_generations": 4,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 2,
-    "num_iterations": 2,
-    "beta": 0.05,
-    "max_steps": 9,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "save_total_limit": 2,
-    "optim": "adamw_torch",
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "linear",
-}
+    "per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2,
+    "num_iterations": 2, "beta": 0.05, "max_steps": 9, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2,
+    "optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "linear",
+}  # fmt: skip
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def dies(function, when):
+    """`function`, in front of which the process is killed when `when` of its arguments is true."""
 
+    def wrapped(*args, **kwargs):
+        if when(*args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
 
-class DieInStep(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            die()
+    return wrapped
 
 
 def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> EfficientGRPOTrainer:
@@ -46,25 +32,11 @@ def run(output_dir: str, kill: str | None, resume: str | None, model=None) -> Ef
     data = prompts(4)
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, output_dir, model, lora(), dataset=data, **SETTINGS)
     if kill == "step":
-        made.add_callback(DieInStep(6))
+        made.accelerator.backward = dies(made.accelerator.backward, lambda *_: made.state.global_step == 6)
     elif kill == "saving":
-        commit = checkpoints.commit
-
-        def commit_or_die(staging, checkpoint, run):
-            if checkpoint.name == "checkpoint-5":
-                die()
-            commit(staging, checkpoint, run)
-
-        checkpoints.commit = commit_or_die
+        checkpoints.commit = dies(checkpoints.commit, lambda staging, folder, state: folder.name == "checkpoint-5")
     elif kill == "generating":
-        generate = made._generate_single_turn
-
-        def generate_or_die(*turn, **options):
-            if made.state.global_step == 4:
-                die()
-            return generate(*turn, **options)
-
-        made._generate_single_turn = generate_or_die
+        made._generate_single_turn = dies(made._generate_single_turn, lambda *_: made.state.global_step == 4)
     made.train(resume_from_checkpoint=resume)
     made.save_model(f"{output_dir}/final")
     return made
