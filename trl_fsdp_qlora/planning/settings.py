@@ -15,6 +15,7 @@ from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ConfigError, ScriptArguments, read_yaml, recipe_fields
 from ..run.shipped import accelerate_config
 
+_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length")
 _KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # of accelerate -> of a [`Launch`]
 
 
@@ -120,12 +121,7 @@ def from_words(words: Sequence[str], config: type, launch: Launch, **more: Any) 
         ConfigError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
     """
     values = vars(recipe_fields((ScriptArguments, config, ModelConfig), words, {"dataset": None}))
-    for name in (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_generations",
-        "max_completion_length",
-    ):
+    for name in _COUNTS:
         if values[name] < 1:
             raise ConfigError(f"{name}={values[name]} must be at least 1")
     if launch == Launch() and values["use_cpu"]:

@@ -14,7 +14,6 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     PretrainedConfig,
-    PreTrainedTokenizerBase,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import ModelConfig, get_peft_config
@@ -158,7 +157,7 @@ def check_model(model: ModelConfig) -> None:
         with_adapter(bare, model)
 
 
-def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> PreTrainedTokenizerBase:
+def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> Any:
     """All of the above for a recipe that trains; returns the model's tokenizer.
 
     Raises:

@@ -122,8 +122,14 @@ def evaluate(
         reasoning_gym.accepts(row["entry"]) if "entry" in row else parse_gold(row["answer"], index)
         for index, row in enumerate(rows)
     ]
-    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
+    eos = model.generation_config.eos_token_id
+    end = getattr(tokenizer, "tokenizer", tokenizer).eos_token_id  # of a processor
+    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
+    eos = sorted({*(eos if isinstance(eos, list) else [eos]), end} - {None})
+    common = {"max_new_tokens": max_new_tokens, "pad_token_id": end if pad is None else pad, "eos_token_id": eos}
+    greedy = GenerationConfig(do_sample=False, **common, **NEUTRAL)
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": 0}
+    sampled = GenerationConfig(do_sample=True, **drawn, **common, **NEUTRAL)
 
     def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[list[int]]:
         if with_images:
@@ -154,29 +160,6 @@ def evaluate(
     size, n = max(1, batch_size // max(samples, 1)), len(rows)
     results = over_ranks(n, size, draw, score, lockstep=lockstep, description=description if progress else None)
     correct, answered, strict, lenient, tokens, passed, voted = map(sum, zip(*results, strict=True))
-    return Evaluation(
-        n=n,
-        correct=correct,
-        pass_at_1=correct / n,
-        interval=wilson_interval(correct, n),
-        samples=samples,
-        pass_at_k=passed / n if samples else None,
-        majority_at_k=voted / n if samples else None,
-        answered=answered / n,
-        seconds=time.perf_counter() - started,
-        tokens_per_completion=tokens / n,
-        strict=strict,
-        lenient=lenient,
-    )
-
-
-def generation_configs(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
-) -> tuple[GenerationConfig, GenerationConfig]:
-    """Greedy, and sampled."""
-    eos = model.generation_config.eos_token_id
-    eos = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "eos_token_id": sorted(eos), **NEUTRAL}
-    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common)
-    return GenerationConfig(do_sample=False, **common), sampled
+    shares = (passed / n, voted / n) if samples else (None, None)
+    measured = correct, correct / n, wilson_interval(correct, n), samples, *shares, answered / n
+    return Evaluation(n, *measured, time.perf_counter() - started, tokens / n, strict, lenient)

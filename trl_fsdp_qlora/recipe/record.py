@@ -70,21 +70,12 @@ class AccuracyCallback(TrainerCallback):
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Held-out accuracy as it is now, on every rank."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer, script, args = self.trainer, self.script, self.trainer.args
+        how = {"max_new_tokens": args.max_completion_length, "answer_format": script.answer_format, "seed": args.seed}
+        how |= {"batch_size": script.accuracy_batch_size, "progress": not args.disable_tqdm, "samples": samples}
         with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
-            return evaluate(
-                model,
-                trainer.processing_class,
-                self.test,
-                max_new_tokens=args.max_completion_length,
-                batch_size=self.script.accuracy_batch_size,
-                samples=samples,
-                answer_format=self.script.answer_format,
-                seed=args.seed,
-                progress=not args.disable_tqdm,
-                description=description,
-                lockstep=lockstep,
-            )
+            how |= {"description": description, "lockstep": lockstep}
+            return evaluate(model, trainer.processing_class, self.test, **how)
 
     @nonfatal("the model card")
     def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:

@@ -70,12 +70,8 @@ def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns
     return rewards
 
 
-REWARDS = {
-    "exact_answer": exact_answer_reward,
-    "tag_format": tag_format_reward,
-    "graded": graded_reward,
-    reasoning_gym.REWARD: reasoning_gym.verifier_reward,
-}
+REWARDS = {"exact_answer": exact_answer_reward, "tag_format": tag_format_reward, "graded": graded_reward}
+REWARDS |= {reasoning_gym.REWARD: reasoning_gym.verifier_reward}
 _WITH_FORMAT = ("exact_answer", reasoning_gym.REWARD)
 
 

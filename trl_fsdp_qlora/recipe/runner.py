@@ -116,15 +116,10 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
             record.content = {}  # of a run that left no checkpoint
         elif not script.skip_accuracy and "before" not in record.content:
             say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
-        record.put(
-            hardware=hardware(),
-            software=software(),
-            processes=args.world_size,
-            seed=args.seed,
-            dataset=redaction.portable(script.dataset),
-            model=redaction.portable(model_name(trainer.model)),
-            settings=measured_settings(script, args, (card.settings or (script, ModelConfig()))[1]),
-        )
+        settings = measured_settings(script, args, (card.settings or (script, ModelConfig()))[1])
+        about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
+        about = redaction.portable(about) | {"processes": args.world_size, "settings": settings}
+        record.put(hardware=hardware(), software=software(), **about)
         limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
         accuracy = None if script.skip_accuracy else AccuracyCallback(trainer, script, test, record)
         for callback in filter(None, (limit, accuracy)):

@@ -111,14 +111,9 @@ def word_tokenizer(words: Iterable[str], pattern: str, chat_template: str):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|end|>",
-        unk_token="<unk>",
-        extra_special_tokens=["<|user|>", "<|assistant|>"],
-        padding_side="left",
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<|end|>", "unk_token": "<unk>"}
+    special["extra_special_tokens"] = ["<|user|>", "<|assistant|>"]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
     fast.chat_template = chat_template
     return fast
 

@@ -79,14 +79,9 @@ def shapes_processor():
     words = {piece for row in coloured_shapes("train") for piece in re.findall(PIECE, row["problem"])}
     tokenizer = word_tokenizer(sorted({*words, *"0123456789"}), PIECE, CHAT_TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    return LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}),
-        tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=CHAT_TEMPLATE,
-    )
+    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    how = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(images, tokenizer, patch_size=PATCH, chat_template=CHAT_TEMPLATE, **how)
 
 
 def new_vision_model(processor, seed: int):
@@ -106,14 +101,9 @@ def new_vision_model(processor, seed: int):
         "model_type": "clip_vision_model", "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 1, "image_size": SIDE,
         "patch_size": PATCH, "projection_dim": HIDDEN,
     }  # fmt: skip
-    config = LlavaConfig(
-        text_config=shape | text,
-        vision_config=shape | vision,
-        vision_feature_layer=-1,
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        initializer_range=HIDDEN**-0.5,
-        tie_word_embeddings=True,
-    )
+    how = {"vision_feature_layer": -1, "initializer_range": HIDDEN**-0.5, "tie_word_embeddings": True}
+    how["image_token_index"] = tokenizer.convert_tokens_to_ids("<image>")
+    config = LlavaConfig(text_config=shape | text, vision_config=shape | vision, **how)
     torch.manual_seed(seed)
     return LlavaForConditionalGeneration(config)
 

@@ -25,10 +25,11 @@ def is_secret_name(name: str) -> bool:
 
 def without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config as they may be written: `None` for a token, so that the login of whoever loads it serves."""
-    return {
-        name: None if is_secret_name(name) else _CREDENTIALS.sub("", value) if isinstance(value, str) else value
-        for name, value in fields.items()
-    }
+    return {name: None if is_secret_name(name) else _without_login(value) for name, value in fields.items()}
+
+
+def _without_login(value: Any) -> Any:
+    return _CREDENTIALS.sub("", value) if isinstance(value, str) else value
 
 
 def portable(value: Any) -> Any:
@@ -38,7 +39,7 @@ def portable(value: Any) -> Any:
     if isinstance(value, list):
         return [portable(item) for item in value]
     if not isinstance(value, str) or not (os.path.isabs(value) or value.startswith("~")):
-        return _CREDENTIALS.sub("", value) if isinstance(value, str) else value
+        return _without_login(value)
     inside = Path(value).is_relative_to(Path.cwd()) and Path(value) != Path.cwd()
     return str(Path(value).relative_to(Path.cwd())) if inside else Path(value).name
 

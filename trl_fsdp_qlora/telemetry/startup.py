@@ -14,12 +14,8 @@ from ..fsdp2_qlora.prepare import dense_shapes
 from ..run.nonfatal import nonfatal
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
-_LAYOUTS = {
-    "FSDP": "weights sharded over them by FSDP",
-    "DEEPSPEED": "DeepSpeed",
-    "MULTI_GPU": "a copy of the model in each (DDP)",
-    "MULTI_CPU": "a copy of the model in each (DDP)",
-}
+_LAYOUTS = {"FSDP": "weights sharded over them by FSDP", "DEEPSPEED": "DeepSpeed"}
+_LAYOUTS |= dict.fromkeys(("MULTI_GPU", "MULTI_CPU"), "a copy of the model in each (DDP)")
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
