@@ -176,9 +176,10 @@ def test_with_two_completions_it_derives_what_trl_derives(settings):
     [
         ({"objective": "dpo"}, "objective='dpo'"),
         ({"beta": 0.0}, "reference policy"),
-        ({"value_samples_min": 9}, "above value_samples"),
+        ({"value_samples_min": 9}, "1 to value_samples"),
+        ({"value_samples_min": -2}, "1 to value_samples"),
         ({"value_reward_range": [1.0, 0.0]}, "low < high"),
-        ({"value_reward_range": None, "value_samples_min": 2}, "needs it for the interval"),
+        ({"value_reward_range": None, "value_samples_min": 2}, "has no interval then"),
         ({"num_generations": 0}, "num_generations=0"),
     ],
 )

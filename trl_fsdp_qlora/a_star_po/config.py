@@ -121,20 +121,20 @@ class AStarPOConfig(EfficientGRPOConfig):
         self.num_generations = count
         if ignored:
             logger.warning(
-                f"A*-PO has no ratio, clip or groups and takes whole completions: {', '.join(ignored)} will be ignored."
+                f"{', '.join(ignored)} will be ignored: A*-PO has no ratio, no groups, and takes every token"
             )
         if self.value_cache is None:
             self.value_cache = str(cache_folder() / "values")
         low, high = self.value_reward_range or (0.0, 1.0)
-        unbounded = self.value_reward_range is None and self.sample_plan.adaptive
+        adapts, fewest = self.value_samples_min not in (None, self.value_samples), self.value_samples_min or 1
         for name, wrong, reason in (
             ("beta", self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
             ("beta1", self.beta1 < 0, "it is a temperature; use 0.5, or 0 for the mean"),
             ("value_samples", self.value_samples < 1, "it must be at least 1"),
             ("value_batch_size", self.value_batch_size < 1, "it must be at least 1"),
-            ("value_samples_min", (self.value_samples_min or 1) > self.value_samples, "it is above value_samples"),
+            ("value_samples_min", not 1 <= fewest <= self.value_samples, "use 1 to value_samples"),
             ("value_reward_range", not low < high, "it must be [low, high] with low < high"),
-            ("value_reward_range", unbounded, "value_samples_min needs it for the interval of V*"),
+            ("value_reward_range", adapts and not self.value_reward_range, "value_samples_min has no interval then"),
         ):
             if wrong:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no place in A*-PO: {reason}")

@@ -96,11 +96,6 @@ class SamplePlan:
             counts.append(min(2 * counts[-1], self.maximum))
         return counts
 
-    @property
-    def adaptive(self) -> bool:
-        """Whether the count depends on the rewards."""
-        return self.minimum is not None and self.minimum < self.maximum
-
     def use(self, rewards_N: Sequence[float]) -> int | None:
         """How many of the first samples to use, or `None` if more have to be drawn."""
         for count in self.counts:
@@ -130,7 +125,8 @@ def check_reward_range(rewards: torch.Tensor, plan: SamplePlan) -> None:
     rewards = rewards[~rewards.isnan()]
     if rewards.isinf().any():
         raise ValueError("a reward is infinite, so V* is not defined; fix the reward function")
-    if plan.reward_range is None or rewards.numel() == 0 or not (plan.adaptive or plan.estimator == "log_mean_exp"):
+    assumed = plan.estimator == "log_mean_exp" or len(plan.counts) > 1
+    if plan.reward_range is None or rewards.numel() == 0 or not assumed:
         return
     low, high = plan.reward_range
     slack = 1e-6 * (high - low)  # a weighted sum of float32 rewards

@@ -132,10 +132,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
                 yield made
         else:
             adapter = "ref" if self._starts_from_adapter else None
-            with (
-                self.rollout.generating(self.model_wrapped) as (model, lockstep),
-                use_adapter(model, adapter_name=adapter),
-            ):
+            with self.rollout.generating(self.model_wrapped) as (model, lockstep), use_adapter(model, adapter):
                 yield model, lockstep
 
     @property
@@ -170,22 +167,20 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             settings |= args.generation_kwargs or {}
         return GenerationConfig(**settings, do_sample=sample, disable_compile=True)
 
-    def _rewards_of(
-        self, rows: list[dict], prompt_ids: list[list[int]], completion_ids: list[list[int]]
-    ) -> torch.Tensor:
+    def _rewards_of(self, rows: list[dict], prompt_ids: list[list[int]], ids: list[list[int]]) -> torch.Tensor:
         """TRL's rewards of R completions of this rank alone, float32 `(R, K)` on the CPU, NaN where a function says `None`.
 
         Stage 1 and evaluation hand prompts out to ranks unevenly, and TRL gathers rewards at the end.
         """
         prompts, tokenizer = [row["prompt"] for row in rows], self.processing_class
-        completions = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
             if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
-                pairs = zip(prompt_ids, completion_ids, strict=True)
-                completions = [[parse_response(tokenizer, ids, prefix=prefix)] for prefix, ids in pairs]
+                pairs = zip(prompt_ids, ids, strict=True)
+                completions = [[parse_response(tokenizer, own, prefix=prefix)] for prefix, own in pairs]
         # What a reward function logs here belongs to no training step.
-        return rewards_of_rank(self, rows, prompts, completions, completion_ids).float().cpu()
+        return rewards_of_rank(self, rows, prompts, completions, ids).float().cpu()
 
     # --- stage 2 -----------------------------------------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ class Item(NamedTuple):
 class Report:
     """What stage 1 did, on all ranks together."""
 
-    prompts: int = 0
-    already_known: int = 0
+    prompts: int
+    already_known: int
     samples: int = 0
     seconds: float = 0.0
 
@@ -226,8 +226,8 @@ class ReferenceValues:
         keys = [key for key, _ in self.items(as_loaded(dataset))]
         if missing := self._missing(keys):
             raise ValueError(
-                f"filter_all_failed needs the values of {len(missing)} prompts, which a sharded model cannot sample before "
-                "training: run stage 1 alone first (--stage estimate, not sharded) or set filter_all_failed=False"
+                f"filter_all_failed needs V* of {len(missing)} prompts, which a sharded model cannot sample before training: run "
+                "stage 1 alone first (--stage estimate, not sharded) or set filter_all_failed=False"
             )
         low, plan = (self.args.value_reward_range or [0.0])[0], self.args.sample_plan
         used = [self.rewards[key][: plan.use(self.rewards[key])] for key in keys]

@@ -28,20 +28,14 @@ from .packed_linear import ByteLayout, from_bytes, state_to_bytes
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether transformers dispatches this module's forward as "experts" (`use_experts_implementation` marks them so)."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
-
-
 def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose experts are 3-D parameters of numbers, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if is_experts(module)
-        and not isinstance(module, PackedExperts)
-        and any(getattr(module, projection, torch.empty(0)).ndim == 3 for projection in PROJECTIONS)
+    """Modules whose experts are 3-D parameters of numbers, by name. Transformers dispatches their forward as "experts", which
+    `use_experts_implementation` marks by two attributes."""
+    marked = {
+        n: m for n, m in model.named_modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "is_transposed")
     }
+    none = torch.empty(0)
+    return {n: m for n, m in marked.items() if any(getattr(m, name, none).ndim == 3 for name in PROJECTIONS)}
 
 
 def packed_experts(model: nn.Module) -> dict[str, "PackedExperts"]:

@@ -34,9 +34,8 @@ def check_launch(quantization_config=None, zero_stage: int | None = None) -> Non
         return
     if zero_stage == 3:
         raise LaunchError(
-            "zero_stage: 3 with a quantized base: ZeRO-3 does not partition the packed weights, so every rank keeps the whole "
-            "base, and reloading its adapter was never verified. Launch with --accelerate_config fsdp2_qlora (shards the base), "
-            "or set `zero_stage: 2` in the accelerate config (every rank keeps the base)"
+            "zero_stage: 3 with a quantized base: ZeRO-3 does not partition packed weights, so every rank keeps all of them. Launch "
+            "with --accelerate_config fsdp2_qlora, which shards them, or set `zero_stage: 2` in the accelerate config"
         )
     if is_fsdp_launch() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise LaunchError(
@@ -57,7 +56,6 @@ def check_reference(needs_reference: bool) -> None:
     loads_on_rank_0 = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
     if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(found) < Version("5.23"):
         raise LaunchError(
-            f"transformers {found} with FSDP2, rank-0 loading and a reference model: on all ranks but the first it would consist "
-            "of zeros. In the accelerate config, under fsdp_config, set `fsdp_cpu_ram_efficient_loading: false`, or pip install "
-            "'transformers>=5.23', or train an adapter (its reference is the base itself)"
+            f"transformers {found} with FSDP2 leaves zeros in a reference model that rank 0 loads. In the accelerate config, under "
+            "fsdp_config, set `fsdp_cpu_ram_efficient_loading: false`, or pip install 'transformers>=5.23', or train an adapter"
         )

@@ -92,8 +92,8 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     in_4bit = stored is not None or getattr(quantization_config, "load_in_4bit", False)
     if not in_4bit or (stored or {}).get("quant_method", "bitsandbytes") != "bitsandbytes":
         raise ValueError(
-            f"{model_id} (quantization: {stored or quantization_config}) is not to be in bitsandbytes' 4 bits: pass "
-            "BitsAndBytesConfig(load_in_4bit=True) with a checkpoint in 16 bit, or take one that bitsandbytes has quantized"
+            f"{model_id} is not to be in bitsandbytes' 4 bits ({stored or quantization_config}): take a checkpoint that is, or one in "
+            "16 bit with BitsAndBytesConfig(load_in_4bit=True)"
         )
     if reads_checkpoint(PartialState().process_index):
         if quantization_config is not None:

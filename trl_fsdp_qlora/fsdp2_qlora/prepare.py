@@ -96,8 +96,7 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
 
     if misfit() is not None:
         raise LaunchError(
-            f"{misfit()}, which sharding a 4-bit base needs: install a torch that this package was tested with, or launch "
-            "with accelerate_configs/ddp.yaml"
+            f"{misfit()}, which sharding a 4-bit base needs: take a tested torch, or accelerate_configs/ddp.yaml"
         )
     plugin, device, mesh = accelerator.state.fsdp_plugin, accelerator.device, accelerator.parallelism_config
     optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
