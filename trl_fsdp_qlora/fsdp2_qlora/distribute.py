@@ -96,9 +96,9 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
             convert_layer(layer, flat, layouts[name])
     frozen = _frozen(model)
     if odd := sorted(frozen.keys() ^ spec.keys()):
+        same = "load it on every rank with load_quantized_base and the same arguments"
         raise RuntimeError(
-            f"rank {dist.get_rank()} built a model with other weights than rank 0 loaded ({len(odd)} differ, first "
-            f"{odd[0]}); load it on every rank with load_quantized_base and the same arguments"
+            f"rank {dist.get_rank()} has other weights than rank 0 ({len(odd)}, first {odd[0]}): {same}"
         )
     new_by_old = {}
     for name, parameter in frozen.items():
@@ -155,9 +155,8 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
     pairs = [(found, every[rank % per_replica]) for rank, found in enumerate(every)]
     if differing := [name for name in sums if any(found[name] != first[name] for found, first in pairs)]:
         raise ReplicasDiffer(
-            f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {differing[0]}): the nodes "
-            "loaded different files under the same name. Copy one node's folder to the others, or set the recipe's "
-            "`model_name_or_path` to a folder that all of them share (and `model_revision` to one commit)"
+            f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {differing[0]}): the nodes loaded other "
+            "files under one name. Let them share a folder, or set the recipe's `model_revision` to one commit"
         )
 
 
@@ -214,8 +213,7 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     allowed = sum(-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]) for p, *_ in packed)
     if measured.quantized_local > allowed:
         raise BaseNotSharded(
-            f"this rank holds {measured.quantized_local} of the {measured.quantized_full} bytes of the 4-bit base, and an even "
-            f"split over {world_size} ranks is {allowed}. Check that the accelerate config says `distributed_type: FSDP` with "
-            "`fsdp_version: 2`, and that `fsdp_ignored_modules` is not set"
+            f"this rank holds {measured.quantized_local} bytes of the 4-bit base, and an even split over {world_size} ranks is {allowed}: "
+            "is it `distributed_type: FSDP` with `fsdp_version: 2`, and no `fsdp_ignored_modules`, in the accelerate config?"
         )
     return measured

@@ -26,10 +26,9 @@ logger = get_logger(__name__)
 def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = torch.float32) -> None:
     """Make `accelerator.prepare` shard 4-bit bases under FSDP2. Of other models under FSDP2 it keeps the outputs whole.
 
-    Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever
-    `bnb_4bit_quant_storage` and the mixed precision are. Where the model of some ranks is on the meta device (see
-    [`load_quantized_base`]) they receive their shards from the first rank of their replica, otherwise each cuts its own
-    copy. Adapters start as rank 0's. Afterwards the bytes that each rank holds are measured and logged.
+    Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever `bnb_4bit_quant_storage`
+    and the mixed precision are. Ranks whose model is on the meta device (see [`load_quantized_base`]) receive their shards from the
+    first rank of their replica, others cut their own copy. Adapters start as rank 0's. Then each rank's bytes are measured and logged.
 
     Args:
         accelerator: before `prepare` was called with the model.
@@ -105,10 +104,8 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     on_meta = [None] * accelerator.num_processes
     dist.all_gather_object(on_meta, any(parameter.is_meta for parameter in model.parameters()))
     if any(on_meta[::per_replica]):
-        raise ValueError(
-            f"the first rank of a replica of {per_replica} ranks has no weights to send: the base was loaded before the mesh "
-            "was known. Write the mesh into the accelerate config (`parallelism_config`), not into the trainer's arguments"
-        )
+        change = "write the mesh into the accelerate config (`parallelism_config`), not into the trainer's arguments"
+        raise ValueError(f"the first of {per_replica} ranks of a replica has no weights to send: {change}")
     if any(on_meta):
         distribute.broadcast_buffers(model, device)
         source = distribute.detach_source(model, accelerator.process_index % per_replica == 0)

@@ -34,8 +34,7 @@ class ShardedQLoRAMixin:
 
     @property
     def base_bytes(self):
-        """[`trl_fsdp_qlora.fsdp2_qlora.distribute.BaseBytes`] of this rank, measured when the model was prepared; `None` where the base
-        is not sharded."""
+        """[`distribute.BaseBytes`] of this rank, measured when the model was prepared; `None` where its base is not sharded."""
         return getattr(self.model, "base_bytes", None)
 
     def training_step(self, model, *args, **kwargs):
