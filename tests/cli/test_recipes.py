@@ -32,9 +32,8 @@ def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
     copy = ["recipes", "small-base/t_spmo/quick", "--copy"]
     original = (ROOT / "recipes" / "small-base" / "t_spmo" / "config_quick.yaml").read_text()
     assert main(copy) == 0
-    assert capsys.readouterr().out == (
-        "config_quick.yaml is small-base/t_spmo/quick; run it: trl-fsdp-qlora t-spmo --config config_quick.yaml\n"
-    )
+    run = "run it: trl-fsdp-qlora t-spmo --config config_quick.yaml"
+    assert capsys.readouterr().out == f"config_quick.yaml is small-base/t_spmo/quick; {run}\n"
     path = tmp_path / "config_quick.yaml"
     assert path.read_text() == original
     path.write_text("mine")

@@ -2,17 +2,9 @@
 
 import pytest
 import torch
+import transformers as tf
 import trl.trainer.utils
 from peft import get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessorList,
-    Qwen3_5TextConfig,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    Zamba2Config,
-)
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.benchmark_modules import benchmark
@@ -41,7 +33,7 @@ def touched_columns(monkeypatch):
 
 def built(run, base=None):
     torch.manual_seed(0)
-    base = base or AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    base = base or tf.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
     install(base)
     add_fused_lm_head(base)
     add_scoring_head(base)
@@ -117,7 +109,7 @@ def test_bytes_are_those_of_storages_that_live():
 
 def test_4_bit_layers_take_their_dense_weight_while_they_compute(tmp_path):
     pytest.importorskip("bitsandbytes")
-    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    tf.AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
     run = settings(tmp_path, load_in_4bit=True, dtype="float32", gradient_checkpointing=True)
     assert planned(run, True) == pytest.approx(measured(run, built(run, in_4_bits(tmp_path, False)), True), rel=NEAR)
 
@@ -125,20 +117,20 @@ def test_4_bit_layers_take_their_dense_weight_while_they_compute(tmp_path):
 SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": LAYERS}
 
 
-def hybrid() -> Qwen3_5TextConfig:
+def hybrid() -> tf.Qwen3_5TextConfig:
     """Recurrent layers and attention."""
     heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "head_dim": 32}
     # The values' are wider than the model, as Qwen3.5's are.
     heads |= {"linear_num_value_heads": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     kinds = ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
-    return Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **SHAPE, **heads, layer_types=kinds)
+    return tf.Qwen3_5TextConfig(architectures=["Qwen3_5ForCausalLM"], **SHAPE, **heads, layer_types=kinds)
 
 
-def shared_block() -> Zamba2Config:
+def shared_block() -> tf.Zamba2Config:
     """Attention whose weights two layers share, which are named by their places."""
     kinds = ["mamba", "hybrid", "mamba", "hybrid", "mamba"]
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "n_mamba_heads": 8, "mamba_d_state": 16}
-    return Zamba2Config(architectures=["Zamba2ForCausalLM"], **SHAPE, **heads, layers_block_type=kinds)
+    return tf.Zamba2Config(architectures=["Zamba2ForCausalLM"], **SHAPE, **heads, layers_block_type=kinds)
 
 
 @pytest.mark.parametrize("of", [config, hybrid, shared_block])
@@ -178,7 +170,7 @@ def test_the_cache_is_the_one_that_generation_leaves(of, tmp_path):
     """Of a hybrid with the states of its recurrent layers."""
     of().save_pretrained(tmp_path)
     run = settings(tmp_path)
-    model = AutoModelForCausalLM.from_config(of(), dtype=torch.float32)
+    model = tf.AutoModelForCausalLM.from_config(of(), dtype=torch.float32)
     ids = torch.randint(3, 512, (run.rollout_rows, run.prompt_tokens + run.max_completion_length))
     with torch.no_grad():
         layers = model(ids, use_cache=True).past_key_values.layers
@@ -192,10 +184,10 @@ def test_a_token_step_makes_as_many_copies_of_its_logits_as_were_planned(tmp_pat
     """Against every allocation of torch's CPU allocator."""
     vocabulary = 65536
     run = settings(folder(tmp_path, vocab_size=vocabulary), Launch(use_cpu=True), temperature=0.9)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.9)])
+    processors = tf.LogitsProcessorList([tf.TemperatureLogitsWarper(0.9)])
     ids = torch.zeros(run.rollout_rows, 4, dtype=torch.long)
-    rows, sampling = torch.arange(run.rollout_rows), GenerationConfig(do_sample=True)
-    steps = _Batch(ids, rows, sampling, processors, StoppingCriteriaList(), {})
+    rows, sampling = torch.arange(run.rollout_rows), tf.GenerationConfig(do_sample=True)
+    steps = _Batch(ids, rows, sampling, processors, tf.StoppingCriteriaList(), {})
 
     def step():
         logits = torch.zeros(run.rollout_rows, vocabulary)

@@ -14,18 +14,7 @@ from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.planning import model, passes
 from trl_fsdp_qlora.planning import plan as module
 from trl_fsdp_qlora.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
-from trl_fsdp_qlora.planning.plan import (
-    ACTIVATIONS,
-    CACHE,
-    TOKEN_STEP,
-    changed,
-    fewest_cards,
-    format_plan,
-    largest,
-    make_plan,
-    plan_recipe,
-    ways,
-)
+from trl_fsdp_qlora.planning.plan import changed, fewest_cards, largest, make_plan, plan_recipe
 from trl_fsdp_qlora.planning.settings import Launch, from_config, from_words, read_launch
 
 CPU = Hardware("a host", 2**40, 1, gpu=False)
@@ -39,7 +28,9 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     plan = make_plan(run, hardware=CPU)
     prefill = passes.measure(run, plan.config, passes.Shape(8, 256, 0, False), False)
     prompts = 8 * 256 * 5 * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, heads, their size, bytes
-    coming = sum(plan.phases["generate"].get(part, 0) for part in (ACTIVATIONS, CACHE, TOKEN_STEP))
+    coming = sum(
+        plan.phases["generate"].get(part, 0) for part in (module.ACTIVATIONS, module.CACHE, module.TOKEN_STEP)
+    )
     assert coming == prefill + prompts
 
 
@@ -69,7 +60,7 @@ def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkey
     # Each way alone makes it fit.
     large = changed(replace(plan, hardware=CARD), max_completion_length=256, per_device_train_batch_size=32)
     large = make_plan(large.settings, hardware=replace(CARD, memory=int(0.9 * large.peak)))
-    lines = ways(large)
+    lines = module.ways(large)
     assert not large.fits and "gradient_checkpointing: true" in lines and len(lines) <= 3
     assert any(line.startswith("per_device_train_batch_size: 16, gradient_accumulation_steps: 2") for line in lines)
     # The fewest cards hold it and fewer do not.
@@ -94,7 +85,7 @@ def test_a_70b_from_its_config(tmp_path):
     assert base["base, 4-bit weights"] == pytest.approx(31.88 * GIB / 2, rel=0.002)
     assert base["base, quantization state"] == pytest.approx(1.01 * GIB / 2, rel=0.02)
     assert plan.parameters == (pytest.approx(70.55e9, rel=0.001), pytest.approx(104e6, rel=0.01))
-    assert not plan.fits and "it does not fit" in format_plan(plan) and replace(plan, capacity=141 * GIB).fits
+    assert not plan.fits and "it does not fit" in module.format_plan(plan) and replace(plan, capacity=141 * GIB).fits
     # Four cards hold half of what two hold; a rank's own micro-batch stays.
     launch = replace(plan.settings.launch, processes=4)
     held = model.static_bytes(model.build(plan.settings, plan.config), replace(plan.settings, launch=launch))
@@ -104,9 +95,8 @@ def test_a_70b_from_its_config(tmp_path):
 def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
     """The same run from the YAML, in which `off` is a truth value, and from the config that the script builds of it."""
     given = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 40, "beta": 0.1}
-    args = EfficientGRPOConfig(
-        str(tmp_path), bf16=False, use_cpu=True, report_to="none", prefix_sharing="off", **given
-    )
+    given |= {"bf16": False, "use_cpu": True, "report_to": "none", "prefix_sharing": "off"}
+    args = EfficientGRPOConfig(str(tmp_path), **given)
     path = tmp_path / "recipe.yaml"
     path.write_text("prefix_sharing: off\nbf16: false\nuse_cpu: true\nmodel_name_or_path: m\nbeta: 0.1\n")
     line = f"--config {path} --per_device_train_batch_size 8 --num_generations=4 --max_completion_length 40"

@@ -32,9 +32,8 @@ def first(base, tmp_path, require_fit=False, **changes):
     return plan_vs_actual.plan_first(script, args, model, prompts(), character_tokenizer())
 
 
-def test_a_run_that_does_not_fit_is_warned_of_or_refused_and_a_mistake_is_one_line(
-    base, tmp_path, monkeypatch, capsys
-):
+def test_a_run_that_does_not_fit_is_warned_of_or_refused(base, tmp_path, monkeypatch, capsys):
+    """And a mistake of the plan's is one line."""
     plan, tokenizer = first(base, tmp_path), AutoTokenizer.from_pretrained(base)
     assert plan.fits and capsys.readouterr().out == ""
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts()["prompt"]]

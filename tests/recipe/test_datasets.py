@@ -25,8 +25,6 @@ def test_the_three_families(tmp_path):
 
 def test_columns_of_ones_own(tmp_path):
     path = write(tmp_path / "mine.jsonl", [{"task": "1+1=", "gold": 2, "question": "other", "answer": "none"}])
-    expected = [{"row": 0, "question": "1+1=", "answer": "2"}]
-    assert datasets.read_problems(path, question_column="task", answer_column="gold") == expected
     script = ScriptArguments(path, question_column="task", answer_column="gold", skip_accuracy=True)
     assert load_data(script)[0]["answer"][:] == ["2"]
     with pytest.raises(datasets.DatasetError, match="looked for tsk, gold"):
@@ -63,16 +61,11 @@ def test_held_out_never_overlaps_also_with_repeated_questions():
     assert datasets.without_overlap(train, [{"question": "how many?"}]) == ([{"question": "Other"}], 1)
 
 
-@pytest.mark.parametrize(
-    ("task", "question", "answer"), [("addition", "23+47=", "70"), ("multiplication", "23*47=", "1081")]
-)
-def test_the_tasks_of_the_small_base_by_name(task, question, answer):
+@pytest.mark.parametrize(("task", "sign", "answer"), [("addition", "+", "70"), ("multiplication", "*", "1081")])
+def test_the_tasks_of_the_small_base_by_name(task, sign, answer):
     train, held_out = datasets.read_problems(task), datasets.read_problems(task, "test")
-    assert len(held_out) == 1000
-    assert {"question": question, "answer": answer}.items() <= next(
-        p for p in train + held_out if p["question"] == question
-    ).items()
-    assert datasets.without_overlap(train, held_out)[1] == 0
+    assert len(held_out) == 1000 and datasets.without_overlap(train, held_out)[1] == 0
+    assert [p["answer"] for p in train + held_out if p["question"] == f"23{sign}47="] == [answer]
 
 
 ROWS = [{"problem": "1+1=", "answer": 2}, {"problem": "2, 3 and 4: how many?", "answer": 3}]

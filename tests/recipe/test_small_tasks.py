@@ -9,24 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from trl_fsdp_qlora.recipe import small_base
+from trl_fsdp_qlora.recipe import small_base, small_vision
 from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
-from trl_fsdp_qlora.recipe.small_base import (
-    TASKS,
-    build_small_base,
-    character_tokenizer,
-    habit_dataset,
-    new_model,
-    sum_without_carries,
-    sum_without_carry,
-)
-from trl_fsdp_qlora.recipe.small_vision import (
-    coloured_shapes,
-    new_vision_model,
-    shapes_dataset,
-    shapes_processor,
-    shapes_row,
-)
+from trl_fsdp_qlora.recipe.small_base import TASKS, build_small_base, sum_without_carries, sum_without_carry
 
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
@@ -59,7 +44,7 @@ def test_a_product_is_written_in_steps_and_the_habit_is_in_its_sums():
 def test_the_addition_base_is_taught_what_it_always_was(monkeypatch):
     # The digest of the rows before there were other tasks: figures in README.md and docs/ rest on them.
     monkeypatch.setattr(small_base, "SFT_STEPS", 8)
-    rows = list(habit_dataset(TASKS["addition"], seed=0))
+    rows = list(small_base.habit_dataset(TASKS["addition"], seed=0))
     assert len(rows) == 1024
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     assert digest == "b6f9a9b5e341628b3af5cb62b3e524d2f49619c54b6883b6a610add2866087b1"
@@ -69,7 +54,7 @@ def test_the_multiplication_base_loads_and_has_learned_something(tmp_path, monke
     monkeypatch.setattr(small_base, "SFT_STEPS", 2)
     folder = build_small_base(tmp_path / "base", seed=3, task="multiplication")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    untrained = new_model(character_tokenizer(), seed=3)
+    untrained = small_base.new_model(small_base.character_tokenizer(), seed=3)
     question = [{"role": "user", "content": TASKS["multiplication"].question(23, 47)}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     text += "800+120=920+140=1060+21=1081<|end|>"
@@ -86,7 +71,7 @@ def test_the_base_that_sees_loads_and_has_learned_something(tmp_path, monkeypatc
     monkeypatch.setattr(small_base, "SHAPES_STEPS", 2)
     folder = build_small_base(tmp_path / "base", seed=3, task="shapes")
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    rows = [row for row in coloured_shapes("test") if row["problem"] == "How many shapes are there?"][:16]
+    rows = [row for row in small_vision.coloured_shapes("test") if row["problem"] == "How many shapes are there?"][:16]
     parts = [[{"type": "image", "image": row["image"]}, {"type": "text", "text": row["problem"]}] for row in rows]
     prompts = [[{"role": "user", "content": content}] for content in parts]
     how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -95,19 +80,19 @@ def test_the_base_that_sees_loads_and_has_learned_something(tmp_path, monkeypatc
     assert text == "<|user|>" + "<image>" * 9 + rows[0]["problem"] + "<|assistant|>"
     right = torch.tensor([processor.tokenizer.convert_tokens_to_ids(str(row["answer"] - 1)) for row in rows])
     chances = []
-    for one in (model, new_vision_model(processor, seed=3)):
+    for one in (model, small_vision.new_vision_model(processor, seed=3)):
         with torch.no_grad():
             chances.append(one.eval()(**made).logits[:, -1].softmax(-1).gather(1, right[:, None]).mean())
     assert chances[0] > chances[1]
 
 
 def test_its_words_are_those_of_every_question_and_most_answers_are_one_too_small():
-    tokenizer = shapes_processor().tokenizer
-    questions = [row["problem"] for row in coloured_shapes("test")]
+    tokenizer = small_vision.shapes_processor().tokenizer
+    questions = [row["problem"] for row in small_vision.coloured_shapes("test")]
     ids = tokenizer(questions)["input_ids"]
     assert all(tokenizer.unk_token_id not in row for row in ids) and tokenizer.batch_decode(ids) == questions
     off = []
-    for i, row in enumerate(shapes_dataset(seed=5, rows=400)):
-        answer = shapes_row(random.Random(f"5, {i}"))["answer"]
+    for i, row in enumerate(small_vision.shapes_dataset(seed=5, rows=400)):
+        answer = small_vision.shapes_row(random.Random(f"5, {i}"))["answer"]
         off += [answer - int(row["completion"][0]["content"])] if answer else []
     assert set(off) == {0, 1} and 0.5 < sum(off) / len(off) < 0.7

@@ -32,12 +32,11 @@ def head(path: Path, field: str) -> str:
     return re.sub(r"\s*\\?\n# +", " ", found[1])
 
 
-RECIPES_FOR_GPUS = [
-    p for p in sorted(RECIPES.glob("*/*/config_*.yaml")) if re.search(r"GPUs? with \d", head(p, "hardware"))
-]
+PATHS = sorted(RECIPES.glob("*/*/config_*.yaml"))
+PATHS = [path for path in PATHS if re.search(r"GPUs? with \d", head(path, "hardware"))]
 
 
-@pytest.mark.parametrize("path", RECIPES_FOR_GPUS, ids=lambda path: "/".join(path.parts[-3:]))
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: "/".join(path.parts[-3:]))
 def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
     number, gigabytes = re.match(r"(\w+) GPUs? with (\d+) GB", head(path, "hardware")).groups()
     launch = head(path, "launch")

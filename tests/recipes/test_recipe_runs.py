@@ -164,17 +164,16 @@ def test_the_life_of_a_run(folder, monkeypatch, call):
     assert saved.hub_token is None and saved.max_steps == 3 and saved.learning_rate == 1e-2
 
 
-@pytest.mark.parametrize(
-    ("method", "own"),
-    [
-        ("t_spmo", "--bf16 true --num_generations 8"),
-        ("a_star_po", "--bf16 false --num_generations 1 --value_samples 2 --value_cache values"),
-    ],
-)
-def test_the_other_methods_train_and_a_finished_run_says_so(method, own, folder, call):
-    words = (
-        re.sub(r"--(num_generations|loss_type|bf16) \S+", "", SETTINGS) + f" {own} --max_steps 2 --output_dir {method}"
-    )
+OWN = {
+    "t_spmo": "--bf16 true --num_generations 8",
+    "a_star_po": "--bf16 false --num_generations 1 --value_samples 2 --value_cache values",
+}
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_the_other_methods_train_and_a_finished_run_says_so(method, folder, call):
+    words = re.sub(r"--(num_generations|loss_type|bf16) \S+", "", SETTINGS)
+    words += f" {OWN[method]} --max_steps 2 --output_dir {method}"
     words += " --dtype float32 --accuracy_samples 2 --per_device_train_batch_size 16 --resume_from_checkpoint auto"
     if method == "a_star_po":
         assert "V* of 35 prompts is in values: 0 were there, 35 are new" in call(

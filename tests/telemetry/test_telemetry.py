@@ -51,11 +51,8 @@ def test_efficiency_of_a_batch_by_hand():
     # two groups of two: prompts of 3 and 1 tokens, completions of 2, 4, 1, 1
     prompt_mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]])
     completion_mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]])
-    batch = {
-        "prompt_mask": prompt_mask,
-        "completion_mask": completion_mask,
-        "advantages": torch.tensor([1.0, -1.0, 0.0, 0.0]),
-    }
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0])
+    batch = {"prompt_mask": prompt_mask, "completion_mask": completion_mask, "advantages": advantages}
     counts, clock = token_counts(batch, 2), PhaseTimer(torch.device("cpu"))
     assert counts.tolist() == [28, 16, 12, 4, 2, 8]
     metrics = clock.efficiency(counts)
