@@ -14,10 +14,8 @@ from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 
 
 def history(count: int, seconds: float, accuracy: dict[int, float]) -> list[dict]:
-    steps = [
-        {"step": i + 1, "step_time": seconds, "reward": i / 100, "tokens/scored_fraction": 0.25, "learning_rate": 1.0}
-        for i in range(count)
-    ]
+    same = {"step_time": seconds, "tokens/scored_fraction": 0.25, "learning_rate": 1.0}
+    steps = [{"step": i + 1, "reward": i / 100, **same} for i in range(count)]
     for step, share in accuracy.items():
         steps[step - 1] |= {"accuracy": share, "accuracy/n": 300.0}
     return [*steps, {"step": count, "train_runtime": 9.9}]

@@ -33,11 +33,10 @@ def test_the_launchers_options_are_accelerates_and_no_scripts():
 
 
 def test_the_launchers_words_and_the_scripts(launched):
-    typed = "grpo --config small-base/grpo/quickstart --num_processes 2 --seed 3 --accelerate_config=ddp_cpu --output_dir x"
+    typed = "grpo --config small-base/grpo/quickstart --num_processes 2 --seed 3 --accelerate_config=ddp_cpu"
     assert main(typed.split()) == 0
-    script = str(ROOT / "recipes" / "grpo.py")
     launcher = ["--config_file", str(accelerate_config("ddp_cpu")), "--num_processes", "2"]
-    assert launched == [[*launcher, script, "--config", QUICKSTART, "--seed", "3", "--output_dir", "x"]]
+    assert launched == [[*launcher, str(ROOT / "recipes" / "grpo.py"), "--config", QUICKSTART, "--seed", "3"]]
 
 
 def test_a_config_that_fits_what_is_here(monkeypatch):

@@ -30,21 +30,13 @@ def test_parse_number(text, value):
 @pytest.mark.parametrize(
     ("text", "answer_format", "answer"),
     [
-        ("so 3 + 4 = 7\n#### 7", "auto", "7"),
-        ("#### 1\n#### 2", "hash", "2"),
-        ("#### ", "hash", None),
-        ("<answer> 12 </answer>", "auto", "12"),
-        (r"thus \boxed{\frac{1}{2}}", "auto", r"\frac{1}{2}"),
-        ("it costs $5, then $1,200.", "auto", "$1,200"),
-        ("12 - 5", "auto", "5"),
-        ("x = -5", "auto", "-5"),
-        ("none", "auto", None),
-        ("<answer>1</answer> or <answer>2</answer> <answer>", "auto", "2"),
-        ("</answer> <answer> 3", "tags", None),
-        ("\\boxed{1} \\boxed{{2", "boxed", None),
-        ("7", "hash", None),
+        ("so 3 + 4 = 7\n#### 7", "auto", "7"), ("#### 1\n#### 2", "hash", "2"), ("#### ", "hash", None), ("7", "hash", None),
+        ("<answer> 12 </answer>", "auto", "12"), ("<answer>1</answer> or <answer>2</answer> <answer>", "auto", "2"),
+        ("</answer> <answer> 3", "tags", None), (r"thus \boxed{\frac{1}{2}}", "auto", r"\frac{1}{2}"),
+        ("\\boxed{1} \\boxed{{2", "boxed", None), ("it costs $5, then $1,200.", "auto", "$1,200"), ("12 - 5", "auto", "5"),
+        ("x = -5", "auto", "-5"), ("none", "auto", None),
     ],
-)
+)  # fmt: skip
 def test_extract_answer(text, answer_format, answer):
     assert answers.extract_answer(text, answer_format) == answer
 
@@ -123,11 +115,9 @@ def test_latex_without_math_verify_is_said_once_with_what_to_install(monkeypatch
     answers.logger.warning_once.cache_clear()
     hf_logging.enable_propagation()
     with caplog.at_level(logging.WARNING):
-        assert not answers.answers_match("1.5", Fraction(1, 2))
-        assert not answers.answers_match("one half", Fraction(1, 2))
+        assert not any(answers.answers_match(text, Fraction(1, 2)) for text in ("1.5", "one half"))
         assert not caplog.records  # nothing that math-verify would have been asked
-        assert not answers.answers_match(r"\frac{1}{2}", Fraction(1, 2))
-        assert not answers.answers_match(r"2^{-1}", Fraction(1, 2))
+        assert not any(answers.answers_match(text, Fraction(1, 2)) for text in (r"\frac{1}{2}", r"2^{-1}"))
     hf_logging.disable_propagation()
     (record,) = caplog.records
     assert "pip install 'trl-fsdp-qlora[math]'" in record.getMessage()

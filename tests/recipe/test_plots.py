@@ -11,8 +11,7 @@ from trl_fsdp_qlora.recipe import plots
 def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none(tmp_path):
     phases = {"time/generate_s": 0.2, "time/forward_backward_s": 0.1, "time/accuracy_s": 9.0, "time/evaluate_s": 9.0}
     history = [{"step": step, "reward": 0.5, "step_time": 0.3, **phases} for step in (10, 20)]
-    history.insert(1, {"step": 15, "eval_reward": 0.5, "eval_runtime": 1.0})
-    history.append({"step": 20, "train_runtime": 6.0})
+    history += [{"step": 15, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 20, "train_runtime": 6.0}]
     figure, axes = plt.subplots()
     plots._stack_phases(axes, history)
     layers = [part for part in axes.get_children() if isinstance(part, PolyCollection)]

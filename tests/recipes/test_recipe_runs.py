@@ -228,9 +228,8 @@ def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, tmp_path):
     text = errors.read_text()
     assert run.returncode == 130 and "Traceback" not in text, text
     line = text.splitlines()[-1]
-    assert re.fullmatch(
-        r"stopped at step \d+ of 1000; go on from checkpoint-\d+: python .* --resume_from_checkpoint auto", line
-    )
+    goes_on = r"go on from checkpoint-\d+: python .* --resume_from_checkpoint auto"
+    assert re.fullmatch(rf"stopped at step \d+ of 1000; {goes_on}", line)
     script, *words = shlex.split(line.split(": python ")[1])
     further = int(re.search("checkpoint-([0-9]+)", line)[1]) + 1
     words[words.index("--max_steps") + 1] = str(further)

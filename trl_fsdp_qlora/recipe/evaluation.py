@@ -122,14 +122,8 @@ def evaluate(
         reasoning_gym.accepts(row["entry"]) if "entry" in row else parse_gold(row["answer"], index)
         for index, row in enumerate(rows)
     ]
-    eos = model.generation_config.eos_token_id
-    end = getattr(tokenizer, "tokenizer", tokenizer).eos_token_id  # of a processor
-    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id
-    eos = sorted({*(eos if isinstance(eos, list) else [eos]), end} - {None})
-    common = {"max_new_tokens": max_new_tokens, "pad_token_id": end if pad is None else pad, "eos_token_id": eos}
-    greedy = GenerationConfig(do_sample=False, **common, **NEUTRAL)
-    drawn = {"temperature": temperature, "top_p": top_p, "top_k": 0}
-    sampled = GenerationConfig(do_sample=True, **drawn, **common, **NEUTRAL)
+    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
 
     def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[list[int]]:
         if with_images:
@@ -163,3 +157,14 @@ def evaluate(
     shares = (passed / n, voted / n) if samples else (None, None)
     measured = correct, correct / n, wilson_interval(correct, n), samples, *shares, answered / n
     return Evaluation(n, *measured, time.perf_counter() - started, tokens / n, strict, lenient)
+
+
+def generation_configs(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
+) -> tuple[GenerationConfig, GenerationConfig]:
+    """Greedy, and sampled."""
+    eos, end, pad = model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos = sorted({*(eos if isinstance(eos, list) else [eos]), end} - {None})
+    common = {"max_new_tokens": max_new_tokens, "pad_token_id": end if pad is None else pad, "eos_token_id": eos}
+    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common, **NEUTRAL)
+    return GenerationConfig(do_sample=False, **common, **NEUTRAL), sampled
