@@ -29,7 +29,7 @@ def make_layout(name):
     return pack(ids, mask, 3)
 
 
-def dense_mask(layout) -> torch.Tensor:
+def dense_mask(layout, window=None) -> torch.Tensor:
     """Who may attend to whom, pair by pair: the oracle."""
     owner = [s for s, n in enumerate(layout.lengths) for _ in range(n)]
     family = [f for f, n in enumerate(layout.children_per_family) for _ in range(n)]
@@ -37,17 +37,25 @@ def dense_mask(layout) -> torch.Tensor:
     for i, s in enumerate(owner):
         parent = layout.num_singles + family[s - layout.num_roots] if s >= layout.num_roots else None
         for j, t in enumerate(owner):
-            allowed[i, j] = (t == s and j <= i) or t == parent
+            distance = int(layout.position_ids[0, i] - layout.position_ids[0, j])
+            allowed[i, j] = ((t == s and j <= i) or t == parent) and (window is None or distance < window)
     return allowed
 
 
 class Call:
-    """The part of an AttentionCall that `cascade.attend` reads."""
+    """The part of an AttentionCall that backends read."""
 
-    window = softcap = sinks = None
+    softcap = sinks = None
+    base, own_masks = "sdpa", {}
 
-    def __init__(self, query, key, value, layout, scaling=0.4):
-        self.query, self.key, self.value, self.layout, self.scaling = query, key, value, layout, scaling
+    def __init__(self, query, key, value, layout, scaling=0.4, window=None):
+        self.query, self.key, self.value, self.layout = query, key, value, layout
+        self.scaling, self.window, self.keys_given = scaling, window, []
+
+    def run(self, q, k, v, mask):
+        self.keys_given.append(k.shape[2])
+        more = {"attn_mask": mask, "is_causal": mask is None, "scale": self.scaling, "enable_gqa": True}
+        return sdpa(q, k, v, **more).transpose(1, 2)
 
 
 def draw(layout, heads, kv_heads, size=4):
@@ -59,17 +67,17 @@ def draw(layout, heads, kv_heads, size=4):
     ]
 
 
-def assert_equals_dense_mask(call, exact, tolerance):
-    """Output and gradients, against those of `exact` queries, keys and values, relative to the largest."""
-    seen = dense_mask(call.layout).to(exact[0].device)
+def assert_equals_dense_mask(call, exact, tolerance, backend=cascade):
+    """Output and gradients, against those of `exact` queries, keys and values, relative to the largest, or 1."""
+    seen = dense_mask(call.layout, call.window).to(exact[0].device)
     expected = sdpa(*exact, attn_mask=seen, scale=0.4, enable_gqa=True).transpose(1, 2)
     weight = torch.randn_like(expected)
-    out = cascade.attend(call)
+    out = backend.attend(call)
     found = torch.autograd.grad((out * weight.to(out.dtype)).sum(), [call.query, call.key, call.value])
     for ours, wanted in zip(
         (out, *found), (expected, *torch.autograd.grad((expected * weight).sum(), exact)), strict=True
     ):
-        assert (ours.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+        assert (ours.double() - wanted).abs().max() <= tolerance * max(wanted.abs().max(), 1.0)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -77,6 +85,25 @@ def assert_equals_dense_mask(call, exact, tolerance):
 def test_cascade_equals_dense_mask(name, kv_heads):
     leaves = [x.requires_grad_() for x in draw(make_layout(name), 4, kv_heads)]
     assert_equals_dense_mask(Call(*leaves, make_layout(name)), leaves, 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_part_equals_dense_mask(name, window):
+    layout = make_layout(name)
+    leaves = [x.requires_grad_() for x in draw(layout, 4, 2)]
+    call = Call(*leaves, layout, window=window)
+    assert_equals_dense_mask(call, leaves, 1e-12, two_part)
+    longest = max(layout.lengths)
+    assert max(call.keys_given) <= (2 * longest if window is None else longest + window - 1)
+
+
+def test_a_completion_copies_what_its_window_sees_of_the_prompt():
+    layout = pack(*make_batch([9] * 3, [4, 2, 3], prompt=9, completion=4), 4)
+    call = Call(*draw(layout, 2, 1), layout, window=4)
+    two_part.attend(call)
+    # The shared prompt of eight tokens; the longest completion behind three of them.
+    assert call.keys_given == [8, 3 + 4]
 
 
 def test_cascade_gradient_by_finite_differences():

@@ -3,7 +3,8 @@
 A completion's keys are its prompt's, expanded over the group, with its own behind them; queries are the completion's.
 Whatever the model's function does (softcap, sinks, a sliding window through its mask, grouped queries, any head size)
 it does here, so this backend serves every layer that takes a mask. The price is one copy of the prompt's keys and
-values per completion, kept for backward, and a mask of (longest completion) x (prompt + longest completion).
+values per completion, of what a window sees at most, kept for backward, and a mask of (longest completion) x (prompt +
+longest completion).
 """
 
 import torch
@@ -61,13 +62,16 @@ def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
 def _family(call, prompt: tuple, children: tuple) -> torch.Tensor:
     """Attention of one family's completions: `(their tokens, H, D_v)`."""
     run, pad = children
+    start, length = prompt
+    # A completion stands right behind its prompt, so its first token sees furthest back, over all but itself of the window.
+    seen = length if call.window is None else min(length, call.window - 1)
 
     def completions(x):
         return fold(x, *run) if pad is None else gather(x, pad[0])
 
     def keys(x):
         own = completions(x)
-        return torch.cat([fold(x, *prompt).expand(len(own), -1, -1, -1), own], dim=2)
+        return torch.cat([fold(x, start + length - seen, 1, seen).expand(len(own), -1, -1, -1), own], dim=2)
 
     out = _own(call, completions(call.query), keys(call.key), keys(call.value)).flatten(0, 1)
     return out if pad is None else out.index_select(0, pad[1])
@@ -84,7 +88,7 @@ def _families(layout: PackedLayout, device: torch.device) -> list[tuple]:
             pad = None
             if (lengths != lengths[0]).any():
                 pad = [to_device(x, device) for x in padded(starts, lengths, layout.tokens)]
-            stretch = int(layout.starts[prompt]), 1, int(layout.lengths[prompt])
+            stretch = int(layout.starts[prompt]), int(layout.lengths[prompt])
             families.append((stretch, ((int(starts[0]), int(size), int(lengths[0])), pad)))
             first += size
     return layout.cache[key]
