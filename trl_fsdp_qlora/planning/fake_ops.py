@@ -154,10 +154,8 @@ class TrainedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_N):
         hidden_NH, weight_VH = ctx.saved_tensors
-        hidden, weight = (
-            x.new_empty(x.shape, dtype=torch.float32) if needed else None
-            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        )
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        hidden, weight = (x.new_empty(x.shape, dtype=torch.float32) if asked else None for x, asked in needed)
         hidden_NH.new_empty(ctx.tile)
         hidden = hidden if hidden is None else hidden.to(hidden_NH.dtype)
         weight = weight if weight is None else weight.to(weight_VH.dtype)

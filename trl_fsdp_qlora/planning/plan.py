@@ -87,8 +87,8 @@ def plan_recipe(
     processes: int | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan a recipe's command line, as the command does: see [`from_words`], [`read_launch`], [`read_hardware`], whose number of
-    cards is that of ranks unless `processes` is given.
+    """Plan a recipe's command line, see [`from_words`], [`read_launch`], [`read_hardware`], whose number of cards is that of ranks
+    unless `processes` is given.
 
     Raises:
         UserError: one line on what cannot be read or built.

@@ -48,10 +48,8 @@ def plan_first(
         finally:
             stop_by_exception()
     if plan is not None and not plan.fits:
-        refusal = (
-            f"by its plan this run needs {format_bytes(plan.peak)} per rank in {plan.limiting}, and there are "
-            f"{format_bytes(plan.capacity)}: trl-fsdp-qlora plan with the same arguments has the table"
-        )
+        needed = f"{format_bytes(plan.peak)} per rank in {plan.limiting}, and there are {format_bytes(plan.capacity)}"
+        refusal = f"by its plan this run needs {needed}: trl-fsdp-qlora plan with the same arguments has the table"
     if script.require_fit and (refusal := on_main(lambda: refusal)):
         raise ConfigError(f"require_fit: true, and {refusal}")
     for line in (plan and plan.warning, refusal):

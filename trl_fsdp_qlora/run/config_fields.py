@@ -19,13 +19,9 @@ def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
 
 
 def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
-    """A dataclass field with the one text that `--help`, the docstring and docs/config.md take.
-
-    Args:
-        default: `dataclasses.MISSING` where there is none.
-        choices: what the command line takes.
-    """
-    metadata = {"help": help} if choices is None else {"help": help, "choices": list(choices)}
+    """A dataclass field with the one text that `--help`, the docstring and docs/config.md take; `default` may be
+    `dataclasses.MISSING`, and `choices` are what the command line takes."""
+    metadata = {"help": help} | ({} if choices is None else {"choices": list(choices)})
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -43,9 +39,7 @@ def type_name(cls: type, item: dataclasses.Field) -> str:
 
 def default_of(item: dataclasses.Field) -> Any:
     """The default of a field; `dataclasses.MISSING` where it has none."""
-    if item.default_factory is not dataclasses.MISSING:
-        return item.default_factory()
-    return item.default
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def documented(cls: Config) -> Config:

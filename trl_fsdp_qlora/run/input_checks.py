@@ -17,10 +17,10 @@ def check_processes(world_size: int) -> None:
     """Refuse a launch of several processes of which each takes itself for the only one: `world_size` is what arguments say."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world_size == 1:
-        raise UserError(
-            f"{launched} processes were launched, but each takes itself for the only one and would train the whole run. "
-            "On CPUs set use_cpu: true (and bf16: false); otherwise check num_processes in the accelerate config"
+        reason = (
+            f"{launched} processes were launched, but each takes itself for the only one and would train the whole run"
         )
+        raise UserError(f"{reason}. On CPUs set use_cpu: true (and bf16: false); otherwise check num_processes")
 
 
 def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
@@ -34,15 +34,13 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
     """
     columns = getattr(dataset, "column_names", None)
     if needs_prompt and columns is not None and "prompt" not in columns:
-        raise UserError(
-            f"the training dataset has no `prompt` column; its columns are {', '.join(columns) or 'none'}. Rename the one that holds "
-            "the prompts: dataset.rename_column('question', 'prompt'); of several splits take one: dataset['train']"
-        )
+        reason = f"the training dataset has no `prompt` column; its columns are {', '.join(columns) or 'none'}"
+        hint = "dataset.rename_column('question', 'prompt'); of several splits take one: dataset['train']"
+        raise UserError(f"{reason}. Rename the one that holds the prompts: {hint}")
     if hasattr(dataset, "__len__") and len(dataset) < max(generation_prompts, 1):
+        reason = f"has {len(dataset)} rows, but one generation batch takes {generation_prompts} different prompts"
         raise UserError(
-            f"the training dataset has {len(dataset)} rows, but one generation batch takes {generation_prompts} "
-            "different prompts, so not one step could be taken. Lower generation_batch_size (or "
-            "per_device_train_batch_size, gradient_accumulation_steps), raise num_generations, or add rows."
+            f"the training dataset {reason}. Lower generation_batch_size, raise num_generations, or add rows"
         )
 
 

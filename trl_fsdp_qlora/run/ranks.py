@@ -10,9 +10,7 @@ from accelerate.utils import broadcast_object_list
 def on_main(do: Callable[[], Any], here: bool | None = None) -> Any:
     """The result of `do` on the main rank, on all ranks; so is what it raises. Every rank calls it.
 
-    Args:
-        do: its result, or its exception, is sent to the other ranks.
-        here: whether this rank does it; by default only the main rank does. Whoever does, the main rank's result counts.
+    By default only the main rank does it; with `here` whoever is told to. The main rank's result counts.
     """
     state = PartialState()
     outcome: list[Any] = [None, None]

@@ -163,8 +163,8 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
         group_size: completions per prompt; rows of a group are adjacent.
 
     Returns:
-        int64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions,
-        completions with zero advantage, completion tokens.
+        int64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions, those with zero
+        advantage, completion tokens.
     """
     prompt_B, completion_tokens = batch["prompt_mask"].sum(1), batch["completion_mask"].sum()
     rows = len(prompt_B)

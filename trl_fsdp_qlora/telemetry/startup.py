@@ -34,12 +34,11 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[tuple[str, str]]) -> str:
-    """The start-up text of a run.
+    """The start-up text of a run of `steps` optimizer steps.
 
     Args:
         args: its `GRPOConfig`.
         model: what is trained, as it lies on this rank.
-        steps: optimizer steps of the whole run.
         features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
     group, uses, ranks = args.num_generations, args.num_iterations, args.world_size
@@ -49,11 +48,9 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
     again = f", each used {uses} times" if uses > 1 else ""
     when = "every optimizer step" if every == 1 else f"every {every:g} optimizer steps"
     step = f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions{again}"
-    rows = [
-        ("optimizer step", step),
-        ("generation batch", f"{batch} completions = {batch // group} prompts × {group}, {when}"),
-        ("whole run", f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"),
-    ]
+    whole = f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"
+    drawn = f"{batch} completions = {batch // group} prompts × {group}, {when}"
+    rows = [("optimizer step", step), ("generation batch", drawn), ("whole run", whole)]
     for kind, (count, size) in parameter_bytes(model).items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
     kind, where = args.distributed_state.distributed_type.value, args.device.type
