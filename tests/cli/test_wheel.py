@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.publishing.hub_server import TOKEN, hub
 from tests.tiny import save_tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -106,6 +105,7 @@ IN_TURN = {
     "a-star-po --help": "--value_samples",
     "evaluate --help": "--max_completion_length",
     "merge --help": "--adapter",
+    "publish --help": "--base-folder",
     "dequantize --help": "--dense_dtype",
     "launch --help": "--config_file",
     "sft --help": "--sft_problems",
@@ -151,7 +151,7 @@ def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(i
         assert expected in said.partition(f"<<{line}>>")[2].partition("<<")[0], line
 
 
-def test_grpo_trains_with_data_and_rewards_of_ones_own_and_is_published(installed, place):
+def test_grpo_trains_with_data_and_rewards_of_ones_own(installed, place):
     data = "def load(split):\n    return [{'problem': f'{a}+1=', 'answer': a + 1} for a in range(40) if (a < 20) == (split == 'test')]\n"
     (place / "my_data.py").write_text(data)
     reward = "def short(completions, **columns):\n    return [-float(len(one[0]['content'])) for one in completions]\n"
@@ -168,12 +168,3 @@ def test_grpo_trains_with_data_and_rewards_of_ones_own_and_is_published(installe
     card = (place / "out" / "README.md").read_text()
     assert f"trl-fsdp-qlora {words}" in card.replace("\n", " ")  # what anybody can type
     assert str(place) not in card and str(installed) not in card
-    with hub() as server:
-        # A reader finds the base there, too.
-        server.commit("owner/tiny-base", {f.name: f.read_bytes() for f in (place / "base").iterdir() if f.is_file()})
-        client = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        words = "publish out --repo me/sums --base owner/tiny-base --base-folder base"
-        said = python(*MODULE, *words.split(), installed=installed, cwd=place, **client)
-        assert "plain PEFT gives the logits recorded when it was saved" in said
-        adapter = (place / "out" / "adapter_model.safetensors").read_bytes()
-        assert server.files("me/sums")["adapter_model.safetensors"] == adapter

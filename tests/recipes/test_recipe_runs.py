@@ -98,6 +98,7 @@ def test_the_life_of_a_run(folder, monkeypatch, call):
     record = json.loads((out / "metrics.json").read_text())
     assert record["before"]["n"] == record["after"]["n"] == 6
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2]
+    assert [entry["memory/planned_mib"] > 0 for entry in record["history"] if "loss" in entry] == [True, True]
     assert {"adapter_model.safetensors", "training.png"} <= {path.name for path in out.iterdir()}
     of_checkpoint = ModelCard.load(out / "checkpoint-2" / "README.md").text
     assert "| held-out accuracy, before |" in of_checkpoint
