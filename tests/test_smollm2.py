@@ -1,7 +1,4 @@
-"""A real model on real problems: as the README's script has it, as its recipe, and beside stock TRL.
-
-Skipped where neither can be had. In one file, since building the checkpoint takes most of a minute of each of pytest's workers.
-"""
+"""A real model on real problems: by its recipe, and beside stock TRL; skipped where neither can be had."""
 
 import json
 import re
@@ -15,43 +12,17 @@ from trl import GRPOTrainer
 
 from tests.distributed.launch import REPOSITORY, accelerate_launch, run_code
 from tests.prefix_sharing.helpers import assert_equal_gradients, gradients, loss_inputs, make_trainer
-from tests.test_readme import MODEL, smallest_script
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems
-
-
-def test_svamp_is_read_whole(svamp):
-    problems = read_problems(str(svamp))
-    assert len(problems) == 1000
-    train, held_out = hold_out(problems, 300)
-    assert len(train) + len(held_out) == 1000
-    assert {p["question"] for p in train}.isdisjoint(p["question"] for p in held_out)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smollm2, svamp, tmp_path):
-    run = accelerate_launch(
-        "cpu",
-        "recipes/grpo.py",
-        "--config",
-        str(REPOSITORY / "recipes/SmolLM2-135M-Instruct/grpo/config_svamp.yaml"),
-        *f"--model_name_or_path {smollm2} --dataset {svamp} --output_dir out --disable_tqdm true".split(),
-        *[
-            "--max_steps",
-            "2",
-            "--max_completion_length",
-            "24",
-            "--per_device_train_batch_size",
-            "4",
-            "--num_generations",
-            "4",
-            "--eval_problems",
-            "2",
-        ],
-        *["--save_strategy", "no", "--learning_rate", "1e-3", "--rewards", "tag_format"],
-        cwd=tmp_path,
-    )
+    config = REPOSITORY / "recipes/SmolLM2-135M-Instruct/grpo/config_svamp.yaml"
+    options = f"--model_name_or_path {smollm2} --dataset {svamp} --output_dir out --disable_tqdm true --max_steps 2"
+    options += " --max_completion_length 24 --per_device_train_batch_size 4 --num_generations 4 --eval_problems 2"
+    options += " --save_strategy no --learning_rate 1e-3 --rewards tag_format"
+    run = accelerate_launch("cpu", "recipes/grpo.py", "--config", str(config), *options.split(), cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     record = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert record["after"]["n"] == 2
@@ -63,22 +34,9 @@ def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smol
     assert answer.stdout.strip()
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-def test_the_readmes_script_runs_with_the_model_that_it_names(smollm2, tmp_path):
-    """Two steps of it; tests/test_readme.py runs it as printed, on a tiny model."""
-    assert smallest_script().count("max_steps=10,") == 1
-    script = smallest_script().replace(MODEL, str(smollm2)).replace("max_steps=10,", "max_steps=2, logging_steps=1,")
-    run = run_code(script, cwd=tmp_path, timeout=550)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("'grad_norm'") == 2  # TRL's own lines
-
-
-@pytest.mark.processes
 @pytest.mark.slow
 def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    problems = json.loads(svamp.read_text())[:2]
+    tokenizer, rows = AutoTokenizer.from_pretrained(smollm2), []
     # Wrong and right answers of several lengths stand in for sampled ones.
     answers = [
         "The answer is {}.",
@@ -86,8 +44,7 @@ def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
         "First we add the numbers, then we look: it must be {}",
         "So it is {}, I think.",
     ]
-    rows = []
-    for problem in problems:
+    for problem in json.loads(svamp.read_text())[:2]:
         turns = [{"role": "user", "content": f"{problem['Body']} {problem['Question']}"}]
         prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         for text in answers:
@@ -96,12 +53,10 @@ def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
     ids = torch.full((len(rows), width + completion), tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)
     for row, (prompt, answer) in enumerate(rows):
-        tokens = torch.tensor(prompt + answer)
-        ids[row, width - len(prompt) : width + len(answer)] = tokens
-        mask[row, width - len(prompt) : width + len(answer)] = 1
-    inputs = loss_inputs(ids, mask, completion)
+        place = slice(width - len(prompt), width + len(answer))
+        ids[row, place], mask[row, place] = torch.tensor(prompt + answer), 1
+    inputs, results = loss_inputs(ids, mask, completion), []
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    results = []
     for cls in (GRPOTrainer, EfficientGRPOTrainer):
         torch.manual_seed(0)
         trainer = make_trainer(cls, AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32), tmp_path, lora)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests import tiny
 from tests.vllm.runs import figures, grpo, on_quantized
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError, served_rank
+from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
 from trl_fsdp_qlora.rollout.completions import EngineModel, generate
 from trl_fsdp_qlora.rollout.engine import AdapterEngine
 
@@ -24,8 +24,10 @@ def start(shared_engine, base, tmp_path):
     return make
 
 
-def test_a_run_moves_the_adapter_alone(start):
-    trainer = start(max_steps=4)
+@pytest.mark.parametrize("method", ["grpo", "t_spmo"])
+def test_a_run_moves_the_adapter_alone(start, method):
+    classes = {"trainer_class": TSPMOTrainer, "config_class": TSPMOConfig} if method == "t_spmo" else {}
+    trainer = start(max_steps=4, **classes)
     assert trainer.sync.mode == "adapter"
     trainer.train()
     adapter = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
@@ -33,7 +35,8 @@ def test_a_run_moves_the_adapter_alone(start):
     # The trainer's figure is taken around the engine's own.
     assert 0 < trainer.vllm_generation.last_sync["seconds"] <= figures(trainer, "time/weight_sync_s")[-1]
     assert max(figures(trainer, DIFFERENCE)) < 1e-5
-    assert max(abs(x - 1) for x in figures(trainer, "sampling/importance_sampling_ratio/mean")) < 1e-4
+    weights = figures(trainer, "sampling/importance_sampling_ratio/mean")
+    assert len(weights) == (4 if method == "grpo" else 0) and all(abs(weight - 1) < 1e-4 for weight in weights)
     assert not figures(trainer, "time/old_pass_s")
     assert trainer.vllm_generation.versions.root.is_dir()
     for _ in range(2):  # accuracy goes through the engine, which is sent the last adapter once
@@ -110,26 +113,25 @@ def test_another_base_is_caught_at_the_first_sync(start, another_base, monkeypat
     assert trainer.state.global_step == 0
 
 
-def engine_of(model, folder, policy, tokenizer):
-    config = policy.peft_config["default"]
-    adapter = {
-        "peft_config": config,
-        "max_lora_rank": served_rank(config),
-        "versions": AdapterVersions("greedy", folder),
-    }
-    sizes = {"max_model_length": 128, "max_num_seqs": 16, "gpu_memory_utilization": 0.3, "max_completion_length": 64}
-    ours = {"model": policy, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
-    return AdapterEngine(base=str(model), mode="colocate", temperature=0.0, **adapter, **sizes, **ours)
-
-
-def random_adapter(model, scale):
+def served(checkpoint, folder, scale):
+    """A tokenizer, a policy with a random adapter, and an engine that was sent it."""
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    policy = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    policy = get_peft_model(whole, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")).eval()
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             parameter.data = scale * torch.randn_like(parameter)
-    return policy.eval()
+    given = {
+        "peft_config": policy.peft_config["default"],
+        "max_lora_rank": 8,
+        "versions": AdapterVersions("greedy", folder),
+    }
+    given |= {"max_model_length": 128, "max_num_seqs": 16, "gpu_memory_utilization": 0.3, "max_completion_length": 64}
+    given |= {"model": policy, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
+    engine = AdapterEngine(base=str(checkpoint), mode="colocate", temperature=0.0, **given)
+    engine.sync_weights()
+    return tokenizer, policy, engine
 
 
 @torch.no_grad()
@@ -138,13 +140,22 @@ def scores_of(policy, prompt, completion):
     return policy(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
 
 
-def assert_greedy_as_peft(policy, engine, prompts, width, ends, pad):
-    """Greedy tokens equal PEFT's up to ties, and the log-probabilities of sampled ones the policy's."""
-    config = GenerationConfig(max_new_tokens=width, do_sample=False, eos_token_id=ends, pad_token_id=pad)
-    expected = generate(policy, prompts, config)
-    engine.sync_weights()
-    drawn = engine.generate(prompts, None, 1)[1]
-    ties = 0
+QUESTIONS = [f"A shop sells {i} apples a day. How many in {i + 2} days?" for i in range(3, 11)]
+
+
+@pytest.mark.parametrize("model", ["base", pytest.param("smollm2", marks=pytest.mark.slow)])
+def test_greedy_is_pefts_token_for_token(shared_engine, model, request, tmp_path):
+    """Up to ties; and the log-probabilities of sampled tokens are the policy's."""
+    tokenizer, policy, engine = served(request.getfixturevalue(model), tmp_path, 0.05 if model == "base" else 0.02)
+    assert engine.last_sync["bytes"] == sum(p.numel() * 4 for p in policy.parameters() if p.requires_grad)
+    texts = [f"{i}+{7 * i}=" for i in range(1, 17)] if model == "base" else QUESTIONS
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    ends = policy.generation_config.eos_token_id or []  # what vLLM stops at, too
+    ends = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])})
+    config = GenerationConfig(
+        max_new_tokens=64, do_sample=False, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id or 0
+    )
+    expected, drawn, ties = generate(policy, prompts, config), engine.generate(prompts, None, 1)[1], 0
     for prompt, mine, theirs in zip(prompts, drawn, expected, strict=True):
         if list(mine) != list(theirs):
             where = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
@@ -153,41 +164,25 @@ def assert_greedy_as_peft(policy, engine, prompts, width, ends, pad):
             assert best[0] - best[1] < 1e-4, f"no tie: {mine} {theirs}"
             ties += 1
     assert ties <= len(prompts) // 4
-    engine.temperature = 1.0
-    _, drawn, logps, _ = engine.generate(prompts, None, 1)
-    differences = []
-    for prompt, mine, sampled in zip(prompts, drawn, logps, strict=True):
-        policy_logps = scores_of(policy, prompt, mine).log_softmax(-1).gather(1, torch.tensor(mine)[:, None])[:, 0]
-        differences += (torch.tensor([row[0] for row in sampled]) - policy_logps).abs().tolist()
-    mean = sum(differences) / len(differences)
-    assert mean <= 1e-4
-    return expected, ties
-
-
-def test_greedy_is_pefts_token_for_token(shared_engine, base, tmp_path):
-    tokenizer = tiny.character_tokenizer()
-    policy = random_adapter(base, 0.05)
-    prompts = [tokenizer(f"{i}+{7 * i}=")["input_ids"] for i in range(1, 17)]
-    ends, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
-    engine = engine_of(base, tmp_path, policy, tokenizer)
-    expected, ties = assert_greedy_as_peft(policy, engine, prompts, 64, ends, pad)
     # The base alone says something else, and the engine's stand-in for a model says the same as the engine.
-    config = GenerationConfig(max_new_tokens=64, do_sample=False, eos_token_id=ends, pad_token_id=pad)
     alone = EngineModel(engine, policy.generation_config)
     assert sum(a != b for a, b in zip(generate(alone, prompts, config), expected, strict=True)) == ties
     with engine.without_adapter(), policy.disable_adapter():
         base_says = generate(alone, prompts, config)
         assert sum(a != b for a, b in zip(base_says, generate(policy, prompts, config), strict=True)) <= ties + 1
     assert base_says != expected
+    engine.temperature, differences = 1.0, []
+    _, drawn, logps, _ = engine.generate(prompts, None, 1)
+    for prompt, mine, sampled in zip(prompts, drawn, logps, strict=True):
+        policy_logps = scores_of(policy, prompt, mine).log_softmax(-1).gather(1, torch.tensor(mine)[:, None])[:, 0]
+        differences += (torch.tensor([row[0] for row in sampled]) - policy_logps).abs().tolist()
+    assert sum(differences) / len(differences) <= 1e-4
 
 
 def test_equal_prompts_are_drawn_apart_and_again_the_same_and_prefilled_once(shared_engine, base, tmp_path):
     from vllm import SamplingParams
 
-    tokenizer = tiny.character_tokenizer()
-    policy = random_adapter(base, 0.05)
-    engine = engine_of(base, tmp_path, policy, tokenizer)
-    engine.sync_weights()
+    tokenizer, policy, engine = served(base, tmp_path, 0.05)
     model = EngineModel(engine, policy.generation_config)
     config = GenerationConfig(max_new_tokens=12, do_sample=True, top_k=0, eos_token_id=[tokenizer.eos_token_id])
     prompts = [tokenizer("1+2=")["input_ids"]] * 8
@@ -197,27 +192,6 @@ def test_equal_prompts_are_drawn_apart_and_again_the_same_and_prefilled_once(sha
     prompt = {"prompt_token_ids": tokenizer("1+2=" * 10)["input_ids"][:40]}
     outputs = engine.llm.generate([prompt] * 4, sampling_params=SamplingParams(max_tokens=1), use_tqdm=False)
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 32]
-
-
-@pytest.mark.slow
-def test_smollm2_greedy_is_pefts(shared_engine, smollm2, tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    policy = random_adapter(smollm2, 0.02)
-    questions = [f"A shop sells {i} apples a day. How many in {i + 2} days?" for i in range(3, 11)]
-    prompts = [tokenizer(question)["input_ids"] for question in questions]
-    engine = engine_of(smollm2, tmp_path, policy, tokenizer)
-    ends = policy.generation_config.eos_token_id  # what vLLM stops at, too
-    ends = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])})
-    assert_greedy_as_peft(policy, engine, prompts, 64, ends, tokenizer.pad_token_id or 0)
-    assert engine.last_sync["bytes"] == sum(p.numel() * 4 for p in policy.parameters() if p.requires_grad)
-
-
-def test_t_spmo(start):
-    trainer = start(trainer_class=TSPMOTrainer, config_class=TSPMOConfig, max_steps=2)
-    trainer.train()
-    assert max(figures(trainer, DIFFERENCE)) < 1e-5
 
 
 def test_a_star_po_draws_both_stages_with_vllm(start, tmp_path, monkeypatch):
