@@ -1,7 +1,7 @@
 """The drop-in against stock TRL: the same seed gives the same completions (without `compact_generation`), losses and weights.
 
 Where a generation batch is cut into several optimizer steps, stock puts other completions into the first of them (it
-scatters the groups), so such runs differ by design; the loss of a fixed batch is compared instead, at the end.
+scatters the groups), so such runs differ by design; test_token_budget.py compares the loss of a fixed batch.
 """
 
 import functools
@@ -12,7 +12,6 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.grpo.test_token_budget import assert_close, loss_and_gradients
 from tests.tiny import LOSS_TYPES, config, lora, save_tiny_model, serve_by_onednn, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.scoring import cpu_linear
@@ -94,19 +93,6 @@ def test_full_fine_tuning(tmp_path):
     model = save_tiny_model(tmp_path / "model")  # beta > 0 loads the reference from the checkpoint
     for sharing in ("off", "auto"):
         assert_equal_runs(tmp_path / sharing, peft=False, sharing=sharing, model=model, beta=0.1)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_loss_and_gradients_on_the_same_batch(tmp_path, loss_type):
-    # Micro-batch normalisers (bnpo and others) depend on which completions are in it, so the batch is fixed here.
-    changes = {"loss_type": loss_type, "num_iterations": 2, "beta": 0.05, "peft_config": lora()}
-    ours = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **changes)
-    batch = ours._prepare_inputs([ours.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
-    batch["old_per_token_logps"] = batch["old_per_token_logps"] - 0.3 * torch.rand_like(batch["old_per_token_logps"])
-    ours.current_gradient_accumulation_steps = 1
-    stock = loss_and_gradients(ours, batch, stock=True)
-    assert max(gradient.abs().max() for gradient in stock[1].values()) > 0
-    assert_close(loss_and_gradients(ours, batch), stock)
 
 
 def test_a_plain_trl_config_serves(tmp_path):

@@ -56,6 +56,8 @@ def assert_close(got, want, tolerance=1e-4):
 def test_skipping_equals_stock(tmp_path, loss_type, sharing):
     ours = made(tmp_path, loss_type=loss_type, prefix_sharing=sharing)
     batch = batch_of(ours)
+    assert_close(loss_and_gradients(ours, batch), loss_and_gradients(ours, batch, stock=True))
+    ours._metrics["train"].clear()
     # One whole group, and two completions of the other.
     batch["advantages"][[0, 1, 2, 3, 5, 7]] = 0.0
     got = loss_and_gradients(ours, batch)

@@ -1,30 +1,25 @@
-"""The sampler against exact probabilities."""
+"""The sampler against the definition: the token at which the cumulated distribution passes a row's own number."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from tests.rollout.test_decoding import SIZES
-from trl_fsdp_qlora.rollout.completions import generate
+from tests.rollout.test_decoding import PROMPTS, build, sampled
+from trl_fsdp_qlora.rollout.completions import complete, generate
 from trl_fsdp_qlora.rollout.decoding import RowUniforms, draw
 
 
-def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, float]:
-    """The statistic and the value it exceeds in one case of ten thousand (Wilson and Hilferty's approximation)."""
-    expected = probabilities.double() * counts.sum()
-    freedom = len(expected) - 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
-    return ((counts - expected) ** 2 / expected).sum().item(), limit
+def inverse(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    upto = weights.double().cumsum(1)
+    return (upto <= uniform[:, None] * upto[:, -1:]).sum(1)
 
 
-def test_inversion_is_the_cumulated_distribution():
+@pytest.mark.parametrize("size", [7, 256, 1000])
+def test_inversion_is_the_cumulated_distribution(size):
     torch.manual_seed(0)
-    for size in (7, 256, 1000):
-        weights = torch.rand(64, size) * (torch.rand(64, size) > 0.5)
-        weights[:, 3] = 0.5
-        upto = weights.double().cumsum(1)
-        for uniform in (torch.rand(64, dtype=torch.float64), torch.arange(64, dtype=torch.float64) / 64):
-            assert torch.equal(draw(weights, uniform), (upto <= uniform[:, None] * upto[:, -1:]).sum(1))
+    weights = torch.rand(64, size) * (torch.rand(64, size) > 0.5)
+    weights[:, 3] = 0.5
+    for uniform in (torch.rand(64, dtype=torch.float64), torch.arange(64, dtype=torch.float64) / 64):
+        assert torch.equal(draw(weights, uniform), inverse(weights, uniform))
 
 
 def test_never_a_token_of_probability_zero_and_broken_rows_are_marked():
@@ -36,49 +31,56 @@ def test_never_a_token_of_probability_zero_and_broken_rows_are_marked():
     assert draw(weights, torch.full((3,), 0.9, dtype=torch.float64)).tolist() == [-1, -1, 2]
 
 
-def test_a_rows_numbers_are_its_own():
+def test_a_rows_numbers_are_its_own_and_uniform():
     everyone, some = (RowUniforms(6, torch.device("cpu"), seed=3) for _ in range(2))
-    kept = torch.tensor([1, 4])
+    kept, numbers = torch.tensor([1, 4]), []
     for _ in range(300):
-        assert torch.equal(everyone.next(torch.arange(6))[kept], some.next(kept))
+        numbers.append(everyone.next(torch.arange(6)))
+        assert torch.equal(numbers[-1][kept], some.next(kept))
+    numbers = torch.stack(numbers).flatten()
+    assert len(numbers.unique()) == 1800 and abs(numbers.mean() - 0.5) < 4 / (12 * 1800) ** 0.5
     assert len({RowUniforms(2, torch.device("cpu"), seed=s).next(kept[:1]).item() for s in range(20)}) == 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}])
-def test_completions_follow_the_models_distribution(settings):
-    # Both tokens of completions of two tokens, over a vocabulary of twelve; ending tokens make rows leave in between.
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 12,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "initializer_range": 0.5,
-    }
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | sizes)).eval()
-    settings = {"top_k": 0, **settings}
-    sampling = GenerationConfig(max_new_tokens=2, do_sample=True, pad_token_id=0, eos_token_id=[3], **settings)
-    prompt, n = [5, 6, 7], 20_000
-    first, pairs = torch.zeros(12), torch.zeros(12, 12)
-    for tokens in generate(model, [prompt] * n, sampling, seed=0):
-        first[tokens[0]] += 1
-        if len(tokens) == 2:
-            pairs[tokens[0], tokens[1]] += 1
-    config = model._prepare_generation_config(sampling)[0]
-    model._prepare_special_tokens(config, True, device=torch.device("cpu"), batch_size=1)
-    processors = model._get_logits_processor(config, input_ids_seq_length=3, device="cpu")
+@torch.no_grad()
+def test_completions_are_drawn_from_the_models_distribution(settings):
+    """Each token is the inverse of whole rows' scores, which transformers' own processors shaped, at the row's next number."""
+    model, config = build(), sampled(max_new_tokens=12, **settings)
+    prompts = [PROMPTS[0]] * 16
+    torch.manual_seed(9)
+    uniforms = RowUniforms(
+        len(prompts), torch.device("cpu")
+    )  # takes the number of the global state that the loop takes
+    torch.manual_seed(9)
+    drawn, _ = complete(model, prompts, config)
+    full = model._prepare_generation_config(config)[0]
+    model._prepare_special_tokens(full, True, device=torch.device("cpu"), batch_size=1)
+    processors = model._get_logits_processor(full, input_ids_seq_length=9, device="cpu")
+    compared = 0
+    for step in range(12):
+        going = torch.tensor([row for row, tokens in enumerate(drawn) if len(tokens) > step])
+        numbers = uniforms.next(torch.arange(len(prompts)))
+        if len(going):
+            ids = torch.tensor([prompts[row] + drawn[row][:step] for row in going.tolist()])
+            scores = processors(ids, model(ids).logits[:, -1])
+            found = torch.tensor([drawn[row][step] for row in going.tolist()])
+            assert torch.equal(inverse(scores.softmax(-1), numbers[going]), found)
+            compared += len(going)
+    assert compared == sum(map(len, drawn)) > 50 and len(set(map(tuple, drawn))) > 8
 
-    @torch.no_grad()
-    def exact(ids):
-        return processors(torch.tensor([ids]), model(torch.tensor([ids])).logits[:, -1].double()).softmax(-1)[0]
 
-    rows = [(first, exact(prompt))] + [(pairs[t], exact([*prompt, t])) for t in range(12) if pairs[t].sum() > 1000]
-    assert len(rows) > 1
-    for counts, probabilities in rows:
-        possible = probabilities > 0
-        assert counts[~possible].sum() == 0
-        statistic, limit = chi_square(counts[possible], probabilities[possible])
-        assert statistic < limit
-    statistic, limit = chi_square(first[exact(prompt) > 0], exact(prompt)[exact(prompt) > 0].pow(0.9).softmax(0))
-    assert statistic > limit
+def test_a_rows_draw_does_not_depend_on_which_rows_have_finished_and_repeats_with_its_seed():
+    model = build()
+    free = generate(model, PROMPTS, sampled(eos_token_id=[63], suppress_tokens=[63]), seed=1)
+    ending = generate(model, PROMPTS, sampled(suppress_tokens=[63]), seed=1)
+    assert len({len(row) for row in ending}) > 2
+    assert all(whole[: len(cut)] == cut for whole, cut in zip(free, ending, strict=True))
+    assert generate(model, PROMPTS, sampled(), seed=4) == generate(model, PROMPTS, sampled(), seed=4)
+    assert generate(model, PROMPTS, sampled(), seed=4) != generate(model, PROMPTS, sampled(), seed=5)
+    after = []
+    for tokens in (2, 20):  # one number of the global state, however long the completions are
+        torch.manual_seed(9)
+        complete(model, PROMPTS, sampled(max_new_tokens=tokens))
+        after.append(torch.rand(3))
+    assert torch.equal(*after)

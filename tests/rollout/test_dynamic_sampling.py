@@ -112,16 +112,7 @@ def test_training_has_fewer_zero_variance_groups_and_resumes_bit_for_bit(tmp_pat
     assert [entry["loss"] for entry in history(resumed)] == [entry["loss"] for entry in logs]
 
 
-def test_a_dataset_without_any_variance_trains_on(tmp_path):
-    """As in stock TRL: a task that has been learned ends no run."""
-    made = make(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), dataset=prompts(4), max_steps=2)
-    made.train()
-    assert made.state.global_step == 2
-    assert made.state.log_history[0]["dynamic_sampling/frac_zero_variance"] == 1.0
-    assert made.state.log_history[0]["dynamic_sampling/rounds"] == 3
-
-
-def test_rewards_logged_extras_and_rows_belong_together(tmp_path):
+def test_rewards_logged_extras_and_rows_belong_together_and_no_variance_at_all_ends_no_run(tmp_path):
     def reward(completions, answer, log_extra, **_columns):
         log_extra("answer", list(answer))
         return even_start(completions)
@@ -133,6 +124,10 @@ def test_rewards_logged_extras_and_rows_belong_together(tmp_path):
     known = {str(row["prompt"]): row["answer"] for row in made.train_dataset}
     assert list(logged["extra"]["answer"]) == [known[str(prompt)] for prompt in logged["prompt"]]
     assert list(logged["rewards"]["reward"]) == even_start(logged["completion"])
+    made = make(tmp_path, reward=lambda completions, **_: [1.0] * len(completions), dataset=prompts(4), max_steps=1)
+    made.train()  # as in stock TRL: a task that has been learned
+    logged = made.state.log_history[0]
+    assert logged["dynamic_sampling/frac_zero_variance"] == 1.0 and logged["dynamic_sampling/rounds"] == 3
 
 
 def test_bad_input(tmp_path):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
@@ -15,7 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests import tiny
 from tests.rollout.test_decoding import SIZES
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
 from trl_fsdp_qlora.rollout import adapter_sync
 from trl_fsdp_qlora.rollout.adapter_sync import (
@@ -145,14 +144,6 @@ def test_trl_refuses_the_same_adapters():
     for name in REFUSED.keys() - {"rank 1000", "init_lora_weights"}:  # which TRL looks at elsewhere, or not at all
         with pytest.raises(ValueError):
             theirs(**REFUSED[name])
-
-
-def test_refused_before_the_base_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    config = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, rollout_sync="adapter")
-    with pytest.raises(RolloutError, match="use_dora"):
-        peft_config = LoraConfig(r=4, use_dora=True)
-        EfficientGRPOTrainer("nobody/nothing", tiny.digit_share, config, tiny.prompts(), peft_config=peft_config)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""T-SPMO's trainer against the objective written out over prefixes, on the padded stock forward."""
+"""T-SPMO's credit against an enumeration of all prefixes, its trainer against the objective on the padded stock forward."""
 
 import copy
 import json
@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
 from tests.distributed.launch import launch
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.t_spmo.credit import group_credit
+from trl_fsdp_qlora.grpo.passes import padded_batch
+from trl_fsdp_qlora.t_spmo.credit import group_credit, prefix_transitions
 
 
 def made(tmp_path, **changes):
@@ -40,13 +44,7 @@ def branching_batch(ours):
 def objective_by_hand(ours, batch, rewards, objective, group_size=4):
     """The definition, over Python tuples, on TRL's own padded log-probabilities."""
     ids, mask = batch["completion_ids"], batch["completion_mask"]
-    logps, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(
-        ours,
-        ours.model,
-        torch.cat([batch["prompt_ids"], ids], 1),
-        torch.cat([batch["prompt_mask"], mask], 1),
-        ids.shape[1],
-    )
+    logps, _, _ = GRPOTrainer._get_per_token_logps_and_entropies(ours, ours.model, **padded_batch(batch))
     total = 0.0
     groups = range(0, len(ids), group_size)
     for first in groups:
@@ -55,9 +53,8 @@ def objective_by_hand(ours, batch, rewards, objective, group_size=4):
         places = {text[: t + 1]: (i, t) for i, text in texts.items() for t in range(len(text))}
 
         def mean(prefix, texts=texts):
-            return sum(rewards[i] for i, text in texts.items() if text[: len(prefix)] == prefix) / sum(
-                text[: len(prefix)] == prefix for text in texts.values()
-            )
+            below = [rewards[i] for i, text in texts.items() if text[: len(prefix)] == prefix]
+            return sum(below) / len(below)
 
         group = 0.0
         for pair, (i, t) in places.items():
@@ -73,10 +70,11 @@ def test_loss_and_gradients_equal_the_definition(tmp_path, objective, sharing):
     ours = made(tmp_path, t_spmo_objective=objective, prefix_sharing=sharing)
     batch, rewards, _ = branching_batch(ours)
     parameters = [p for p in ours.model.parameters() if p.requires_grad]
-    loss = ours._compute_loss(ours.model, copy.copy(batch))
-    got = torch.autograd.grad(loss, parameters)
-    want_loss = objective_by_hand(ours, batch, rewards, objective)
-    want = torch.autograd.grad(want_loss, parameters)
+    loss, want_loss = (
+        ours._compute_loss(ours.model, copy.copy(batch)),
+        objective_by_hand(ours, batch, rewards, objective),
+    )
+    got, want = (torch.autograd.grad(x, parameters) for x in (loss, want_loss))
     assert loss.item() == pytest.approx(want_loss.item(), rel=1e-4, abs=1e-7)
     largest = max(grad.abs().max() for grad in want)
     assert max((mine - theirs).abs().max() for mine, theirs in zip(got, want, strict=True)) <= 1e-4 * largest > 0
@@ -130,3 +128,36 @@ def test_equal_rewards_leave_nothing_to_learn(tmp_path):
 def test_config_refuses_what_the_objective_does_not_have(tmp_path, changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         TSPMOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
+
+
+def mean_below(prefix, completions, rewards):
+    below = [r for c, r in zip(completions, rewards, strict=True) if r == r and c[: len(prefix)] == prefix]
+    return sum(below) / len(below)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=6), st.sampled_from([0.0, 0.5, 1.0, -2.0, float("nan")])),
+        min_size=1,
+        max_size=9,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_advantages_equal_enumeration(group):
+    completions, rewards = [list(c) for c, _ in group], [r for _, r in group]
+    rows = [torch.tensor([*completion, -1])[:-1] for completion in completions]
+    ids, mask = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(row) for row in rows]))
+    if not ids.shape[1]:
+        ids, mask = (torch.zeros(len(rows), 1, dtype=torch.long) for _ in range(2))
+    got = prefix_transitions(ids, mask, torch.tensor(rewards))
+    pairs = set()
+    for i, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
+        for t in range(ids.shape[1]):
+            want = 0.0
+            if t < len(completion) and reward == reward:
+                pairs.add(tuple(completion[: t + 1]))
+                want = mean_below(completion[: t + 1], completions, rewards)
+                want -= mean_below(completion[:t], completions, rewards)
+            assert got.advantage[i, t].item() == pytest.approx(want, abs=1e-12)
+    marked = [tuple(completions[i][: t + 1]) for i, t in got.representative.nonzero().tolist()]
+    assert sorted(marked) == sorted(pairs)
