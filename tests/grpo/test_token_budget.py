@@ -109,11 +109,7 @@ KEEPS = {
     "top_entropy_quantile": {"top_entropy_quantile": 0.5},
     "switched off": {"skip_zero_advantage": False},
     "token selection: s_grpo, rate 1.0": {"token_selection": "s_grpo", "token_selection_rate": 1.0},
-    "token selection: prefix_cut, rate 1.0": {
-        "token_selection": "prefix_cut",
-        "token_selection_rate": 1.0,
-        "beta": 0.05,
-    },
+    "token selection: prefix_cut, rate 1.0": {"token_selection": "prefix_cut", "token_selection_rate": 1.0},
 }
 
 

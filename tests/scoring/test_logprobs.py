@@ -13,9 +13,6 @@ from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, choose_head_kernel
 N, H, V = 37, 24, 150
 
 
-# What both kernels are compared with: the definition, in float64, with the logits.
-
-
 def logits(hidden_NH, weight_VH, bias_V, logit_scale=1.0):
     z = hidden_NH.double() @ weight_VH.double().T
     return (z if bias_V is None else z + bias_V.double()) * logit_scale

@@ -25,10 +25,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            if not INSTALLED:
-                item.add_marker(
-                    pytest.mark.skip(reason="vLLM is not installed: `make test-vllm` builds an environment")
-                )
+            missing = "vLLM is not installed: `make test-vllm` builds an environment"
+            item.add_marker(pytest.mark.skipif(not INSTALLED, reason=missing))
 
 
 def save(folder: Path, seed: int, sharpness: float = 1.0) -> str:
@@ -69,22 +67,20 @@ def server(quantized_base):
         yield running
 
 
-@pytest.fixture(scope="session")
-def _engines() -> dict:
-    return {}
+ENGINES: dict = {}
 
 
 @pytest.fixture
-def shared_engine(_engines, monkeypatch):
+def shared_engine(monkeypatch):
     """`vllm.LLM` hands out one engine for each checkpoint: starting one takes ten seconds."""
     import vllm
 
     start = vllm.LLM
 
     def reuse(model, **options):
-        if model not in _engines:
-            _engines[model] = start(model=model, **{**options, "max_num_seqs": 16, "max_model_len": 128})
-        llm = _engines[model]
+        if model not in ENGINES:
+            ENGINES[model] = start(model=model, **{**options, "max_num_seqs": 16, "max_model_len": 128})
+        llm = ENGINES[model]
         for adapter in llm.llm_engine.list_loras():
             llm.llm_engine.remove_lora(adapter)
         llm.reset_prefix_cache()
