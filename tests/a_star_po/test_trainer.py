@@ -182,16 +182,12 @@ def test_rows_of_stage_one_are_those_that_the_loader_gives(make_trainer, count_p
         return {**batch, "prompt": ["1+" + prompt for prompt in batch["prompt"]]}
 
     data = problems(24).add_column("number", list(range(24)))
+    of = {"torch": (data.with_format("torch"), torch.Tensor), "transform": (data.with_transform(one_plus), int)}
     trainer = make_trainer(rewards=look, remove_unused_columns=kind == "removed columns")
-    if kind == "torch":
-        data = data.with_format("torch")
-    elif kind == "transform":
-        data = data.with_transform(one_plus)
-    trainer.train_dataset = data
+    trainer.train_dataset, expected = of.get(kind, (data, type(None)))
     trainer.train()
     assert len(count_prompts) == 24  # stage 2 found every key of stage 1
-    types = {"torch": torch.Tensor, "transform": int, "removed columns": type(None)}
-    assert {kind for kind, _ in seen} == {types[kind]}
+    assert {kind for kind, _ in seen} == {expected}
     assert kind != "transform" or all(transformed for _, transformed in seen)
 
 
@@ -240,12 +236,11 @@ def test_two_optimizer_steps_a_generation_batch_need_no_pass_for_old_log_probabi
     """The paper's batch of 256 in mini-batches of 128, for which TRL would score the batch once more."""
     trainer = make_trainer(steps_per_generation=2, max_steps=4)
     trainer.train()
-    phases = [
-        {name for name, value in log.items() if value and "time/" in name} for log in trainer.state.log_history[:4]
-    ]
+    logs = trainer.state.log_history[:4]
+    phases = [{name for name, value in log.items() if value and "time/" in name} for log in logs]
     assert all("time/old_policy_pass_s" not in names for names in phases)
     assert ["time/reference_pass_s" in names for names in phases] == [True, False, True, False]
-    assert trainer.state.log_history[1]["kl"] > 1e-6  # the reference was scored, and the policy has moved since
+    assert logs[1]["kl"] > 1e-6  # the reference was scored, and the policy has moved since
 
 
 @pytest.mark.parametrize("n", [13, 8])

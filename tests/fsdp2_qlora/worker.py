@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 import transformers.trainer
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import HfApi, constants
@@ -49,7 +50,6 @@ from trl_fsdp_qlora.rollout import engine as engines
 ON_GPU = os.environ.get("ON_GPU") == "1"  # set by the tests that need CUDA
 # Of a mixture, whose experts are adapted too.
 ON_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-GRPO_OPTIONS = {"beta": float, "max_steps": int, "gradient_accumulation_steps": int, "num_generations": int}
 SCENARIOS = {}
 
 
@@ -187,7 +187,7 @@ def result(trainer, record):
 
 def sft_trainer(path, out, world_size, record, double=1, quantized=1, experts=0, **settings):
     with experts_in_4bit():
-        model = tiny.load(path, double=bool(int(double))) if int(quantized) else tiny.load_whole(path)
+        model = tiny.load(path, double=bool(double)) if quantized else tiny.load_whole(path)
     trainer = ShardedSFTTrainer(
         model=model,
         args=SFTConfig(**common(out, world_size, max_length=32, **settings)),
@@ -202,9 +202,9 @@ def sft_trainer(path, out, world_size, record, double=1, quantized=1, experts=0,
 
 @scenario
 def sft(path, out, world_size, steps=3, resume=None, save=0, final="", accumulate=1, fail_on="", **more):
-    record = Record(fails=fail_on == os.environ.get("RANK", "0"))
-    saving = {"save_strategy": "steps", "save_steps": int(save)} if save else {}
-    settings = {"max_steps": int(steps), "gradient_accumulation_steps": int(accumulate), **saving, **more}
+    record = Record(fails=str(fail_on) == os.environ.get("RANK", "0"))
+    saving = {"save_strategy": "steps", "save_steps": save} if save else {}
+    settings = {"max_steps": steps, "gradient_accumulation_steps": accumulate, **saving, **more}
     trainer = sft_trainer(path, out, world_size, record, **settings)
     trainer.train(resume_from_checkpoint=resume)
     if final:
@@ -216,14 +216,13 @@ def sft(path, out, world_size, steps=3, resume=None, save=0, final="", accumulat
 def grpo(
     path, out, world_size, evaluate=0, bf16=0, sharing="auto", checkpointing=0, quantized=1, head=0, base="", **more
 ):
-    settings = {name: GRPO_OPTIONS[name](value) for name, value in more.items()} | {"prefix_sharing": sharing}
+    settings = {**more, "prefix_sharing": sharing, "gradient_checkpointing": bool(checkpointing)}
     settings |= {"bf16": True} if bf16 else {}
-    settings |= {"gradient_checkpointing": bool(checkpointing)}
     settings |= {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.prompt_data(8)} if evaluate else {}
     settings["peft_config"] = tiny.lora(init_lora_weights=False, modules_to_save=["lm_head"] if head else None)
     dtype = "bfloat16" if bf16 else "float32"
     model = tiny.load_whole(base or path)
-    if int(quantized):
+    if quantized:
         model = tiny.load(base or path, dtype=getattr(torch, dtype), compute=dtype)
     trainer = grpo_trainer(FixedCompletions, model, out, world_size, callbacks=[record := Record()], **settings)
     as_reference(trainer.model)
@@ -250,7 +249,7 @@ def by_name(path, out, world_size, base="", stored="", experts=0, gather="auto",
         max_completion_length=8,
         gradient_accumulation_steps=2,
         fsdp_gather=gather,
-        fsdp_keep_gathered=bool(int(keep)),
+        fsdp_keep_gathered=bool(keep),
         model_init_kwargs={"dtype": "float32"},
         # Half of the vocabulary ends a completion: some rank is always finished before the other.
         generation_kwargs={"eos_token_id": list(range(3, 35))},
@@ -273,9 +272,8 @@ def by_name(path, out, world_size, base="", stored="", experts=0, gather="auto",
 def in_memory(_path, out, world_size, full=0):
     """A model object that no folder has the weights of, saved after every step; its second step in a resumed run."""
     for steps in (1, 2):
-        settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": steps} | (
-            {"peft_config": None} if full else {}
-        )
+        settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": steps}
+        settings |= {"peft_config": None} if full else {}
         # What TRL restores beside the optimizer is restored, too: the entropy bonus's coefficient.
         settings |= {"use_adaptive_entropy": True, "entropy_target": 10.0, "callbacks": [record := Record()]}
         trainer = grpo_trainer(FixedCompletions, tiny.make_model(), out, world_size, **settings)
@@ -302,7 +300,7 @@ def recipe(_path, out, world_size, base, data, gather="auto", quantized=1):
         --per_device_train_batch_size {16 // world_size} --max_steps 3 --learning_rate 2e-2 --save_strategy no
         --logging_steps 1 --accuracy_steps 2 --accuracy_samples 2 --accuracy_batch_size 2 --report_to none
         --disable_tqdm true --fsdp_gather {gather} --output_dir {out}"""
-    if int(quantized):
+    if quantized:
         settings += " --load_in_4bit true --use_bnb_nested_quant true"
     sys.argv = ["recipes/grpo.py", *settings.split()]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -322,7 +320,7 @@ def gradients(ours, batch):
 @scenario
 def empty_rank(_path, out, _world_size, base, quantized=1, sharing="auto"):
     """How far gradients with skipping are from those without, in a step in which rank 1 or both have only zero advantages."""
-    ours = made(out, tiny.load(base) if int(quantized) else tiny.load_whole(base), max_steps=1, prefix_sharing=sharing)
+    ours = made(out, tiny.load(base) if quantized else tiny.load_whole(base), max_steps=1, prefix_sharing=sharing)
     as_reference(ours.model)
     ours.train()
     ours.model.train()
@@ -369,7 +367,7 @@ def publish(path, out, world_size):
 @scenario
 def synced(path, out, world_size, quantized=0):
     """GRPO on completions of an engine that reads each published version of the adapter."""
-    load = tiny.load if int(quantized) else tiny.load_whole
+    load = tiny.load if quantized else tiny.load_whole
     unset_hf_deepspeed_config()  # a scenario before may have left ZeRO-3's, under which a model is cut as it is loaded
     # An adapter of rank 3 is cut unevenly.
     policy = get_peft_model(load(path), tiny.lora(r=3))
@@ -457,6 +455,7 @@ def main(path, out, *specifications):
         name, _, text = rest.partition(":")
         options = dict(item.split("=", 1) for item in text.split(",") if item)
         os.environ.update({name: options.pop(name) for name in list(options) if name.isupper()})
+        options = {name: yaml.safe_load(value) for name, value in options.items()}
         results[label] = SCENARIOS[name](path, out / label, world_size, **options)
         torch.save(results, out / f"rank{rank}.pt")
         # Each scenario brings its own mixed precision, which accelerate keeps for the life of a process.
