@@ -39,6 +39,8 @@ def test_large_rewards_do_not_overflow_and_unscorable_samples_are_left_out():
     assert optimal_value([1000.0, 0.0], "log_mean_exp", 0.5) == pytest.approx(1000 - 0.5 * math.log(2))
     assert optimal_value([math.nan, 1.0, 0.0], "mean") == 0.5
     assert math.isnan(optimal_value([math.nan, math.nan]))
+    assert value_interval([math.nan], "mean", reward_range=(-1.0, 2.0)) == (-1.0, 2.0)
+    assert value_interval([0.2, 0.5], "max") == (0.5, 1.0)  # sure once the best possible reward was seen
 
 
 @given(st.integers(0, 8), st.sampled_from(["mean", "log_mean_exp"]))

@@ -15,10 +15,12 @@ import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.utils import _http
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig
 
+from tests.fsdp2_qlora import tiny as qlora
 from tests.publishing.hub_server import TOKEN, hub
 from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -26,7 +28,7 @@ from trl_fsdp_qlora.checkpoints import checkpoints
 from trl_fsdp_qlora.compat.replaced import replaced
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.publishing import card, publish
-from trl_fsdp_qlora.publishing.logits import LOGITS
+from trl_fsdp_qlora.publishing.logits import LOGITS, prove, record_logits
 from trl_fsdp_qlora.publishing.merge import load_model, merge_adapter
 
 BASE, REPO = "owner/tiny-base", "me/sums"
@@ -153,7 +155,9 @@ def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, data
     assert "base = 'o/base'\nadapter = 'me/adapter'\n" in whole.text and "fill in" not in whole.text
 
 
-def test_a_licence_that_cannot_be_looked_up_is_said_once(monkeypatch, caplog):
+def test_a_licence_is_the_bases_and_one_that_cannot_be_looked_up_is_said_once(tmp_path, monkeypatch, caplog):
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    assert card.base_model_license(str(tmp_path)) == "apache-2.0"
     monkeypatch.setattr(card.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(card, "HfApi", lambda: 1 / 0)
     monkeypatch.setattr("trl_fsdp_qlora.run.nonfatal._warned", set())  # what other tests in this process were told
@@ -267,6 +271,15 @@ def test_what_is_published_gives_the_recorded_logits_and_names_what_readers_have
     assert json.loads(sent["adapter_config.json"])["base_model_name_or_path"] == BASE
     assert sent["adapter_model.safetensors"] == (folder / "adapter_model.safetensors").read_bytes()
     assert (folder / "README.md").read_text() == before  # and the folder itself is as it was
+
+
+def test_the_proof_loads_a_4_bit_base_as_it_was_loaded(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    base = qlora.load(qlora.make_checkpoint(tmp_path / "base"), dtype=torch.bfloat16, compute="bfloat16")
+    model = get_peft_model(base, qlora.lora(init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    record_logits(model, tmp_path / "adapter")
+    assert "(bfloat16), adapter against base" in prove(tmp_path / "adapter", str(tmp_path / "base"))
 
 
 @pytest.mark.parametrize("on", ["base", "other"])
