@@ -18,58 +18,37 @@ from tests.tiny import lora, tiny_model, trainer
 from trl_fsdp_qlora.compat import fsdp, peft
 from trl_fsdp_qlora.compat import trl as seams
 
+PASS = "_get_per_token_logps_and_entropies"
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 # Of other libraries, or of Python: who changes one of these reads its documentation again.
 ELSEWHERE = {
-    "_DropoutNd": "torch.nn: the base of its dropout modules",
-    "_asdict": "collections.namedtuple: its fields by name",
-    "_actions": "argparse: all options of a parser",
-    "_cdata": "torch: identity of a storage",
-    "_commit_hash": "transformers: of a config, the revision that it came from, where it came from the Hub",
-    "_convert_weight_packed_for_cpu_inverse": "bitsandbytes: layout of 4-bit weights on CPUs",
-    "_current_frames": "sys: where each thread is",
-    "_exit": "os: ends a process at once",
-    "_flash_attention_backward": "torch: an operator",
-    "_flash_attention_forward": "torch: an operator",
-    "_functions": "bitsandbytes.autograd",
-    "_last_loaded_step": "TRL: of a trainer with vLLM",
-    "_linear_pointwise": "torch: oneDNN's product, an operator",
-    "_is_gathered": "this package: a mark on a model whose weights FSDP2 keeps gathered",
-    "_llm_weights_sleeping": "TRL: of its vLLM engine",
-    "_replace": "namedtuple",
-    "_scaled_dot_product_flash_attention_for_cpu": "torch: an operator",
-    "_scaled_dot_product_flash_attention_for_cpu_backward": "torch: an operator",
+    "torch": "_DropoutNd _cdata _flash_attention_backward _flash_attention_forward _linear_pointwise "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
+    "Python": "_actions _asdict _current_frames _exit _replace",
+    "bitsandbytes": "_convert_weight_packed_for_cpu_inverse _functions",
+    "transformers, of a config that came from the Hub": "_commit_hash",
+    "TRL, of a trainer with vLLM and of its engine": "_last_loaded_step _llm_weights_sleeping",
+    "this package, a mark on a model whose weights FSDP2 keeps gathered": "_is_gathered",
 }
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-def used_names(tree: ast.Module) -> set[str]:
-    """Private attributes, names asked for by `getattr`, and parts of imports from other packages."""
-    names = set()
+def names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Private names that a file uses (attributes, what `getattr` is asked for, imports), and names that it defines."""
+    used, own = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            names.add(node.attr)
+            used.add(node.attr)
+            if isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self":
+                own.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.update((node.module or "").split("."), (alias.name for alias in node.names))
+            used.update((node.module or "").split("."), (alias.name for alias in node.names))
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
-            names.update(arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant))
-    return {name for name in names if is_private(name)}
-
-
-def own_names(tree: ast.Module) -> set[str]:
-    """What a file defines: functions, classes, variables, and attributes that its classes set on themselves."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
+            used.update(arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names |= {node.attr} if getattr(node.value, "id", "") == "self" else set()
-    return names
+            own.add(node.id)
+    return {name for name in used if name.startswith("_") and not name.startswith("__")}, own
 
 
 def test_what_is_borrowed_is_there(tmp_path):
@@ -78,12 +57,12 @@ def test_what_is_borrowed_is_there(tmp_path):
     experts = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8, num_experts=2))
     places = (stock, stock._dist, stock.model.get_base_model(), stock.model.config, experts)
     files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "compat"]
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
-    own = set().union(*map(own_names, trees.values()))
+    found = {path: names(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
+    known = set().union(*(own for _, own in found.values()), *(part.split() for part in ELSEWHERE.values()))
     gone = {
         f"{path.relative_to(PACKAGE)}: {name}"
-        for path, tree in trees.items()
-        for name in used_names(tree) - own - ELSEWHERE.keys()
+        for path, (used, _) in found.items()
+        for name in used - known
         if not any(hasattr(place, name) for place in places)
     }
     assert gone == set()
@@ -96,57 +75,44 @@ def test_metrics_and_compared_values_have_these_names(tmp_path, loss_type):
     changes = {"max_steps": 1, "beta": 0.1, "loss_type": loss_type, "num_iterations": 2, "peft_config": lora()}
     made = trainer(GRPOTrainer, GRPOConfig, tmp_path, **changes)
     made.train()
-    logged = made.state.log_history[0].keys()
     means = {*seams.SCORED_MEANS, *seams.LEARNING_MEANS, seams.GROUP_SPREAD}
     other = "cispo_clip_ratio" if loss_type == "grpo" else "clip_ratio/"
-    assert {name for name in means if not name.startswith(other)} <= logged
-    assert {"old_per_token_logps", "ref_per_token_logps"} <= made._buffered_inputs[0].keys() & set(seams.COMPARED)
+    assert {name for name in means if not name.startswith(other)} <= made.state.log_history[0].keys()
+    assert {*seams.COMPARED[:2]} <= made._buffered_inputs[0].keys()
 
 
 def test_the_loss_does_nothing_with_the_model_but_hand_it_on():
     """The request stands in its place."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(GRPOTrainer._compute_loss))))
-    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "model"]
-    calls = [
-        node.args[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "_get_per_token_logps_and_entropies"
-    ]
-    assert len(uses) == 1 and uses == calls
+    nodes = list(ast.walk(tree))
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == "model"]
+    calls = [node for node in nodes if getattr(getattr(node, "func", None), "attr", "") == PASS]
+    assert len(uses) == 1 and uses == [call.args[0] for call in calls]
 
 
-@pytest.mark.parametrize("config", [lora(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)])
-def test_peft_says_whether_the_adapter_is_off(config):
-    model = get_peft_model(tiny_model(), config)
-    assert not peft.is_reference(model) and not peft.is_reference(tiny_model())
-    with seams.use_adapter(model, None):
-        assert peft.is_reference(torch.nn.ModuleList([model]))
-    assert not peft.is_reference(model)
-    if not config.is_prompt_learning:
-        model.add_adapter("ref", config)
-        with seams.use_adapter(model, "ref"):
-            assert peft.is_reference(model)
+def test_peft_says_whether_the_adapter_is_off():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    for model in (get_peft_model(tiny_model(), lora()), get_peft_model(tiny_model(), config)):
+        assert not peft.is_reference(model) and not peft.is_reference(tiny_model())
+        with seams.use_adapter(model, None):
+            assert peft.is_reference(torch.nn.ModuleList([model]))
         assert not peft.is_reference(model)
+    model = get_peft_model(tiny_model(), lora())
+    model.add_adapter("ref", lora())
+    with seams.use_adapter(model, "ref"):
+        assert peft.is_reference(model)
+    assert not peft.is_reference(model)
 
 
 def test_fsdp(tmp_path):
-    """Units and their settings; and a filled shard stays where it lies, which `DTensor.from_local` would move."""
+    """A filled shard stays where it lies, which `DTensor.from_local` would move."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         fully_shard(model[0])
         fully_shard(model)
-        fsdp.initialise(model)
         assert fsdp.misfit() is None and len(fsdp.units(model)) == 2
-        group = fsdp.param_groups(model)[0]
-        assert [p.sharded_param.shape for p in group.fsdp_params] == [(2, 2), (2,)]
-        saved = fsdp.reshard_settings(model)
-        model.set_reshard_after_forward(False)
-        assert fsdp.reshard_settings(model) != saved
-        for owner, name, value in saved:
-            setattr(owner, name, value)
-        assert fsdp.reshard_settings(model) == saved
         weight, local = model[1].weight.data, torch.arange(4.0).view(2, 2)
         filled = fsdp.filled_shard(weight, local)
         assert filled.to_local().data_ptr() == local.data_ptr() and torch.equal(filled.full_tensor(), local)

@@ -18,28 +18,18 @@ class Client:
     def __init__(self, shut_down):
         self._finalizer = weakref.finalize(self, shut_down)
 
-    def shutdown(self):
-        if self._finalizer.detach() is not None:
-            self.shut_down_by_hand = True
-
 
 @pytest.mark.parametrize("groups", [True, False])
 def test_shuts_down_while_there_are_groups(monkeypatch, groups):
     calls = []
-    client = Client(lambda: calls.append("shut down"))
-    leave_groups_that_are_gone(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
+    clients = [Client(lambda: calls.append("shut down")), Client(lambda: calls.append("again")), None]
+    for client in clients:  # the last engine has none
+        leave_groups_that_are_gone(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: groups)
-    del client
+    clients[1]._finalizer.detach()  # shut down by hand
+    del client, clients
     gc.collect()
     assert calls == ["shut down"] * groups
-
-
-def test_by_hand_and_without_a_finalizer():
-    client = Client(lambda: None)
-    leave_groups_that_are_gone(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client)))
-    client.shutdown()
-    assert client.shut_down_by_hand
-    leave_groups_that_are_gone(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=None)))
 
 
 @pytest.mark.processes
@@ -59,14 +49,13 @@ def test_further_arguments_reach_trls_own_engine(monkeypatch):
     from trl.generation import vllm_generation
     from trl.trainer import grpo_trainer
 
-    given = []
+    given, stock = [], grpo_trainer.VLLMGeneration
     monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options), raising=False)
-    stock = grpo_trainer.VLLMGeneration
-    with trl_starts(None, {"quantization": "fp8", "kv_cache_dtype": "fp8"}):
+    with trl_starts(None, {"quantization": "fp8"}):
         assert grpo_trainer.VLLMGeneration is stock
         vllm_generation.LLM(model="base", quantization=None)
     with trl_starts(dict, None):
         assert grpo_trainer.VLLMGeneration(mode="colocate") == {"mode": "colocate"}
     assert grpo_trainer.VLLMGeneration is stock
     vllm_generation.LLM(model="base")
-    assert given == [{"model": "base", "quantization": "fp8", "kv_cache_dtype": "fp8"}, {"model": "base"}]
+    assert given == [{"model": "base", "quantization": "fp8"}, {"model": "base"}]

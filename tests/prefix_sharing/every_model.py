@@ -27,89 +27,50 @@ from tests.planning.models import settings
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_16_bit, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.packed_linear import pack_model
 from trl_fsdp_qlora.planning.plan import make_plan
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing
+from trl_fsdp_qlora.prefix_sharing.dropout import without_dropout
 from trl_fsdp_qlora.rollout.completions import complete
 from trl_fsdp_qlora.rollout.decoding import why_stock
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (
+    _GEMMA4,
+    _LINEAR,
+    _MROPE,
     COMPLETION,
     MULTIMODAL,
     RECURRENT,
+    SMALL,
     SUPPORTED,
+    assert_equals_stock,
     awkward_batch,
     build,
     gradients,
+    one_pass,
+    prepared,
+    small_config,
     stock_log_probs,
     with_stock_head,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-# A name of a config's field -> its value in a small model; what a config does not have stays out of it.
-SMALL = {
-    name: value
-    for value, names in (
-        (67, "vocab_size vocab_size_per_layer_input"),
-        (2, "num_hidden_layers num_key_value_heads decoder_layers encoder_layers num_experts_per_tok bos_token_id"),
-        (32, "hidden_size d_model word_embed_proj_dim embedding_size out_hidden_size embed_dim"),
-        (
-            4,
-            "num_attention_heads rotary_dim decoder_attention_heads encoder_attention_heads num_experts num_local_experts "
-            "n_routed_experts index_topk keep_window_size mamba_n_heads mamba_num_heads num_heads",
-        ),
-        (
-            8,
-            "head_dim kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim mamba_d_state mamba_chunk_size "
-            "chunk_size ssm_state_size patch_size",
-        ),
-        (48, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim"),
-        (64, "max_position_embeddings mamba_d_ssm"),
-        (1, "n_group topk_group first_k_dense_replace eos_token_id depth"),
-        (24, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
-        (16, "mamba_d_head mamba_head_dim image_size num_position_embeddings"),
-        (0, "pad_token_id"),
-        (True, "is_decoder"),
-    )
-    for name in names.split()
-}
 # Latent attention has as many keys as queries; some classes work their head size out.
 VARIANTS = ({}, {"num_key_value_heads": 4}, {"head_dim": None}, {"num_key_value_heads": 4, "head_dim": None})
 # What a class has to be told although its default says nothing, or says it under names of its own.
-_MROPE = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "mrope_section": [1, 1, 2],
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 1.0,
-    }
-}
-_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-_GEMMA = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8}
 OWN_SIZES = {
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "ministral": {"head_dim": 8},
-    "nemotron": {"head_dim": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_text": _GEMMA,
-    "glm46v": _MROPE,
-    "glm4v_moe": _MROPE,
-    "glm_ocr": _MROPE,
-    "qwen2_vl": _MROPE,
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "hunyuan_vl": {"head_dim": 8},
-    "zaya": {"num_experts_per_tok": 1},
-    "step3p7": {"sliding_window": 6},
-    "bailing_hybrid": _LINEAR,
-    "qwen4_exp": _LINEAR,
-    "qwen3_5_moe": _LINEAR,
-    "minicpm_ocr": _LINEAR,
-    "minicpmv4_6": _LINEAR,
-    "minicpmv4_7": _LINEAR,
-    "lfm3_vl": {"layer_types": ["conv", "full_attention"]},
+    name: own
+    for own, names in (
+        ({"head_dim": 8}, "hunyuan_v1_dense hunyuan_v1_moe ministral hunyuan_vl"),
+        ({"rope_parameters": _MROPE}, "glm46v glm4v_moe glm_ocr qwen2_vl"),
+        ({"layer_types": _LINEAR}, "bailing_hybrid qwen4_exp qwen3_5_moe minicpm_ocr minicpmv4_6 minicpmv4_7"),
+        ({"layer_types": ["conv", "full_attention"]}, "lfm2_moe lfm3_vl"),
+        ({"attention_types": [[["global", "local"], 1]]}, "gpt_neo"),
+        ({"num_kv_shared_layers": 0}, "gemma3n_text"),
+        (_GEMMA4, "gemma4_text gemma4_unified gemma4_unified_text gemma4_unified_assistant"),
+        ({"num_experts_per_tok": 2}, "deepseek_v2"),
+        ({"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}, "dots1"),
+        ({"num_experts_per_tok": 1}, "zaya"),
+        ({"sliding_window": 6}, "step3p7"),
+    )
+    for name in names.split()
 }
 LARGEST = 30_000_000
 
@@ -143,26 +104,6 @@ def models_of_the_helpers() -> dict:
         return {type(make()).__name__: make for make in reversed(makes)}
 
 
-def small_config(config, sizes: dict, own: dict):
-    """The config with small sizes and no dropout, in its parts too."""
-    fields = {}
-    for name in {*vars(config), *config.attribute_map, *config.sub_configs}:
-        try:
-            value = getattr(config, name, None)
-        except Exception:  # it differs from layer to layer
-            continue
-        if name in own:
-            fields[name] = own[name]
-        elif name in config.sub_configs:
-            is_text = value is config.get_text_config(decoder=True)
-            fields |= {} if value is None else {name: small_config(value, sizes, own if is_text else {}).to_dict()}
-        elif name in sizes and value is not None:
-            fields[name] = sizes[name]
-        elif isinstance(value, float) and "drop" in name:
-            fields[name] = 0.0
-    return type(config)(**fields)
-
-
 def small_model(of: Class, variant: dict):
     """The class with its defaults but for its size."""
     if of.name in models_of_the_helpers():
@@ -171,7 +112,7 @@ def small_model(of: Class, variant: dict):
     if "Conditional" not in of.name and of.auto is AutoModelForCausalLM:
         config = config.get_text_config(decoder=True)
     sizes = {name: value for name, value in {**SMALL, **variant}.items() if value is not None}
-    config = small_config(config, sizes, OWN_SIZES.get(of.model_type, {}))
+    config = small_config(config, sizes, OWN_SIZES.get(of.model_type))
     with torch.device("meta"):
         parameters = sum(p.numel() for p in of.auto.from_config(config).parameters())
     if parameters > LARGEST:
@@ -179,53 +120,33 @@ def small_model(of: Class, variant: dict):
     return build(lambda: of.auto.from_config(config).float()).train()
 
 
-def scored(model, run, weight_BC):
-    """Log-probabilities and gradients of a pass."""
-    values_BC = run()
-    (values_BC * weight_BC).sum().backward()
-    return values_BC.detach(), gradients(model)
-
-
-def computed(of: Class, ids, mask, weight_BC):
-    """A small model that stock TRL trains, its log-probabilities and gradients; or the reason why not."""
-    reasons = set()
+def computed(of: Class):
+    """A small model that stock TRL trains; or the reason why not."""
+    reasons, (ids, mask) = set(), awkward_batch()
     for variant in VARIANTS:
         try:
             model = with_stock_head(small_model(of, variant))
             with torch.no_grad():  # the first forward of some classes decides how the others go (big_bird)
                 stock_log_probs(model, ids, mask)
-            logps_BC, expected = scored(model, lambda: stock_log_probs(model, ids, mask)[0], weight_BC)  # noqa: B023
+            logps_N = stock_log_probs(model, ids, mask)[0][mask[:, -COMPLETION:].bool()]
+            logps_N.sum().backward()
         except Exception as error:
             reasons.add(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
-        if all(x.isfinite().all() for x in (logps_BC[weight_BC != 0], *expected)) and any(x.any() for x in expected):
-            return model, logps_BC, expected
+        found = gradients(model)
+        if all(x.isfinite().all() for x in (logps_N, *found)) and any(x.any() for x in found):
+            return model
         reasons.add("no finite number, or no gradient")
     return "; ".join(reasons)
 
 
-def packed(model, ids, mask, weight_BC, logps_BC, expected) -> str:
+def packed(model) -> str:
     """Whether a packed pass equals stock's, which is asserted; or why it runs padded."""
-    sharing = PrefixSharing(temperature=0.9)
-    sharing.prepare("policy", model)
-    figures = {}
-
-    def ours():
-        result = sharing.log_probs(
-            PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION),
-            lambda request: (stock_log_probs(model, request.input_ids, request.attention_mask)[0], None, None),
-        )
-        figures.update(result.figures)
-        return result.values[0]
-
-    logps, found = scored(model, ours, weight_BC)
-    torch.testing.assert_close(logps * (weight_BC != 0), logps_BC * (weight_BC != 0), atol=2e-5, rtol=1e-5)
-    largest = max(x.abs().max() for x in expected)
-    worst = max((a - b).abs().max() for a, b in zip(found, expected, strict=True))
-    assert worst <= 2e-5 * largest, f"gradients differ by {worst / largest:.1e} of the largest"
-    if not figures:
+    sharing = prepared(model)
+    if not one_pass(model, sharing)[0].figures:
         return "no: " + sharing.describe().removeprefix("prefix sharing: ")
-    return "dense" if "layers_dense" in figures else "yes"
+    with without_dropout(model):  # some routers draw
+        return "dense" if "layers_dense" in assert_equals_stock(model, sharing) else "yes"
 
 
 def decoded(model) -> str:
@@ -287,13 +208,10 @@ def attempted(run, *arguments) -> str:
 
 def row(name: str) -> list[str] | str:
     """The cells of a class on the page; or why stock TRL does not train it."""
-    of, (ids, mask) = classes()[name], awkward_batch()
-    weight_BC = torch.randn(len(ids), COMPLETION, generator=torch.Generator().manual_seed(1)) * mask[:, -COMPLETION:]
-    found = computed(of, ids, mask, weight_BC)
-    if isinstance(found, str):
-        return found
-    model = found[0]
-    cells = [packed(model, ids, mask, weight_BC, *found[1:]).strip()]
+    model = computed(classes()[name])
+    if isinstance(model, str):
+        return model
+    cells = [packed(model).strip()]
     with tempfile.TemporaryDirectory() as folder:
         plain = type(model)._from_config(model.config, attn_implementation=None).float()
         plain.load_state_dict(model.state_dict())
@@ -310,34 +228,16 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-HEAD = """# Models
-
-Written by `python -m tests.prefix_sharing.every_model`; do not edit it by hand. `tests/prefix_sharing/test_every_model.py` builds each
-class again, small and with random weights, and compares.
-
-What is looked at, in float32 on a CPU, with transformers {version}:
-
-- **packed**: a batch of text runs as packed rows ([each prompt once](prefix_sharing.md)), equal to stock TRL's padded pass:
-  log-probabilities within 2e-5, no gradient further off than 2e-5 of the largest. Dropout is off; attention dropout, where a
-  config has it (GPT-2, BERT), makes such a run padded. *Dense*: under one mask of all pairs, where that costs no more than stock.
-- **decoded**: [our loop](rollouts.md) gives the tokens of `generate`, greedily.
-- **planned**: [`plan`](plan.md) counts its bytes (full training).
-- **4 bit**: loaded in nf4, the bytes that [FSDP2 shards](fsdp2_qlora.md) compute what bitsandbytes does, to the last bit. *But for experts*: these
-  stay in 16 bit.
-
-**{packed} of {count} classes that stock TRL trains in this form are packed** ({share:.0%}).
-"""
-
-
 def page(rows: dict[str, list[str] | str]) -> str:
     """The text of docs/models.md, from the row of each class."""
     trained = {name: cells for name, cells in rows.items() if not isinstance(cells, str)}
     whole = [name for name, cells in trained.items() if cells == ["yes"] * 4]
     others = {name: cells for name, cells in trained.items() if name not in whole}
     count = sum(cells[0] in ("yes", "dense") for cells in trained.values())
-    head = HEAD.format(version="5.23", packed=count, count=len(trained), share=count / len(trained))
+    # What is said above the tables stays as it is, but for the figures.
+    head = PAGE.read_text().partition("## All four")[0].rpartition("**")[0].rpartition("**")[0]
     lines = [
-        head,
+        f"{head}**{count} of {len(trained)} classes that stock TRL trains in this form are packed** ({count / len(trained):.0%}).\n",
         "## All four\n",
         wrapped(whole),
         "## Not all\n",

@@ -17,166 +17,140 @@ from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 VOCABULARY = 67
 PROMPT, COMPLETION = 14, 9
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+# A name of a config's field -> its value in a small model; what a config does not have stays out of it.
+SMALL = {"is_decoder": True, "pad_token_id": 0} | {
+    name: value
+    for value, names in {
+        VOCABULARY: "vocab_size vocab_size_per_layer_input",
+        32: "hidden_size d_model word_embed_proj_dim embedding_size out_hidden_size embed_dim",
+        48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim",
+        64: "max_position_embeddings mamba_d_ssm",
+        24: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
+        16: "mamba_d_head mamba_head_dim image_size num_position_embeddings",
+        8: "head_dim kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim mamba_d_state mamba_chunk_size "
+        "chunk_size ssm_state_size patch_size linear_key_head_dim linear_value_head_dim linear_head_dim",
+        4: "num_attention_heads rotary_dim decoder_attention_heads encoder_attention_heads num_experts num_local_experts "
+        "n_routed_experts index_topk keep_window_size mamba_n_heads mamba_num_heads num_heads linear_num_value_heads "
+        "linear_num_heads",
+        2: "num_hidden_layers num_key_value_heads decoder_layers encoder_layers num_experts_per_tok bos_token_id "
+        "linear_num_key_heads n_groups",
+        1: "n_group topk_group first_k_dense_replace eos_token_id depth",
+    }.items()
+    for name in names.split()
+}
 
-_SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1,
-    "bos_token_id": 2,
-}  # fmt: skip
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+def small_config(config, sizes=SMALL, own=None, tower=None):
+    """The config with small sizes and no dropout, and what its decoder and its vision tower have of their own."""
+    own = own or {}
+    is_decoder = config.get_text_config(decoder=True) is config
+    fields = {name: value for name, value in own.items() if is_decoder or hasattr(config, name)}
+    for name in {*vars(config), *config.attribute_map, *config.sub_configs} - fields.keys():
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # it differs from layer to layer
+            continue
+        if name in config.sub_configs and value is not None:
+            of_text = {key: x for key, x in own.items() if key not in fields or hasattr(value, key)}
+            is_text = value is config.get_text_config(decoder=True)
+            fields[name] = small_config(value, sizes, of_text if is_text else tower).to_dict()
+        elif name in sizes and value is not None:
+            fields[name] = sizes[name]
+        elif isinstance(value, float) and "drop" in name:
+            fields[name] = 0.0
+    return type(config)(**fields)
 
 
-def _shape(**changes):
-    """`_SHAPE` with some of its values changed, or left out where `None`."""
-    return {name: value for name, value in (_SHAPE | changes).items() if value is not None}
-
-
-def _causal(name, config="Config", **changes):
-    """Makes a causal language model of a family, of `_SHAPE` but for these changes."""
-    return lambda: getattr(tf, f"{name}ForCausalLM")(getattr(tf, name + config)(**_shape(**changes)))
+def small(name, kind="ForCausalLM", config="Config", tower=None, **own):
+    """Makes a class of transformers as it is by default but for its size and these changes."""
+    return lambda: getattr(tf, name + kind)(small_config(getattr(tf, name + config)(), SMALL, own, tower))
 
 
 # Windows shorter than the prompt, so that a window by row distance, or none, is wrong.
 SUPPORTED = {
-    "llama": _causal("Llama"),
-    "qwen2": _causal("Qwen2"),
-    "qwen3": _causal("Qwen3"),
-    "qwen3_sliding": _causal("Qwen3", use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "gemma2": _causal("Gemma2", sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=9.0),
-    "gemma3": _causal("Gemma3", "TextConfig", sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
-    "mistral_sliding": _causal("Mistral", sliding_window=6),
-    "qwen3_moe": _causal("Qwen3Moe", **_MOE),
-    "gpt_oss": _causal("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
-    "phi3": _causal("Phi3", head_dim=None),
-    "olmo2": _causal("Olmo2"),
-    "smollm3": _causal("SmolLM3"),
-    # Their layers drop the keywords of the model call.
-    "stablelm": _causal("StableLm"),
-    "nemotron": _causal("Nemotron"),
+    "llama": small("Llama"),
+    "qwen3": small("Qwen3"),
+    "qwen3_sliding": small("Qwen3", use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "gemma2": small("Gemma2", sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=9.0),
+    "gemma3": small(
+        "Gemma3", config="TextConfig", sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "mistral_sliding": small("Mistral", sliding_window=6),
+    "qwen3_moe": small("Qwen3Moe"),
+    "gpt_oss": small("GptOss", sliding_window=6),
+    "phi3": small("Phi3"),
+    "nemotron": small("Nemotron", head_dim=8, num_key_value_heads=2),
 }
-_LINEAR = {
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-_SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-_NO_ATTENTION = {"num_attention_heads": None, "num_key_value_heads": None, "intermediate_size": None}
-_GRANITE_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48}
-_NEMOTRON = {
-    "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 8, "n_groups": 2, "n_routed_experts": 4,
-    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "num_hidden_layers": None,
-    "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba"],
-}  # fmt: skip
-_KIMI = {
-    "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4,
-    "moe_intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": None,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-_ZAMBA = {
-    "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8,
-    "num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": None,
-}  # fmt: skip
+_LINEAR = ["linear_attention", "full_attention"]
 _HYBRID = ["recurrent", "cascade"]
+_NEMOTRON = ["mamba", "attention", "mlp", "moe", "mamba"]
+_ZAMBA = {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "num_key_value_heads": 4}
+_LFM3 = {"num_hidden_layers": 3, "sliding_window": 6, "layer_types": ["conv", "sliding_attention", "full_attention"]}
 # Layers that carry a state from token to token; what each layer of a packed row is computed by.
 RECURRENT = {
-    "qwen3_5": (_causal("Qwen3_5", "TextConfig", **_LINEAR), _HYBRID),
-    "qwen3_5_moe": (_causal("Qwen3_5Moe", "TextConfig", **_LINEAR, **_MOE, **_SHARED_EXPERT), _HYBRID),
-    "qwen3_next": (_causal("Qwen3Next", **_MOE, **_LINEAR, **_SHARED_EXPERT), _HYBRID),
-    "lfm2": (_causal("Lfm2", layer_types=["conv", "full_attention"]), _HYBRID),
-    "lfm3": (
-        _causal(
-            "Lfm3", num_hidden_layers=3, sliding_window=6, layer_types=["conv", "sliding_attention", "full_attention"]
-        ),
-        ["recurrent", "two_part", "cascade"],
-    ),
-    "granitemoehybrid": (
-        _causal("GraniteMoeHybrid", **_MAMBA, layer_types=["mamba", "attention"], **_GRANITE_MOE),
-        _HYBRID,
-    ),
-    "falcon_h1": (_causal("FalconH1", **_MAMBA, mamba_d_ssm=64), _HYBRID * 2),
-    "bamba": (_causal("Bamba", **_MAMBA, attn_layer_indices=[1]), _HYBRID),
-    "mamba2": (
-        _causal("Mamba2", **_NO_ATTENTION, num_heads=8, state_size=8, n_groups=2, chunk_size=8),
-        ["recurrent"] * 2,
-    ),
-    # Mamba-1, whose kernel goes on from no state.
-    "mamba": (_causal("Mamba", **_NO_ATTENTION, state_size=8), ["recurrent"] * 2),
-    "jamba": (
-        _causal("Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=8),
-        _HYBRID,
-    ),
-    "olmo_hybrid": (_causal("OlmoHybrid", **_LINEAR), _HYBRID),
-    "nemotron_h": (_causal("NemotronH", **_NEMOTRON), ["recurrent", "cascade", "recurrent"]),
-    "kimi_linear": (_causal("KimiLinear", **_KIMI), ["recurrent", "two_part"]),
-    "zamba2": (_causal("Zamba2", **_ZAMBA), ["recurrent", "cascade", "recurrent"] * 2),
+    "qwen3_5": (small("Qwen3_5", config="TextConfig", layer_types=_LINEAR), _HYBRID),
+    "qwen3_5_moe": (small("Qwen3_5Moe", config="TextConfig", layer_types=_LINEAR), _HYBRID),
+    "qwen3_next": (small("Qwen3Next", layer_types=_LINEAR), _HYBRID),
+    "lfm2": (small("Lfm2", layer_types=["conv", "full_attention"]), _HYBRID),
+    "lfm3": (small("Lfm3", **_LFM3), ["recurrent", "two_part", "cascade"]),
+    "granitemoehybrid": (small("GraniteMoeHybrid", layer_types=["mamba", "attention"]), _HYBRID),
+    "falcon_h1": (small("FalconH1"), _HYBRID * 2),
+    "bamba": (small("Bamba", attn_layer_indices=[1]), _HYBRID),
+    "mamba2": (small("Mamba2", num_heads=8), ["recurrent"] * 2),
+    "mamba": (small("Mamba"), ["recurrent"] * 2),  # Mamba-1, whose kernel goes on from no state
+    "jamba": (small("Jamba", attn_layer_period=2, attn_layer_offset=1), _HYBRID),
+    "olmo_hybrid": (small("OlmoHybrid", layer_types=_LINEAR), _HYBRID),
+    "nemotron_h": (small("NemotronH", layers_block_type=_NEMOTRON), ["recurrent", "cascade", "recurrent"]),
+    "kimi_linear": (small("KimiLinear", layer_types=_LINEAR, num_key_value_heads=4), ["recurrent", "two_part"]),
+    "zamba2": (small("Zamba2", **_ZAMBA), ["recurrent", "cascade", "recurrent"] * 2),
 }
-_PATCHES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-_SIGLIP = {**_PATCHES, "image_size": 16, "patch_size": 8}
-_QWEN_VISION = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4,
-    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+_QWEN_TOWER = {"patch_size": 4, "deepstack_visual_indexes": [0]}
+_GEMMA = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA4 = _GEMMA | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8, "head_dim": 8}
+_GEMMA4_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 8, "position_embedding_size": 16,
 }  # fmt: skip
-_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-_GEMMA_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-_GEMMA4_TEXT = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-_GEMMA4_VISION = {"num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 16}
 
 
-def sees(name, text, vision, **more):
-    """Makes a class of a family that could take images, of `_SHAPE` and these parts of its config."""
-    shape = _shape(**{key: value for key, value in text.items() if value is None})
-    text = shape | {key: value for key, value in text.items() if value is not None}
-    return lambda: getattr(tf, f"{name}ForConditionalGeneration")(
-        getattr(tf, f"{name}Config")(text_config=dict(text), vision_config=dict(vision), **more)
-    )
+def sees(name, **own):
+    """Makes a class that could take images."""
+    return small(name, "ForConditionalGeneration", **own)
 
 
 # Classes that could take images, for text.
 MULTIMODAL = {
-    "gemma3": sees("Gemma3", _GEMMA_LAYERS, _SIGLIP, mm_tokens_per_image=4),
-    "gemma4": sees("Gemma4", _GEMMA_LAYERS | _GEMMA4_TEXT, _PATCHES | _GEMMA4_VISION, audio_config=None),
-    "qwen2_5_vl": sees("Qwen2_5_VL", {"head_dim": None, "rope_parameters": _MROPE}, _QWEN_VISION),
-    "qwen3_vl": sees("Qwen3VL", {"rope_parameters": _MROPE}, _QWEN_VISION),
-    "qwen3_5": sees("Qwen3_5", _LINEAR, _QWEN_VISION),
-    "mistral3": sees(
-        "Mistral3", {"model_type": "mistral"}, _SIGLIP | {"model_type": "pixtral", "head_dim": 8, "image_size": 32}
-    ),
-    "glm4v": sees(
-        "Glm4v", {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}}, _QWEN_VISION | {"image_size": 16}
-    ),
-    "internvl": sees("InternVL", {"model_type": "qwen2"}, _PATCHES | {"image_size": [16, 16], "patch_size": [8, 8]}),
-    "smolvlm": sees("SmolVLM", {"model_type": "llama"}, _SIGLIP, scale_factor=2),
+    "gemma3": sees("Gemma3", **_GEMMA, mm_tokens_per_image=4),
+    "gemma4": sees("Gemma4", **_GEMMA4, audio_config=None, vision_config=_GEMMA4_TOWER),
+    "qwen2_5_vl": sees("Qwen2_5_VL", rope_parameters=_MROPE, tower=_QWEN_TOWER),
+    "qwen3_vl": sees("Qwen3VL", rope_parameters=_MROPE, tower=_QWEN_TOWER),
+    "qwen3_5": sees("Qwen3_5", layer_types=_LINEAR, tower=_QWEN_TOWER),
+    "mistral3": sees("Mistral3", tower={"image_size": 32}),
+    "glm4v": sees("Glm4v", rope_parameters=_MROPE, tower=_QWEN_TOWER),
+    "internvl": sees("InternVL", tower={"image_size": [16, 16], "patch_size": [8, 8]}),
+    "smolvlm": sees("SmolVLM", scale_factor=2),
 }
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
 # Positions of the model's own counting.
-COUNTING = {
-    "opt": _causal("OPT", head_dim=None, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
-    "xlm_roberta": _causal("XLMRoberta", **_NO_DROPOUT, pad_token_id=1, is_decoder=True),
-    "bart": lambda: tf.BartForCausalLM(tf.BartConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **_BART)),
-}
+COUNTING = {"opt": small("OPT"), "xlm_roberta": small("XLMRoberta", pad_token_id=1), "bart": small("Bart")}
 # Attention of their own, which takes a mask of all pairs.
-MASKED = {
-    "falcon": _causal("Falcon", head_dim=None),
-    "gptj": lambda: tf.GPTJForCausalLM(
-        tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, **_NO_PDROP)
-    ),
-    "git": _causal("Git", **_NO_DROPOUT, vision_config=_SIGLIP, num_key_value_heads=None, head_dim=None),
-}
+MASKED = {"falcon": small("Falcon"), "gptj": small("GPTJ"), "git": small("Git")}
 UNSUPPORTED = {
-    "falcon": _causal("Falcon", head_dim=None, alibi=True),
-    "bloom": lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
+    "falcon": small("Falcon", alibi=True),
+    "bloom": small("Bloom"),
     # Its cache is a class of its own.
-    "minimax": _causal("MiniMax", num_local_experts=4, layer_types=["linear_attention", "full_attention"]),
+    "minimax": small("MiniMax", layer_types=_LINEAR),
 }
+
+
+# Of all families but those that could take images.
+MAKE = SUPPORTED | COUNTING | MASKED | {name: make for name, (make, _) in RECURRENT.items()}
 
 
 def build(make, seed: int = 0):
-    """The model with weights large enough that attending to the wrong token shows."""
+    """The model, of this name or made so, with weights large enough that attending to the wrong token shows."""
     torch.manual_seed(seed)
-    model = make()
+    model = MAKE.get(make, make)()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -224,12 +198,6 @@ def packed_forward(model, layout):
             score_index_N=layout.score_index_N,
             score_targets_N=layout.score_targets_N,
         )
-
-
-def packed_log_probs(model, layout):
-    """Log-probabilities and entropies of one packed forward."""
-    outputs = packed_forward(model, layout)
-    return layout.scatter(outputs.log_probs), layout.scatter(outputs.entropy)
 
 
 def with_stock_head(model, temperature=0.9):

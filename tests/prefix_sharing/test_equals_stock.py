@@ -12,12 +12,12 @@ from trl import GRPOTrainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing.attention import UnsupportedAttention
+from trl_fsdp_qlora.prefix_sharing.layout import pack
 from trl_fsdp_qlora.prefix_sharing.recurrent import _SHORTEST, _TOKENS_PER_CALL, _similar
 
 from .helpers import (
     COMPLETION,
     COUNTING,
-    LOSS_TYPES,
     MASKED,
     MULTIMODAL,
     RECURRENT,
@@ -31,6 +31,7 @@ from .helpers import (
     make_batch,
     make_trainer,
     one_pass,
+    packed_forward,
     prepared,
     processor,
 )
@@ -38,7 +39,6 @@ from .helpers import (
 BOTH = GRPOTrainer, EfficientGRPOTrainer
 # One recurrent model of each kind: gated delta rule, short convolution, state space models of both generations.
 KINDS = ("qwen3_5", "lfm2", "falcon_h1", "jamba")
-MAKE = {**SUPPORTED, **COUNTING, **MASKED, **{name: make for name, (make, _) in RECURRENT.items()}}
 # What "auto" computes each layer by.
 LAYERS = {name: ["cascade"] * 2 for name in SUPPORTED} | {
     "qwen3_sliding": ["cascade", "two_part"],
@@ -60,7 +60,7 @@ def lora(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_log_probs_entropy_and_gradients_on_each_backend(name):
-    model, kinds = build(MAKE[name]), LAYERS[name]
+    model, kinds = build(name), LAYERS[name]
     sharing = prepared(model, compared=True)
     figures = assert_equals_stock(model, sharing)
     assert {kind: kinds.count(kind) / len(kinds) for kind in kinds} == {
@@ -78,32 +78,12 @@ def test_log_probs_entropy_and_gradients_on_each_backend(name):
 @pytest.mark.parametrize("name", ["mistral_sliding", "qwen3_5"])
 def test_what_does_not_ask_for_a_packed_row_is_untouched(name):
     """Padded passes, and generation by a decoder with windows or states."""
-    model, ours = build(MAKE[name]), build(MAKE[name])
+    model, ours = build(name), build(name)
     ids, mask = awkward_batch()
     PrefixSharing().prepare("policy", ours)
     assert torch.equal(ours(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
     given = {"attention_mask": mask[:, :14], "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(ours.generate(ids[:, :14], **given), model.generate(ids[:, :14], **given))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "qwen3_moe"])
-def test_every_loss_type(name, tmp_path):
-    ids, mask = awkward_batch()
-    inputs, backend = loss_inputs(ids, mask), LAYERS[name][0]
-    stock, ours = (make_trainer(cls, build(SUPPORTED[name]), tmp_path) for cls in BOTH)
-    noise = torch.randn(len(ids), COMPLETION, generator=torch.Generator().manual_seed(7)) * mask[:, -COMPLETION:]
-    with torch.no_grad():
-        logps = stock._get_per_token_logps_and_entropies(stock.model, ids, mask, COMPLETION)[0]
-    # Off-policy, and away from a reference, so that clipping and KL have a gradient.
-    inputs |= {"old_per_token_logps": logps + 0.15 * noise, "ref_per_token_logps": logps - 0.2 * noise}
-    for loss_type in LOSS_TYPES:
-        for trainer in (stock, ours):
-            trainer.loss_type, trainer.beta = loss_type, 0.1
-        expected, found = losses_of([stock, ours], inputs)
-        # VESPO weights a sequence by exp(k Σ log-ratio), which multiplies the rounding of all its log-probabilities.
-        assert found[0] == pytest.approx(expected[0], rel=5e-5 if loss_type == "vespo" else 1e-5), loss_type
-        assert_equal_gradients(found[1], expected[1])
-    assert ours._metrics["train"][f"prefix_sharing/policy/layers_{backend}"][-1] == 1.0
 
 
 OPTIONS = {
@@ -141,7 +121,7 @@ def test_loss_of_models_with_code_of_their_own(name, options, tmp_path):
     trainers = []
     for cls in BOTH:
         torch.manual_seed(0)
-        trainers.append(make_trainer(cls, build(MAKE[name]), tmp_path, copy.deepcopy(peft_config), **config))
+        trainers.append(make_trainer(cls, build(name), tmp_path, copy.deepcopy(peft_config), **config))
         if config.get("gradient_checkpointing") and peft_config is None:
             trainers[-1].model.gradient_checkpointing_enable(config["gradient_checkpointing_kwargs"])
             trainers[-1].model.enable_input_require_grads()
@@ -156,28 +136,16 @@ def test_loss_of_text_through_classes_that_could_take_images(name, tmp_path):
     assert_same_loss(trainers, loss_inputs(*awkward_batch()))
 
 
-# A model, options of both trainers, what else.
-RUNS = {
-    "accumulation, dapo": ("qwen3", {"gradient_accumulation_steps": 2, "loss_type": "dapo"}),
-    "adapter off as reference": ("qwen3", {"beta": 0.1, "num_iterations": 2, "lora": True, **RE_ENTRANT}),
-    "truncated completions masked": ("qwen3", {"mask_truncated_completions": True, "beta": 0.1}),
-    "recurrent": ("falcon_h1", {"beta": 0.1, "num_iterations": 2}),
-    "multimodal, recurrent": (MULTIMODAL["qwen3_5"], {"beta": 0.1, "num_iterations": 2}),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_training(name, tmp_path):
-    make, options = RUNS[name]
-    build(MAKE.get(make, make)).save_pretrained(tmp_path / "base")
-    options = {"max_steps": 3, "eval_steps": 2, "eval_strategy": "steps", **options}
-    peft_config = lora(make) if options.pop("lora", False) else None
-    if "multimodal" in name:
-        options["processing_class"] = processor()
+@pytest.mark.parametrize("make", ["falcon_h1", MULTIMODAL["qwen3_5"]], ids=["recurrent", "multimodal, recurrent"])
+def test_training(make, tmp_path):
+    """`tests/grpo/test_equals_stock.py` has runs with attention alone, with all loss types and options."""
+    build(make).save_pretrained(tmp_path / "base")
+    options = {"max_steps": 3, "eval_steps": 2, "eval_strategy": "steps", "beta": 0.1, "num_iterations": 2}
     runs = []
     for cls in BOTH:
         torch.manual_seed(0)
-        trainer = make_trainer(cls, str(tmp_path / "base"), tmp_path, copy.deepcopy(peft_config), **options)
+        more = {} if isinstance(make, str) else {"processing_class": processor()}
+        trainer = make_trainer(cls, str(tmp_path / "base"), tmp_path, **more, **options)
         trainer.train()
         # Less averages over micro-batches, which depend on who shares one.
         wanted = ("loss", "grad_norm", "kl", "eval_loss", "reward")
@@ -191,7 +159,7 @@ def test_training(name, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_nf4_qlora_with_a_tool_mask(name, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is optional")
-    build(MAKE[name]).save_pretrained(tmp_path / "base")
+    build(name).save_pretrained(tmp_path / "base")
     kind = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     load = {"quantization_config": tf.BitsAndBytesConfig(**kind), "dtype": torch.float32}
     trainers = []
@@ -212,8 +180,8 @@ def test_nf4_qlora_with_a_tool_mask(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 def test_bf16_autocast_rounds_no_more_than_stock(name, tmp_path):
-    exact = make_trainer(GRPOTrainer, build(MAKE[name]), tmp_path)
-    trainers = [make_trainer(cls, build(MAKE[name]), tmp_path, bf16=True) for cls in BOTH]
+    exact = make_trainer(GRPOTrainer, build(name), tmp_path)
+    trainers = [make_trainer(cls, build(name), tmp_path, bf16=True) for cls in BOTH]
     reference, stock, ours = losses_of([exact, *trainers], loss_inputs(*awkward_batch()))
     assert trainers[1].prefix_sharing.active()
 
@@ -228,7 +196,7 @@ def test_router_loss_counts_tokens_as_stock_does(experts, tmp_path):
     """Of Qwen3-MoE, and of Granite: TRL 1.16 looks for `num_experts` alone; where it is told, it is the reference."""
     trainers = []
     for cls in BOTH:
-        model = build(SUPPORTED["qwen3_moe"] if experts is None else MAKE["granitemoehybrid"])
+        model = build("qwen3_moe" if experts is None else "granitemoehybrid")
         if experts is None:
             model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.5
         else:
@@ -248,7 +216,7 @@ def test_router_loss_counts_tokens_as_stock_does(experts, tmp_path):
 @pytest.mark.parametrize("name", ["qwen3", *KINDS])
 def test_selected_tokens_and_rows_cut_inside_groups(name):
     """As an old policy's pass is cut, which stays within the tokens that stock holds at once."""
-    batch, model = awkward_batch(), build(MAKE[name])
+    batch, model = awkward_batch(), build(name)
     draw = torch.Generator().manual_seed(2)
     scored = (torch.rand(len(batch[0]), COMPLETION, generator=draw) < 0.4) & batch[1][:, -COMPLETION:].bool()
     sharing, seen = prepared(model, compared=True), []
@@ -259,7 +227,7 @@ def test_selected_tokens_and_rows_cut_inside_groups(name):
 
 def test_nested_rows_of_recurrent_layers_share_prompts_only():
     """T-SPMO's completions begin alike; a state is kept where a prompt ends, not at every token."""
-    batch, model = make_batch([12] * 4, [9] * 4), build(MAKE["qwen3_5"])
+    batch, model = make_batch([12] * 4, [9] * 4), build("qwen3_5")
     batch[0][:, -COMPLETION:-2] = batch[0][0, -COMPLETION:-2]
     sharing = prepared(model)
     figures = assert_equals_stock(model, sharing, batch, nested=True)
@@ -268,13 +236,13 @@ def test_nested_rows_of_recurrent_layers_share_prompts_only():
 
 def test_one_token_completions():
     """One token behind a state would be a decoding step: kernels that write into the state and have no backward."""
-    assert_equals_stock(build(MAKE["falcon_h1"]), batch=make_batch([12] * 4, [1] * 4))
+    assert_equals_stock(build("falcon_h1"), batch=make_batch([12] * 4, [1] * 4))
 
 
 def test_a_state_that_runs_on_is_caught(monkeypatch):
     """The recurrent layers of a packed row without their layout: the error that all of this is there to avoid."""
     monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.packed_model.install_recurrent", lambda model: None)
-    model = build(MAKE["qwen3_5"])
+    model = build("qwen3_5")
     with pytest.raises(PrefixSharingError, match="ran 1 times in a forward of 2"):
         one_pass(model, prepared(model, "cascade"))
 
@@ -288,3 +256,30 @@ def test_completions_of_similar_length_are_called_together():
         cost = sum(len(batch) * lengths[batch].max() + _TOKENS_PER_CALL for batch in batches)
         assert cost <= size * lengths.max(initial=_SHORTEST) + _TOKENS_PER_CALL
     assert [list(batch) for batch in _similar(np.array([500, 20, 490, 30]))] == [[0, 2], [1, 3]]
+
+
+# Lengths, groups and scored tokens all differ.
+BATCHES = [
+    ([14, 14, 9, 9, 9], [9, 4, 6, 6, 6]),
+    ([8, 8, 8, 8], [3, 2, 7, 9]),
+    ([12, 11, 11], [5, 9, 1]),
+    ([7, 7, 6, 6, 5], [9, 9, 8, 2, 4]),
+]
+
+
+@pytest.mark.slow
+def test_new_batches_are_not_compiled_anew():
+    """A packed row's layout and the scoring of its tokens stay out of the graphs."""
+    model, graphs, counts = build("llama"), [], []
+    prepared(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    for lengths in BATCHES:
+        layout = pack(*make_batch(*lengths), COMPLETION)
+        got = packed_forward(compiled, layout).log_probs
+        assert layout.layer_calls == ["cascade"] * 2  # counted, also inside a compiled model
+        torch.testing.assert_close(got, packed_forward(model, layout).log_probs, atol=1e-5, rtol=1e-5)
+        counts.append(len(graphs))
+    torch._dynamo.reset()
+    # The second batch shows which sizes change; from then on the graphs serve every batch.
+    assert counts[0] and counts[2:] == [counts[2]] * len(counts[2:]), counts

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from .helpers import SUPPORTED, assert_equals_stock, build, prepared
+from .helpers import assert_equals_stock, build, prepared
 
 HUB = "kernels-community/flash-attn2"
 
@@ -65,7 +65,7 @@ def kernel(request, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma2"])
 def test_a_model_with_a_flash_kernel_shares_prompts(name, kernel):
     implementation, asked = kernel
-    model = build(SUPPORTED[name])
+    model = build(name)
     model.set_attn_implementation(implementation)
     sharing = prepared(model)
     figures = assert_equals_stock(model, sharing)

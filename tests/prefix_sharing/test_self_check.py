@@ -13,35 +13,34 @@ from trl_fsdp_qlora.prefix_sharing import cascade
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout
 from trl_fsdp_qlora.prefix_sharing.self_check import compares_gradients, statistics, verdict
 
-from .helpers import COMPLETION, SUPPORTED, awkward_batch, build, make_batch, one_pass, prepared
+from .helpers import COMPLETION, awkward_batch, build, make_batch, one_pass, prepared
 
 
 def llama(dtype=torch.float32):
-    model = build(SUPPORTED["llama"]).to(dtype)
+    model = build("llama").to(dtype)
     return model, prepared(model)
 
 
-def shift_first_token(values_BC):
-    return torch.cat([values_BC[:, 1:2], values_BC[:, 1:]], dim=1)
-
-
-def drop_a_token(values_BC):
-    keep = torch.ones_like(values_BC)
-    keep[1, 0] = 0
-    return values_BC * keep
-
-
 def move_first_tokens(values_BC):
-    moved = values_BC.clone()
-    moved[:, 0] += 0.1 * (values_BC[:, 0] != 0)  # seven times what rounding moves them in bfloat16
-    return moved
+    moves_BC = torch.zeros_like(values_BC)
+    moves_BC[:, 0] = 0.1 * (values_BC[:, 0] != 0)  # seven times what rounding moves them in bfloat16
+    return values_BC + moves_BC
 
 
-@pytest.mark.parametrize("fault", [shift_first_token, drop_a_token, move_first_tokens])
+FAULTS = {
+    "first tokens shifted": lambda values_BC: torch.cat([values_BC[:, 1:2], values_BC[:, 1:]], dim=1),
+    "a token dropped": lambda values_BC: (
+        values_BC * (torch.arange(values_BC.numel()) != COMPLETION).view_as(values_BC)
+    ),
+    "first tokens moved": move_first_tokens,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_faults_in_values_are_caught(fault, dtype, monkeypatch):
     scatter = PackedLayout.scatter
-    monkeypatch.setattr(PackedLayout, "scatter", lambda self, values_N: fault(scatter(self, values_N)))
+    monkeypatch.setattr(PackedLayout, "scatter", lambda self, values_N: FAULTS[fault](scatter(self, values_N)))
     for grad in (True, False):
         model, sharing = llama(dtype)
         with torch.set_grad_enabled(grad):
@@ -52,7 +51,7 @@ def test_faults_in_values_are_caught(fault, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
 def test_rounding_alone_passes(family, dtype):
-    model = build(SUPPORTED[family]).to(dtype)
+    model = build(family).to(dtype)
     sharing = prepared(model)
     one_pass(model, sharing)
     assert sharing.active(), sharing.describe()
@@ -62,7 +61,7 @@ def test_rounding_alone_passes(family, dtype):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_layout_taken_from_a_global_under_checkpointing_is_caught(reentrant, dtype, monkeypatch):
     """Right values, wrong gradients: when a layer is computed again during backward, the global is long gone."""
-    model = build(SUPPORTED["llama"]).to(dtype).train()
+    model = build("llama").to(dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     sharing, attend = prepared(model), cascade.attend
@@ -95,7 +94,7 @@ def test_a_wrong_gradient_of_one_layer_is_caught(monkeypatch):
 
 
 def test_no_gradient_is_left_behind():
-    model = get_peft_model(build(SUPPORTED["llama"]), lora())
+    model = get_peft_model(build("llama"), lora())
     sharing = prepared(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
@@ -107,7 +106,7 @@ def test_no_gradient_is_left_behind():
 
 def test_gradients_are_compared_where_a_plain_backward_may_be_undone():
     """Not under DeepSpeed, whose engine has a backward of its own and whose ZeRO-3 marks each parameter."""
-    model = get_peft_model(build(SUPPORTED["llama"]), lora())
+    model = get_peft_model(build("llama"), lora())
     assert compares_gradients(model) and not compares_gradients(torch.nn.ModuleList([model]))
     with torch.no_grad():
         assert not compares_gradients(model)

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as tf
+from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, position_limit, scope, sharing
+from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, other_dropout, without_dropout
 
 from .helpers import (
     COMPLETION,
@@ -28,6 +30,7 @@ from .helpers import (
     make_trainer,
     one_pass,
     prepared,
+    small,
     stock_log_probs,
 )
 
@@ -70,7 +73,7 @@ def assert_gives_up(model, reason):
 
 
 def test_layers_that_do_not_run_are_counted():
-    model = build(SUPPORTED["llama"])
+    model = build("llama")
     for layer in model.model.layers:
         layer.self_attn.forward = functools.partial(scope._compute, None, layer.self_attn.forward)
     assert_gives_up(model, "ran 0 times in a forward of 2")
@@ -78,7 +81,7 @@ def test_layers_that_do_not_run_are_counted():
 
 def test_self_check_catches_a_leak_between_completions():
     """A recurrent layer that no static check knows: it mixes each token with its left neighbour in the row."""
-    model = build(SUPPORTED["llama"])
+    model = build("llama")
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x + 0.3 * x.roll(1, dims=1))
@@ -86,7 +89,7 @@ def test_self_check_catches_a_leak_between_completions():
 
 
 def test_self_check_ignores_dropout_and_restores_modes():
-    model = build(SUPPORTED["llama"])
+    model = build("llama")
     mlp = model.model.layers[0].mlp
     mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.5))
     model.train()
@@ -99,18 +102,18 @@ def test_self_check_ignores_dropout_and_restores_modes():
 
 def dense_of_a_long_row():
     """Short prompts, long completions: 2 + 8 * 9 tokens of a row against 8 rows of 12."""
-    return build(MASKED["falcon"]), make_batch([3] * 8, [9] * 8, prompt=3)
+    return build("falcon"), make_batch([3] * 8, [9] * 8, prompt=3)
 
 
 def hole():
     ids, mask = awkward_batch()
     mask[0, -COMPLETION + 2] = 0
-    return build(SUPPORTED["llama"]), (ids, mask)
+    return build("llama"), (ids, mask)
 
 
 def longrope(switch=16):
     """Padding decides which rotary table stock uses."""
-    config = build(SUPPORTED["phi3"]).config.to_dict() | {"original_max_position_embeddings": switch}
+    config = build("phi3").config.to_dict() | {"original_max_position_embeddings": switch}
     config = tf.Phi3Config(**config)
     table = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 1e4, "rope_type": "longrope"}
     config.rope_parameters = table | {"original_max_position_embeddings": switch}
@@ -154,7 +157,7 @@ def test_a_batch_with_images_runs_as_stock_where_the_class_takes_none():
 
 def test_generation_and_checkpoints_see_the_models_own_implementation(tmp_path, monkeypatch):
     """transformers' continuous batching refuses implementations whose name it does not know."""
-    trainer = make_trainer(EfficientGRPOTrainer, build(SUPPORTED["qwen3"]), tmp_path)
+    trainer = make_trainer(EfficientGRPOTrainer, build("qwen3"), tmp_path)
     config, seen = trainer.model.config, []
     monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: seen.append(config._attn_implementation))
     trainer._generate([])
@@ -168,14 +171,77 @@ def test_score_mask_cuts_work_and_zeros_the_rest():
     scored_BC = torch.zeros(len(ids), COMPLETION, dtype=torch.bool)
     scored_BC[0, [0, 4]] = True
     scored_BC[2, 8] = True  # behind the completion's end: not a token
-    figures = assert_equals_stock(build(SUPPORTED["qwen3"]), scored_BC=scored_BC)
+    figures = assert_equals_stock(build("qwen3"), scored_BC=scored_BC)
     # One completion is left, up to the token before its last scored one: 14 prompt tokens and 4 of the completion.
     assert figures["tokens_fraction"] == 18 / ids.numel()
 
 
 def test_nothing_to_score_still_reaches_every_parameter():
-    model = build(SUPPORTED["qwen3"])
+    model = build("qwen3")
     result, _ = one_pass(model, prepared(model), scored_BC=torch.zeros(10, COMPLETION, dtype=torch.bool))
     assert result.values[0].abs().sum() == 0
     result.values[0].sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in model.parameters())
+
+
+# --- dropout: what attention draws keeps a model padded, what else draws is said ---
+
+BERT = {"attention_probs_dropout_prob": 0.1}
+# Dropout under the names that each class has for it.
+DRAWING = {
+    "gpt2": small("GPT2", "LMHeadModel", attn_pdrop=0.1),
+    "gpt_bigcode": small("GPTBigCode", attn_pdrop=0.1),
+    "bert": small("Bert", "LMHeadModel", **BERT),
+    "ernie": small("Ernie", **BERT),
+    "roc_bert": small("RoCBert", **BERT),
+    "opt, layerdrop": small("OPT", dropout=0.1, layerdrop=0.3),
+    "llama": small("Llama", attention_dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_attention_dropout_is_found_whatever_it_is_called(name):
+    reason = attention_reason(DRAWING[name]())
+    assert ("layerdrop=0.3" if "layerdrop" in name else "attention dropout") in reason
+    assert not prepared(DRAWING[name]()).active()
+
+
+def test_a_model_with_default_dropout_trains_as_in_stock(tmp_path):
+    inputs, results = loss_inputs(*awkward_batch()), []
+    for cls in (GRPOTrainer, EfficientGRPOTrainer):
+        torch.manual_seed(0)
+        trainer = make_trainer(cls, DRAWING["gpt2"](), tmp_path, skip_zero_advantage=False)
+        torch.manual_seed(1)  # the same masks
+        results += losses_of([trainer], inputs)
+    assert results[0][0] == results[1][0]
+    assert_equal_gradients(results[1][1], results[0][1], tolerance=1e-6)
+
+
+def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass():
+    model = build("llama")
+    sharing = prepared(model)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    one_pass(model, sharing)
+    assert "attention_dropout=0.1" in sharing.describe()
+
+
+def test_other_dropout_is_named():
+    model = build("llama")
+    assert draws(model) == [] and other_dropout(model) is None
+    model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.05))
+    assert attention_reason(model) is None
+    assert "lora_dropout 0.05" in other_dropout(model)
+    opt = DRAWING["opt, layerdrop"]()
+    assert "dropout 0.1" in other_dropout(opt) and "layerdrop 0.3" in other_dropout(opt)
+
+
+def test_without_dropout_draws_nothing_and_restores():
+    model = DRAWING["gpt2"]().train()
+    before = [(draw.name, draw.value) for draw in draws(model)]
+    ids = torch.arange(3, 12).unsqueeze(0)
+    with torch.no_grad(), without_dropout(model):
+        assert torch.equal(model(ids).logits, model(ids).logits) and model.training
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+    assert [(draw.name, draw.value) for draw in draws(model)] == before and before

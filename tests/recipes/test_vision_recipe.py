@@ -13,7 +13,7 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file
 from trl import ModelConfig
 
-from tests.prefix_sharing.helpers import _SHAPE, _SIGLIP, build, llava_processor
+from tests.prefix_sharing.helpers import build, llava_processor, sees
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.planning.plan_vs_actual import longest_prompt
@@ -29,14 +29,9 @@ def save_tiny_llava(folder):
     tokens = character_tokenizer()
     tokens.add_special_tokens({"additional_special_tokens": ["<image>"]})
     ids = {"pad_token_id": tokens.pad_token_id, "eos_token_id": tokens.eos_token_id, "bos_token_id": None}
-    text = _SHAPE | ids | {"model_type": "llama", "vocab_size": len(tokens), "max_position_embeddings": 512}
-    config = tf.LlavaConfig(
-        text_config=text,
-        vision_config=_SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32},
-        vision_feature_layer=-1,
-        image_token_index=tokens.convert_tokens_to_ids("<image>"),
-    )
-    build(lambda: tf.LlavaForConditionalGeneration(config)).save_pretrained(folder)
+    image = {"image_token_index": tokens.convert_tokens_to_ids("<image>"), "vision_feature_layer": -1}
+    make = sees("Llava", **ids, **image, vocab_size=len(tokens), max_position_embeddings=512)
+    build(make).save_pretrained(folder)
     llava_processor(tokens).save_pretrained(folder)
 
 
