@@ -76,9 +76,7 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
             model, state_dict=dict(parameters), adapter_name=adapter_name, save_embedding_layers=False
         )
         if odd := sorted(targets.keys() ^ saved.keys()):
-            wrong = (
-                f"{len(odd)} weights are missing or unknown {odd[:2]}; use the peft config of the run that wrote it"
-            )
+            wrong = f"{len(odd)} weights too many or too few {odd[:2]}; use the peft config of the run that wrote it"
             raise ValueError(f"{source} does not hold this model's adapter {adapter_name!r}: {wrong}")
         for name, parameter in targets.items():
             parameter.copy_(_like(saved[name], parameter))

@@ -97,9 +97,7 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
     frozen = _frozen(model)
     if odd := sorted(frozen.keys() ^ spec.keys()):
         same = "load it on every rank with load_quantized_base and the same arguments"
-        raise RuntimeError(
-            f"rank {dist.get_rank()} has other weights than rank 0 ({len(odd)}, first {odd[0]}): {same}"
-        )
+        raise RuntimeError(f"rank {dist.get_rank()} has {len(odd)} other weights than rank 0 ({odd[0]}): {same}")
     new_by_old = {}
     for name, parameter in frozen.items():
         shape, dtype = spec[name]

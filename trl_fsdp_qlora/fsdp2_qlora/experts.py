@@ -31,11 +31,12 @@ PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Modules whose experts are 3-D parameters of numbers, by name. Transformers dispatches their forward as "experts", which
     `use_experts_implementation` marks by two attributes."""
-    marked = {
-        n: m for n, m in model.named_modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "is_transposed")
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
+        if any(getattr(module, projection, torch.empty(0)).ndim == 3 for projection in PROJECTIONS)
     }
-    none = torch.empty(0)
-    return {n: m for n, m in marked.items() if any(getattr(m, name, none).ndim == 3 for name in PROJECTIONS)}
 
 
 def packed_experts(model: nn.Module) -> dict[str, "PackedExperts"]:

@@ -60,9 +60,7 @@ def experts_in_16_bit(model: nn.Module) -> str | None:
             left[type(module).__name__] += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
     if not left.total():
         return None
-    how = (
-        "in 4 bit are those, if they have such a form, of a model given by its name or loaded inside experts_in_4bit()"
-    )
+    how = "those with a 4-bit form have it in a model given by its name, or loaded inside experts_in_4bit()"
     return f"{2 * left.total() / 2**30:.2f} GiB of experts stay in 16 bit ({', '.join(+left)}); {how} (docs/fsdp2_qlora.md)"
 
 

@@ -94,9 +94,7 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
     from .packed_linear import pack_model
 
     if misfit() is not None:
-        raise LaunchError(
-            f"{misfit()}, which sharding a 4-bit base needs: take a tested torch, or accelerate_configs/ddp.yaml"
-        )
+        raise LaunchError(f"{misfit()}, which sharding 4-bit bases needs: take another torch, or launch with ddp.yaml")
     plugin, device, mesh = accelerator.state.fsdp_plugin, accelerator.device, accelerator.parallelism_config
     optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
     distribute.broadcast_trainable(model, optimizers, adapter_dtype, device)
