@@ -98,14 +98,6 @@ def test_two_part_equals_dense_mask(name, window):
     assert max(call.keys_given) <= (2 * longest if window is None else longest + window - 1)
 
 
-def test_a_completion_copies_what_its_window_sees_of_the_prompt():
-    layout = pack(*make_batch([9] * 3, [4, 2, 3], prompt=9, completion=4), 4)
-    call = Call(*draw(layout, 2, 1), layout, window=4)
-    two_part.attend(call)
-    # The shared prompt of eight tokens; the longest completion behind three of them.
-    assert call.keys_given == [8, 3 + 4]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash kernels")
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -13,7 +12,6 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing.attention import UnsupportedAttention
 from trl_fsdp_qlora.prefix_sharing.layout import pack
-from trl_fsdp_qlora.prefix_sharing.recurrent import _SHORTEST, _TOKENS_PER_CALL, _similar
 
 from .helpers import (
     COMPLETION,
@@ -245,17 +243,6 @@ def test_a_state_that_runs_on_is_caught(monkeypatch):
     model = build("qwen3_5")
     with pytest.raises(PrefixSharingError, match="ran 1 times in a forward of 2"):
         one_pass(model, prepared(model, "cascade"))
-
-
-def test_completions_of_similar_length_are_called_together():
-    draw = np.random.default_rng(0)
-    for size in (0, 1, 5, 40):
-        lengths = draw.integers(1, 600, size)
-        batches = _similar(lengths)
-        assert sorted(np.concatenate([*batches, np.zeros(0, int)])) == list(range(size))
-        cost = sum(len(batch) * lengths[batch].max() + _TOKENS_PER_CALL for batch in batches)
-        assert cost <= size * lengths.max(initial=_SHORTEST) + _TOKENS_PER_CALL
-    assert [list(batch) for batch in _similar(np.array([500, 20, 490, 30]))] == [[0, 2], [1, 3]]
 
 
 # Lengths, groups and scored tokens all differ.

@@ -70,8 +70,7 @@ class AttentionCall:
     def own_masks(self) -> dict[int, torch.Tensor]:
         """Of the prompts in which the layer is not causal, by where they start."""
         kind = getattr(self.module, "layer_type", "full_attention")
-        masks = {start: of_kinds[kind] for start, of_kinds in self.layout.own_masks.items()}
-        return {start: mask for start, mask in masks.items() if mask is not None}
+        return {start: masks[kind] for start, masks in self.layout.own_masks.items() if masks[kind] is not None}
 
     def run(self, query, key, value, mask, **more) -> torch.Tensor:
         """The layer's own function on `(n, H, ·, D)` queries, keys and values: `(n, queries, H, D_v)`."""
@@ -252,8 +251,7 @@ def tree_mask(call, start: int, length: int) -> torch.Tensor:
 class DenseMask:
     """One mask of all pairs of a packed row, for attention that is code of a model's own.
 
-    The last resort: such attention knows no segments, so it computes every pair and throws most away. It is used only for rows
-    that have no more pairs than stock's padded ones, which then cost no more.
+    It computes every pair and throws most away, so it is used only for rows that have no more pairs than stock's padded ones.
     """
 
     def __init__(self, model: PreTrainedModel):

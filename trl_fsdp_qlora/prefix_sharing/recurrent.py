@@ -6,8 +6,7 @@ states they end in, and on the completions as a batch, with a cache that answers
 adds up what the completions send back into a prompt. No kernel is touched, and no family of models has a line of its
 own: a layer is served if it speaks the cache protocol of transformers (`cache_utils.LinearAttentionCacheLayerMixin`).
 Mamba-1 goes on from no state in transformers' code; such a layer gets each completion behind its prompt, whose output is kept
-once. Prompts are not padded, which would need a mask of each layer's own. Completions are, behind their last token, where
-nothing looks.
+once. Prompts are not padded, which would need a mask of each layer's own. Completions are, behind their last token.
 """
 
 import functools

@@ -85,9 +85,8 @@ def _families(layout: PackedLayout, device: torch.device) -> list[tuple]:
         first = layout.num_roots
         for prompt, size in enumerate(layout.children_per_family, start=layout.num_singles):
             starts, lengths = layout.starts[first : first + size], layout.lengths[first : first + size]
-            pad = None
-            if (lengths != lengths[0]).any():
-                pad = [to_device(x, device) for x in padded(starts, lengths, layout.tokens)]
+            is_ragged = (lengths != lengths[0]).any()
+            pad = [to_device(x, device) for x in padded(starts, lengths, layout.tokens)] if is_ragged else None
             stretch = int(layout.starts[prompt]), int(layout.lengths[prompt])
             families.append((stretch, ((int(starts[0]), int(size), int(lengths[0])), pad)))
             first += size
