@@ -7,15 +7,13 @@ import torch
 
 import trl_fsdp_qlora
 from tests.distributed.launch import run_code
+from tests.tiny import save_tiny_model
 
 
 @pytest.mark.processes
 def test_import_pulls_in_nothing():
-    code = (
-        "import sys, trl_fsdp_qlora\n"
-        "print([m for m in ('torch', 'trl', 'transformers', 'bitsandbytes', 'deepspeed', 'vllm', 'matplotlib',"
-        " 'math_verify') if m in sys.modules])"
-    )
+    heavy = ("torch", "trl", "transformers", "bitsandbytes", "deepspeed", "vllm", "matplotlib", "math_verify")
+    code = f"import sys, trl_fsdp_qlora; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -30,8 +28,6 @@ def test_every_public_name_can_be_imported():
 @pytest.mark.processes
 def test_recipes_and_plans_need_no_optional_package(tmp_path):
     """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first."""
-    from tests.tiny import save_tiny_model
-
     base = save_tiny_model(tmp_path / "base")
     recipes = Path(__file__).parents[1] / "recipes"
     code = (

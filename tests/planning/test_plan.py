@@ -128,11 +128,15 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.slow  # some ten plans
-def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, capsys):
+def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monkeypatch, capsys):
     line = words(tiny, per_device_train_batch_size=16, max_completion_length=64)
     needed = plan_recipe(line, EfficientGRPOConfig, hardware="24GB").peak
-    assert command([*line, "--hardware", "24GB"]) == 0
+    monkeypatch.setattr(module, "largest", lambda plan, name, step: step)
+    monkeypatch.setattr(module, "fewest_cards", lambda plan: 0)
+    assert command([*line, "--hardware", "24GB", "--solve"]) == 0
     fits = capsys.readouterr().out
+    assert "largest that fits: per_device_train_batch_size: 4\nlongest that fits: max_completion_length: 16\n" in fits
+    assert "fewest cards that it fits: none" in fits
     assert "it fits" in fits and "together" in fits and "forward_backward" in fits
     assert command([*line, "--hardware", f"{(CONTEXT + 0.8 * (needed - CONTEXT)) / GIB:.4f}GB"]) == 1
     printed = capsys.readouterr().out

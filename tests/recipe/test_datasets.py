@@ -40,10 +40,8 @@ def test_prompts_and_place_holders():
     for literal in (r"{question} in \boxed{answer}", '{question} as {"answer": 1}', "{question} {{x}} {}"):
         row = datasets.to_prompts(problems, template=literal, chat=False)[0]
         assert row["prompt"] == literal.replace("{question}", "1+1?")
-    for template, said in (
-        ("Solve", r"no \{question\}"),
-        ("{context} {question}", r"nothing fills in \{context\}, only"),
-    ):
+    refused = {"Solve": r"no \{question\}", "{context} {question}": r"nothing fills in \{context\}, only"}
+    for template, said in refused.items():
         with pytest.raises(datasets.DatasetError, match=said):
             datasets.to_prompts(problems, template=template)
 

@@ -47,9 +47,8 @@ def test_graded_reward_follows_the_blog():
 def test_every_completion_is_judged():
     tags = [*rewards._TAGS, *"{} \n9-", "\\boxed{", "####", "1/"]
     tags += ["</reasoning><answer>", "<answer>9", "$ ", "9,999", ".", "9.", "- 1 ", "1e9", " 9 "]
-    texts = [
-        ("<reasoning>" + tag * (100_000 // len(tag)) + end)[-110_000:] for tag in tags for end in ("", "</answer>x")
-    ]
+    ends = ("", "</answer>x")
+    texts = [("<reasoning>" + tag * (100_000 // len(tag)) + end)[-110_000:] for tag in tags for end in ends]
     texts += ["<reasoning>" + "</reasoning>" * 5000 + "<answer>" * 5000 + "</answer>" * 5000]
     gold = ["7"] * len(texts)
     for reward in (rewards.exact_answer_reward(), rewards.graded_reward, rewards.tag_format_reward):

@@ -46,8 +46,7 @@ def test_off_and_no_in_a_file_are_the_words_that_they_are_on_the_command_line(tm
 
 def processes_of(header: str) -> int:
     """How many processes the launch line of a recipe's header starts."""
-    asked = re.search(r"--num_processes (\d+)", header)
-    if asked:
+    if asked := re.search(r"--num_processes (\d+)", header):
         return int(asked[1])
     name = re.search(r"--accelerate_config (\w+)", header)[1]
     return yaml.safe_load((RECIPES.parent / "accelerate_configs" / f"{name}.yaml").read_text())["num_processes"]
@@ -82,8 +81,7 @@ def test_the_small_base_is_built_for_the_task_that_is_asked_for(tmp_path, monkey
     monkeypatch.setattr(small_base, "SFT_BATCH", 2)
     taught = []
     monkeypatch.setattr(small_base, "habit_dataset", lambda *args: taught.append(args) or habit_dataset(*args))
-    monkeypatch.setattr(
-        sys, "argv", ["small_base.py", str(tmp_path / "base"), "--seed", "3", "--task", "multiplication"]
-    )
+    words = ["small_base.py", str(tmp_path / "base"), "--seed", "3", "--task", "multiplication"]
+    monkeypatch.setattr(sys, "argv", words)
     runpy.run_path(str(RECIPES / "small_base.py"), run_name="__main__")
     assert taught == [(TASKS["multiplication"], 3)] and (tmp_path / "base" / "model.safetensors").is_file()

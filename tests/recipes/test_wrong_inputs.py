@@ -41,6 +41,7 @@ GRPO = [
     ("--bf16 true --use_cpu false", "Your setup doesn't support bf16/gpu."),
     ("--prefix_sharing on", "prefix_sharing='on' is not known; use one of auto, off"),
     ("--lora_target_modules q_prj", "lora_target_modules: Target modules {'q_prj'} not found in the base model."),
+    ("--attn_implementation flash", "model_name_or_path='base' cannot be built"),
     ("--resume_from_checkpoint true", "resume_from_checkpoint=true: out holds no complete checkpoint"),
     ("--output_dir taken", "output_dir=taken holds another run (checkpoint-5)"),
     ("--eval_problems 0", "eval_problems=0 must be at least 1"),
@@ -51,6 +52,7 @@ GRPO = [
     ("--dataset dta.jsonl", "dataset 'dta.jsonl' (split 'train') cannot be loaded: "),
     ("--dataset data.txt", "data.txt is not a file of a known kind: .jsonl, .json, .csv, .tsv, .parquet"),
     ("--dataset missing.jsonl", "missing.jsonl, row 1: the field 'answer' is empty"),
+    ("--dataset number.jsonl", "number.jsonl, row 0: the field 'problem' must be text, not 5"),
     ("--dataset words.jsonl", "words.jsonl, row 1: the gold answer of row 1 cannot be read as a number"),
     ("--dataset columns.jsonl", "'columns.jsonl' has columns a, b; looked for Body, Question, Answer | "),
     ("--held_out 0", "training and held-out problems are both 'data.jsonl', which has no splits; set held_out"),
@@ -73,6 +75,7 @@ FILES = {
     "data.txt": ONE,
     "missing.jsonl": f'{ONE}{{"problem": "1+2="}}\n',
     "words.jsonl": f'{ONE}{{"problem": "1+2=", "answer": "three"}}\n',
+    "number.jsonl": '{"problem": 5, "answer": 1}\n',
     "columns.jsonl": '{"a": 1, "b": 2}\n',
 }
 
