@@ -7,6 +7,7 @@ With names it prints their rows instead. `test_every_model.py` compares the page
 
 import functools
 import logging
+import re
 import sys
 import tempfile
 import textwrap
@@ -236,40 +237,53 @@ def page(rows: dict[str, list[str] | str]) -> str:
     count = sum(cells[0] in ("yes", "dense") for cells in trained.values())
     # What is said above the tables stays as it is, but for the figures.
     head = PAGE.read_text().partition("## All four")[0].rpartition("**")[0].rpartition("**")[0]
+    alike: dict[tuple, list[str]] = {}
+    for name, cells in others.items():
+        alike.setdefault(tuple(cell.replace("|", "/").strip() for cell in cells), []).append(name)
     lines = [
         f"{head}**{count} of {len(trained)} classes that stock TRL trains in this form are packed** ({count / len(trained):.0%}).\n",
         "## All four\n",
-        wrapped(whole),
+        listed(whole),
         "## Not all\n",
         "| class | packed | decoded | planned | 4 bit |",
         "|---|---|---|---|---|",
-        *(
-            f"| {' | '.join([name, *(cell.replace('|', '/').strip() for cell in cells)])} |"
-            for name, cells in others.items()
-        ),
+        *(f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in alike.items()),
         "\n## Not looked at\n",
-        "Stock TRL does not train these in this form (an input besides text, no hidden states for its fused head), a library is missing",
-        "here, or they could not be made small:\n",
-        wrapped([name for name, cells in rows.items() if isinstance(cells, str)]),
+        "Stock TRL does not train these in this form (an input besides text, no hidden states for its fused head), a library is missing here, or they could not be",
+        "made small.\n",
+        listed([name for name, cells in rows.items() if isinstance(cells, str)]),
     ]
     return "\n".join(lines)
 
 
-def wrapped(names: list[str]) -> str:
-    return textwrap.fill(", ".join(names), 130, break_long_words=False) + "\n"
+ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "")
+
+
+def listed(names: list[str]) -> str:
+    """A paragraph for each ending, which its names are given without."""
+    parts = {ending: [] for ending in ENDINGS}
+    for name in names:
+        ending = next(each for each in ENDINGS if name.endswith(each))
+        parts[ending].append(name.removesuffix(ending))
+    texts = [f"`…{ending}`: {', '.join(stems)}" for ending, stems in parts.items() if stems]
+    return "\n\n".join(textwrap.fill(text, 150, break_long_words=False) for text in texts) + "\n"
 
 
 def cells_on_the_page() -> dict[str, list[str] | str]:
     """What docs/models.md says of each class."""
     parts = PAGE.read_text().split("## ")
-    names = [part.split("\n", 1)[1].rsplit(":", 1)[-1].replace("\n", " ").split(",") for part in (parts[1], parts[3])]
-    whole, missing = ([name.strip() for name in part] for part in names)
-    table = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in parts[2].splitlines() if line.startswith("| ")
-    ]
+    whole, missing = (
+        [
+            stem.strip() + ending
+            for ending, stems in re.findall(r"^`…(\w*)`: ([^`]+)", part, re.M)
+            for stem in stems.split(",")
+        ]
+        for part in (parts[1], parts[3])
+    )
+    table = [line.split("|")[1:-1] for line in parts[2].splitlines() if line.startswith("| ")][1:]
     return (
         {name: ["yes"] * 4 for name in whole}
-        | {name: cells for name, *cells in table[1:]}
+        | {name.strip(): [cell.strip() for cell in cells] for names, *cells in table for name in names.split(",")}
         | dict.fromkeys(missing, "")
     )
 
