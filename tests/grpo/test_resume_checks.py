@@ -78,7 +78,9 @@ def test_the_optimizer_may_change_with_a_warning_and_what_says_nothing_of_the_ma
     assert "with other settings: " in caplog.text and "learning_rate: 0.001 -> 0.0005" in caplog.text
 
 
-def test_a_finished_run_does_no_further_step(run, finished, caplog):
+def test_a_finished_run_does_no_further_step_and_a_second_one_in_its_folder_none_at_all(run, finished, caplog):
+    with FileLock(run / checkpoints.LOCK), pytest.raises(CheckpointError, match="in use"):
+        make(run).train()
     text = (run / "checkpoint-3" / "manifest.json").read_text()
     assert str(finished) not in text and '"processes": 1' in text  # nothing of this machine
     again = make(run)
@@ -122,8 +124,3 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch, kin
     with pytest.raises((OSError, RuntimeError, safetensors.SafetensorError)):
         make(tmp_path, at_step_end=full).train()
     assert checkpoints.last_complete_checkpoint(tmp_path).name == "checkpoint-1"
-
-
-def test_a_second_run_in_the_folder_is_refused(tmp_path):
-    with FileLock(tmp_path / checkpoints.LOCK), pytest.raises(CheckpointError, match="in use"):
-        make(tmp_path).train()

@@ -12,11 +12,6 @@ from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
 from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base, has_packed_base
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny.make_checkpoint(tmp_path_factory.mktemp("base") / "model", tie_word_embeddings=False)
-
-
 def write(model, folder, **options):
     return dequantized_base(model, tiny.make_tokenizer(), folder, torch.float32, progress=False, **options)
 
@@ -43,7 +38,8 @@ def test_logits_are_the_4_bit_models(tmp_path, tied, double, adapted):
 
 
 @pytest.mark.processes
-def test_made_once_per_content_and_as_the_script_makes_it(checkpoint, tmp_path, monkeypatch):
+def test_made_once_per_content_and_as_the_script_makes_it(tmp_path, monkeypatch):
+    checkpoint = tiny.make_checkpoint(tmp_path / "model", tie_word_embeddings=False)
     first = write(tiny.load(checkpoint), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == [first]  # no scratch left
     with monkeypatch.context() as patch:

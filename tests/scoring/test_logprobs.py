@@ -184,9 +184,8 @@ def test_scoring_head_equals_the_models_own_logits(trained_head):
             assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-@pytest.mark.parametrize(
-    ("choice", "device", "more", "kernel"),
-    [
+def test_which_kernel_scores():
+    for choice, device, more, kernel in (
         ("auto", "cpu", {}, "frozen"),
         ("auto", "cuda", {}, "trl"),
         ("auto", "cuda", {"gathered": True}, "frozen"),
@@ -196,7 +195,6 @@ def test_scoring_head_equals_the_models_own_logits(trained_head):
         ("frozen", "cuda", {}, "frozen"),
         ("frozen", "cuda", {"trained": True}, "trl"),
         ("frozen", "cpu", {"entropy_gradient": True}, "trl"),
-    ],
-)
-def test_which_kernel_scores(choice, device, more, kernel):
-    assert choose_head_kernel(choice, device, **{"dtype": torch.bfloat16, "triton": True, **more}) == kernel
+    ):
+        given = {"dtype": torch.bfloat16, "triton": True, **more}
+        assert choose_head_kernel(choice, device, **given) == kernel, (choice, device, more)
