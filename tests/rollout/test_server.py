@@ -23,17 +23,14 @@ def client(url: str) -> AdapterServer:
     return AdapterServer(url, patience=0.2, max_lora_rank=8)
 
 
-def test_a_server_that_is_right():
+def test_a_server_that_is_right_and_two_that_were_started_wrong():
     with RecordedServer() as running:
         found = client(running.url)
         assert (found.base, found.folder) == ("base", "/base")
         assert found.generate([[5, 6]], logprobs=None)["completion_ids"] == [[7]]
-
-
-@pytest.mark.parametrize("rank, named", [(None, "--enable-lora"), (4, "--max-lora-rank 8")])
-def test_a_server_that_was_started_wrong(rank, named):
-    with RecordedServer(max_lora_rank=rank) as running, pytest.raises(RolloutError, match=named):
-        client(running.url)
+    for rank, named in ((None, "--enable-lora"), (4, "--max-lora-rank 8")):
+        with RecordedServer(max_lora_rank=rank) as running, pytest.raises(RolloutError, match=named):
+            client(running.url)
 
 
 @pytest.mark.parametrize("status", [404, 500])

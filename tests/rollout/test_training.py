@@ -57,18 +57,15 @@ def test_greedy_training_equals_stock_and_metrics_tell_what_ran(tmp_path):
         ran |= {"row_steps": sum(len(row) - 1 for row in completions)}
         assert {name: entry[f"generation/{name}"] for name in ran} == ran
     assert any(e["generation/row_steps"] < e["generation/row_steps_stock"] for e in ours)
+    made.args.num_generations_eval = made.num_generations_eval = 2  # evaluation repeats by its own number
+    made.evaluate(prompts(4))
+    logged = made.state.log_history[-1]
+    assert logged["eval_generation/prefill_tokens"] == logged["eval_generation/prefill_tokens_stock"] / 2
 
 
 def test_a_run_is_reproducible_from_its_seed(tmp_path):
     runs = [[entry["loss"] for entry in history(make(folder=tmp_path / str(i), seed=i // 2))] for i in (0, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_evaluation_repeats_by_its_own_number(tmp_path):
-    made = make(folder=tmp_path, num_generations_eval=2, per_device_eval_batch_size=4)
-    made.evaluate(prompts(4))
-    logged = made.state.log_history[-1]
-    assert logged["eval_generation/prefill_tokens"] == logged["eval_generation/prefill_tokens_stock"] / 2
 
 
 def goes_to_stock(made, multimodal_fields=None) -> bool:
