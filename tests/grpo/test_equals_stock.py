@@ -67,6 +67,9 @@ OPTIONS = [
     {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "loss_type": "dapo", "beta": 0.1},
     {"mask_truncated_completions": True},
     {"scale_rewards": "batch", "entropy_coef": 0.01},
+    {"num_iterations": 2, "max_steps": 4, "delta": 2.0},
+    {"use_adaptive_entropy": True, "top_entropy_quantile": 0.5},
+    {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
 ]
 
 

@@ -39,7 +39,8 @@ def assert_equal_steps(ours, stock, *keys):
 
 
 def test_greedy_training_equals_stock_and_metrics_tell_what_ran(tmp_path):
-    stock = history(make(*STOCK, tmp_path / "stock", **GREEDY))
+    other = make(*STOCK, tmp_path / "stock", **GREEDY)
+    stock = history(other)
     made, seen = make(folder=tmp_path / "ours", **GREEDY), []
     turn = made._generate_single_turn
 
@@ -57,9 +58,11 @@ def test_greedy_training_equals_stock_and_metrics_tell_what_ran(tmp_path):
         ran |= {"row_steps": sum(len(row) - 1 for row in completions)}
         assert {name: entry[f"generation/{name}"] for name in ran} == ran
     assert any(e["generation/row_steps"] < e["generation/row_steps_stock"] for e in ours)
-    made.args.num_generations_eval = made.num_generations_eval = 2  # evaluation repeats by its own number
-    made.evaluate(prompts(4))
+    for each in (other, made):
+        each.args.num_generations_eval = each.num_generations_eval = 2  # evaluation repeats by its own number
+        each.evaluate(prompts(4))
     logged = made.state.log_history[-1]
+    assert other.state.log_history[-1].keys() <= logged.keys()
     assert logged["eval_generation/prefill_tokens"] == logged["eval_generation/prefill_tokens_stock"] / 2
 
 
