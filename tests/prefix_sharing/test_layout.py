@@ -59,7 +59,7 @@ def seen_from(layout, index: int) -> list[int]:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches())
 def test_every_prediction_comes_from_its_own_history_and_nothing_stands_twice(nested, batch):
     layout = pack(*batch, pairs_per_token=ALWAYS if nested else None)
@@ -75,7 +75,7 @@ def test_every_prediction_comes_from_its_own_history_and_nothing_stands_twice(ne
 
 
 @pytest.mark.parametrize("pairs_per_token", [None, ALWAYS])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches())
 def test_whole_rows_count_every_valid_token_as_often_as_the_padded_batch(pairs_per_token, batch):
     ids, mask, completion, _ = batch
@@ -85,7 +85,7 @@ def test_whole_rows_count_every_valid_token_as_often_as_the_padded_batch(pairs_p
     torch.testing.assert_close(counted, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), st.integers(1, 60))
 def test_cutting_covers_every_row_once_and_keeps_the_budget(batch, budget):
     ids, mask, completion, _ = batch
