@@ -3,10 +3,10 @@
 import pytest
 from peft import LoraConfig
 
-from tests.tiny import config
+from tests.tiny import character_tokenizer, config, tiny_model
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 
-from .tiny import has_digit, problems, tiny_model, tiny_tokenizer
+from .tiny import has_digit, problems
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def make_trainer(tmp_path, model_dir):
             config(AStarPOConfig, tmp_path / "out", **settings),
             train_dataset=problems(rows),
             eval_dataset=evaluate_on,
-            processing_class=tiny_tokenizer(),
+            processing_class=character_tokenizer(),
             peft_config=None if full else adapter or LoraConfig(r=4, target_modules="all-linear"),
         )
 

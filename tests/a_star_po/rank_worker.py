@@ -11,9 +11,9 @@ import torch
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
-from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
+from tests.a_star_po.tiny import has_digit, problems
 from tests.distributed.fsdp_on_gloo import force_fsdp
-from tests.tiny import config
+from tests.tiny import character_tokenizer, config
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 
 
@@ -24,7 +24,7 @@ def main(model, cache, out, batch, kind):
         value_cache=cache, value_batch_size=3, max_steps=2, per_device_eval_batch_size=4, seed=3, optim="adamw_torch",
     )  # fmt: skip
     adapter = None if kind == "full" else LoraConfig(r=4, target_modules="all-linear")
-    data = {"train_dataset": problems(48), "processing_class": tiny_tokenizer()}
+    data = {"train_dataset": problems(48), "processing_class": character_tokenizer()}
     trainer = AStarPOTrainer(model, has_digit, args, **data, peft_config=adapter)
     result, counts, draw = {}, [], trainer.values.draw
     trainer.values.draw = lambda items, n, seed: counts.extend(n) or draw(items, n, seed)

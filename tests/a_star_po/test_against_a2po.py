@@ -8,9 +8,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.experimental.a2po import A2POConfig, A2POTrainer
 
+from tests.tiny import character_tokenizer
 from trl_fsdp_qlora.a_star_po import trainer as trainer_module
 
-from .tiny import has_digit, problems, tiny_tokenizer
+from .tiny import has_digit, problems
 
 ROWS = 12
 
@@ -30,21 +31,11 @@ def replay(completions: dict[tuple, list[list[int]]]):
     return generate
 
 
-def move_policy(model):
-    """Away from the reference, the same way for equal models."""
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.3 * torch.randn_like(parameter)
-
-
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatch, full):
     sizes = {"rows": ROWS, "per_device_train_batch_size": ROWS, "value_batch_size": 5}
     ours = make_trainer(full=full, beta2=0.05, entropy_coef=0.0, **sizes)
-    drawn = {}
-    original = trainer_module.generate
+    drawn, original = {}, trainer_module.generate
 
     def recording(model, prompt_ids, *args, **kwargs):
         out = original(model, prompt_ids, *args, **kwargs)
@@ -62,9 +53,9 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
         adapter = {name: value for name, value in ours.model.state_dict().items() if "lora_" in name}
         assert not base.load_state_dict(adapter, strict=False).unexpected_keys
     own = {"max_completion_length": 8, "beta2": 0.05, "filter_all_incorrect": False, "per_device_train_batch_size": 4}
-    plain = {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none"}
-    config = A2POConfig(output_dir=str(tmp_path / "stock"), **own, **plain)
-    theirs = A2POTrainer(base, has_digit, config, problems(ROWS), processing_class=tiny_tokenizer())
+    own |= {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none"}
+    config = A2POConfig(output_dir=str(tmp_path / "stock"), **own)
+    theirs = A2POTrainer(base, has_digit, config, problems(ROWS), processing_class=character_tokenizer())
     theirs.ref_model.generate = replay(drawn)
     theirs._estimate_optimal_values()
     values = {item.row["prompt"]: ours.values.known[key] for key, item in ours.values.items(problems(ROWS).to_list())}
@@ -74,9 +65,12 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
         # Stock computes in float32 and reports the mean with a rounding of 1e-7.
         assert value == pytest.approx(theirs._optimal_values[prompt], abs=1e-6)
 
-    for model in (ours.model, theirs.model):
-        move_policy(model)
-        model.train()
+    for model in (ours.model, theirs.model):  # the policy away from the reference
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.train().parameters():
+                if parameter.requires_grad:
+                    parameter += 0.3 * torch.randn_like(parameter)
     rows = problems(ROWS).to_list()
     batch = ours._generate_and_score_completions(copy.deepcopy(rows))
     ids = [

@@ -17,13 +17,12 @@ from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
+from tests.tiny import tiny_model
 from trl_fsdp_qlora import AStarPOConfig
-from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues, describe_model, describe_reward, describe_sampling
+from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues, describe_model, describe_reward
 from trl_fsdp_qlora.telemetry.phases import PhaseTimer
-
-from .tiny import tiny_model
 
 CONTEXT = {"reference": 1, "sampling": 2, "rewards": [["r", "v"]]}
 
@@ -66,9 +65,6 @@ def work(folder: str, seconds: float, n: int) -> None:
     values.fill(items(values, n))
 
 
-KEY = "a" * 64
-
-
 def rewards(*values):
     return np.array(values, np.float64).reshape(len(values), -1)
 
@@ -76,47 +72,35 @@ def rewards(*values):
 def test_samples_that_two_runs_drew_at_once_count_once_and_more_extend_them(tmp_path):
     folder = str(tmp_path / "deep" / "v")
     one, two = open_values(folder), open_values(folder)
-    one.store({KEY: (0, rewards(1, 0))})
-    two.store({KEY: (0, rewards(1, 0, 1, 1)), "b" * 64: (0, rewards(np.nan, -3.0))})
-    one.store({KEY: (2, rewards(1, 1, 0))})
+    one.store({"a": (0, rewards(1, 0))})
+    two.store({"a": (0, rewards(1, 0, 1, 1)), "b": (0, rewards(np.nan, -3.0))})
+    one.store({"a": (2, rewards(1, 1, 0))})
     found = open_values(folder).read()
-    np.testing.assert_array_equal(found[KEY], rewards(1, 0, 1, 1, 0))
-    np.testing.assert_array_equal(found["b" * 64], rewards(np.nan, -3.0))
+    np.testing.assert_array_equal(found["a"], rewards(1, 0, 1, 1, 0))
+    np.testing.assert_array_equal(found["b"], rewards(np.nan, -3.0))
     assert open_values(folder, context={**CONTEXT, "sampling": 3}).read() == {}
 
 
-FOREIGN = b'\nnot ours\n[1]\n\xff\xfe\n{"key": "x", "start": 0, "rewards": [[1, 2], [3]]}\n{"key": 1}\n'
-
-
-@pytest.mark.parametrize(
-    ("damage", "drawn_again"),
-    [(lambda data: data[: len(data) - 9], 1), (lambda data: data.replace(b"\n", FOREIGN, 1), 0)],
-    ids=["half a line", "foreign lines"],
-)
-def test_a_damaged_file_costs_the_damaged_lines_only(tmp_path, damage, drawn_again):
+def test_a_damaged_file_costs_the_damaged_lines_only(tmp_path):
     def draw(asked, counts, seed):
         drawn.extend(item.prompt_ids[0] for item in asked)
         return [true_rewards(item.prompt_ids)[8 - count :] for item, count in zip(asked, counts, strict=True)]
 
-    def fill():
-        values = open_values(str(tmp_path / "v"), draw, value_samples_min=None)
+    foreign = b'\nnot ours\n[1]\n\xff\xfe\n{"key": "x", "start": 0, "rewards": [[1, 2], [3]]}\n{"key": 1}\n'
+    for expected in (20, 1):
+        values, drawn = open_values(str(tmp_path / "v"), draw, value_samples_min=None), []
         everything = items(values, 20)
         values.fill(everything)
-        expected = {key: true_rewards(item.prompt_ids)[:, 0].tolist() for key, item in everything.items()}
-        assert values.rewards == expected
-
-    drawn = []
-    fill()
-    (path,) = (tmp_path / "v").iterdir()
-    path.write_bytes(damage(path.read_bytes()))
-    drawn.clear()
-    fill()
-    assert len(drawn) == drawn_again
+        assert len(drawn) == expected
+        assert values.rewards == {
+            key: true_rewards(item.prompt_ids)[:, 0].tolist() for key, item in everything.items()
+        }
+        for path in (tmp_path / "v").iterdir():  # the last line is half a line now
+            path.write_bytes(path.read_bytes()[:-9].replace(b"\n", foreign, 1))
 
 
 def read_log(folder):
-    log = Path(f"{folder}.log")
-    return [tuple(map(int, line.split())) for line in log.read_text().splitlines()] if log.exists() else []
+    return [tuple(map(int, line.split())) for line in Path(f"{folder}.log").read_text().splitlines()]
 
 
 def start(folder, n):
@@ -130,6 +114,7 @@ def start(folder, n):
 @pytest.mark.slow
 def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
     folder, chance, n = str(tmp_path / "v"), random.Random(0), 1200
+    Path(f"{folder}.log").touch()
     beside, run, snapshots = start(folder, n), start(folder, n), []
     for _ in range(10):
         deadline = time.monotonic() + 60
@@ -142,14 +127,15 @@ def test_kill_nine_ten_times_at_random_moments_beside_another_run(tmp_path):
         assert run.exitcode == -signal.SIGKILL, "it had finished: there was nothing left to interrupt"
         stored, lines = open_values(folder), len(read_log(folder))
         everything = items(stored, n)
+        counts = {}
         for key, found in stored.rewards.items():
             assert found == true_rewards(everything[key].prompt_ids)[: len(found), 0].tolist()
+            counts[everything[key].prompt_ids[0]] = len(found)
         run = start(folder, n)
-        counts = {everything[key].prompt_ids[0]: len(found) for key, found in stored.rewards.items()}
         snapshots.append((lines, run.pid, counts))
     for process in (run, beside):
         process.join(120)
-    assert run.exitcode == beside.exitcode == 0
+        assert process.exitcode == 0
     # What was stored before a start is not drawn after it.
     for lines, pid, counts in snapshots:
         later = [line for line in read_log(folder)[lines:] if line[3] == pid]
@@ -166,9 +152,6 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     assert caplog.text.count("not stored") == 1
 
 
-# --- what the keys depend on ------------------------------------------------------------------------------------------
-
-
 def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
     row = {"prompt": "1+1=", "answer": 2}
 
@@ -182,17 +165,6 @@ def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
     values = open_values(str(tmp_path))
     for same in (dict(reversed(row.items())), Dataset.from_list([row]).with_format("numpy")[0]):
         assert values.items([same], [[1, 2]])[0][0] == variants[0]
-
-
-def test_what_generate_samples_with_counts():
-    def sampling(**settings):
-        return describe_sampling(model, GenerationConfig(max_new_tokens=8, do_sample=True, **settings))
-
-    model = tiny_model()
-    before = sampling()
-    assert sampling(typical_p=0.3) != before
-    model.generation_config.typical_p = 0.3
-    assert sampling() != before and sampling(typical_p=0.5)["typical_p"] == 0.5
 
 
 def test_the_reference_is_the_base_whatever_adapter_hangs_on_it_unless_that_is_part_of_the_reference(tmp_path):
@@ -220,21 +192,23 @@ class Scaler:
         return [scale or self.scale for _ in completions]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_what_a_reward_was_built_with_counts():
+    def described(reward, version=None):
+        return describe_reward(reward, "r", version)
+
+    for make in (
         lambda scale: functools.partial(Scaler(1.0).method, scale=scale),
         lambda scale: Scaler(scale).method,
         lambda scale: lambda completions, **kwargs: [scale for _ in completions],
-    ],
-    ids=["partial", "method", "closure"],
-)
-def test_what_a_reward_was_built_with_counts(make):
-    def described(scale, version=None):
-        return describe_reward(make(scale), "r", version)
-
-    assert described(1.0) == described(1.0) != described(2.0)
-    assert described(1.0, "v1") == described(2.0, "v1") != described(1.0, "v2")
+    ):
+        assert described(make(1.0)) == described(make(1.0)) != described(make(2.0))
+        assert described(make(1.0), "v1") == described(make(2.0), "v1") != described(make(1.0), "v2")
+    model = nn.Module()
+    model.config, model.head = tiny_model().config, nn.Linear(2, 2)
+    before = described(model)
+    with torch.no_grad():
+        model.head.weight[0, 0] += 1e-6
+    assert described(model) != before  # a reward model counts by its weights
 
 
 def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_named(tmp_path, caplog):
@@ -249,12 +223,3 @@ def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_na
     assert not caplog.text
     describe_reward(space["reward"], "reward", None)
     assert "source of the reward function reward cannot be read" in caplog.text
-
-
-def test_reward_models_count_by_their_weights():
-    model = nn.Module()
-    model.config, model.head = tiny_model().config, nn.Linear(2, 2)
-    before = describe_reward(model, "r", None)
-    with torch.no_grad():
-        model.head.weight[0, 0] += 1e-6
-    assert describe_reward(model, "r", None) != before

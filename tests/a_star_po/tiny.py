@@ -2,11 +2,6 @@
 
 from datasets import Dataset
 
-from tests.tiny import character_tokenizer as tiny_tokenizer
-from tests.tiny import tiny_model
-
-__all__ = ["has_digit", "problems", "tiny_model", "tiny_tokenizer"]
-
 
 def problems(n: int) -> Dataset:
     """Prompts of different lengths with a digit as answer."""

@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 TOKEN = "hf_testTokenOfTheOwner01"
 
@@ -23,7 +23,6 @@ class Hub:
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.breaks: Callable[[str], str | int | None] = lambda line: None
-        self.lock = threading.Lock()
         self.url = ""
 
     def files(self, repo: str) -> dict[str, bytes]:
@@ -81,11 +80,8 @@ class Hub:
             oid = self.commit(repo, files)
             return {"commitUrl": f"{self.url}/{repo}/commit/{oid}", "commitOid": oid}, 200, {}
         if words[4:5] == ["tree"]:
-            return (
-                [{"type": "file", "path": n, "size": len(d), "oid": ""} for n, d in self.files(repo).items()],
-                200,
-                {},
-            )
+            found = [{"type": "file", "path": n, "size": len(d), "oid": ""} for n, d in self.files(repo).items()]
+            return found, 200, {}
         siblings = [{"rfilename": name} for name in self.files(repo)]
         return {"id": repo, "sha": list(commits)[-1], "siblings": siblings, "tags": []}, 200, {}
 
@@ -98,20 +94,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self):
         line = f"{self.command} {self.path}"
-        chunked = self.headers.get("Transfer-Encoding") == "chunked"
-        body = self._chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        with self.hub.lock:
-            self.hub.requests.append(line)
-            fate = self.hub.breaks(line)
-            if fate == "before":
-                return
-            is_owner = self.command in ("GET", "HEAD") or self.headers.get("Authorization") == f"Bearer {TOKEN}"
-            found = (
-                ({}, fate, {}) if isinstance(fate, int) else self.hub.route(self.path.split("?")[0], is_owner, body)
-            )
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.requests.append(line)
+        fate = self.hub.breaks(line)
+        if isinstance(fate, int):
+            return self.send_error(fate)
+        if fate == "before":
+            return
+        is_owner = self.command in ("GET", "HEAD") or self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        content, status, headers = self.hub.route(self.path.split("?")[0], is_owner, body)
         if fate == "after":
             return
-        content, status, headers = found
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {"Content-Length": len(data), "Content-Type": "application/json", **headers}.items():
@@ -121,20 +114,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 
-    def _chunks(self) -> bytes:
-        parts = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
-
 
 @contextmanager
 def hub():
     """A running [`Hub`]; its `url` is the endpoint."""
     state = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": state}))
+    server = HTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": state}))
     state.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
