@@ -1,20 +1,28 @@
-"""Two real gloo processes against one: plain data parallelism, and FSDP2 with sharded parameters; and the recipe as a command."""
+"""Two real gloo processes against one: plain data parallelism, and FSDP2 with sharded parameters; and the recipe as a command.
+
+As a script it is one rank of such a run: stage 1, evaluation and two steps; rank 0 writes the results.
+"""
 
 import functools
 import json
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
+from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 
-from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.a_star_po.tiny import has_digit, problems
+from tests.distributed.fsdp_on_gloo import force_fsdp, fsdp_environment
 from tests.distributed.launch import launch, run_script
-from tests.tiny import save_recipe_files, tiny_model
+from tests.tiny import character_tokenizer, config, save_recipe_files, tiny_model
+from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 
 pytestmark = pytest.mark.processes
-
-WORKER = __file__.replace("test_distributed.py", "rank_worker.py")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +36,7 @@ def run(tmp_path_factory):
         name = folder / f"{processes} {kind} {sharded}"
         environment = fsdp_environment(fsdp_transformer_layer_cls_to_wrap="Qwen3DecoderLayer") if sharded else {}
         words = folder / "model", name, f"{name}.json", 16 // processes, kind
-        launch(WORKER, *words, processes=processes, environment=environment)
+        launch(__file__, *words, processes=processes, environment=environment)
         return json.loads(Path(f"{name}.json").read_text())
 
     return run
@@ -80,3 +88,36 @@ def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trained with A*-PO" in card and "a-star-po" in card
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def rank(model, cache, out, batch, kind):
+    force_fsdp()
+    args = config(
+        AStarPOConfig, tempfile.mkdtemp(), num_generations=1, per_device_train_batch_size=int(batch), max_completion_length=8,
+        value_cache=cache, value_batch_size=3, max_steps=2, per_device_eval_batch_size=4, seed=3, optim="adamw_torch",
+    )  # fmt: skip
+    adapter = None if kind == "full" else LoraConfig(r=4, target_modules="all-linear")
+    data = {"train_dataset": problems(48), "processing_class": character_tokenizer()}
+    trainer = AStarPOTrainer(model, has_digit, args, **data, peft_config=adapter)
+    result, counts, draw = {}, [], trainer.values.draw
+    trainer.values.draw = lambda items, n, seed: counts.extend(n) or draw(items, n, seed)
+    try:
+        assert trainer.estimate_values().samples == 48 * 8
+        result["samples"] = trainer.accelerator.gather(torch.tensor([sum(counts)])).tolist()
+        result["evaluation"] = trainer.evaluate(problems(13))
+    except RuntimeError as error:
+        result["refused"] = str(error)
+    trainer.train()
+    result["sharded"] = all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    result["evaluation_after"] = trainer.evaluate(problems(13))
+    result["table"] = {key: rewards.tolist() for key, rewards in trainer.values.read().items()}
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    result["steps"] = [{name: log[name] for name in ("loss", "v_star", "reward", "advantage")} for log in logs]
+    if trainer.accelerator.is_main_process:
+        Path(out).write_text(json.dumps(result))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    rank(*sys.argv[1:])

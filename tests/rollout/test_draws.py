@@ -49,9 +49,8 @@ def test_completions_are_drawn_from_the_models_distribution(settings):
     model, config = build(), sampled(max_new_tokens=12, **settings)
     prompts = [PROMPTS[0]] * 16
     torch.manual_seed(9)
-    uniforms = RowUniforms(
-        len(prompts), torch.device("cpu")
-    )  # takes the number of the global state that the loop takes
+    # Takes the number of the global state that the loop takes.
+    uniforms = RowUniforms(len(prompts), torch.device("cpu"))
     torch.manual_seed(9)
     drawn, _ = complete(model, prompts, config)
     full = model._prepare_generation_config(config)[0]

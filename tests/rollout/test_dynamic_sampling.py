@@ -1,6 +1,7 @@
-"""Further prompts for groups with equal rewards."""
+"""Further prompts for groups with equal rewards; as a script, one of two ranks that fill a batch, train under DDP and decode."""
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,14 @@ from accelerate.utils import gather_object
 from datasets import IterableDataset
 
 from tests.distributed.launch import launch
+from tests.rollout.test_decoding import greedy
 from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
 from trl_fsdp_qlora.recipe.rewards import completion_text
+from trl_fsdp_qlora.rollout.completions import complete
 from trl_fsdp_qlora.rollout.dynamic_sampling import DynamicSampling, ScoredRows, groups_with_variance
 
 NAN = float("nan")
-WORKER = Path(__file__).parent / "dynamic_sampling_worker.py"
 
 
 def test_variance_is_different_rewards():
@@ -139,7 +141,7 @@ def test_bad_input(tmp_path):
 
 @pytest.mark.processes
 def test_two_ranks_fill_as_one_and_train_in_step(tmp_path):
-    launch(WORKER, str(tmp_path), timeout=240)
+    launch(__file__, str(tmp_path), timeout=240)
     alone = filled_of(Accelerator(cpu=True))
     together = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for key in ("inputs", "drawn"):
@@ -169,3 +171,34 @@ def filled_of(accelerator: Accelerator) -> dict:
     filled, metrics = made.fill(rows[accelerator.process_index * share :][:share], draw)
     found = {"inputs": [row["n"] for row in filled], "drawn": filled.drawn, "rewards": filled.rewards_NK.tolist()}
     return {**found, "metrics": metrics, "state": made.taken}
+
+
+def completions_of(made) -> dict:
+    """Greedy completions of as many prompts as this rank has, by our loop and by transformers', and what is left behind."""
+    rank = made.accelerator.process_index
+    prompts = [[5, 6, 7, 8]] * 4 + [[9, 10, 11 + i] for i in range(3 * rank)]
+    before = [p.detach().clone() for p in made.model.parameters()]
+    # No token of the vocabulary ends a row: this model may end every row with its first one.
+    settings = greedy(max_new_tokens=16 + 8 * rank, eos_token_id=[63])
+    with made.rollout.generating(made.model_wrapped) as (model, lockstep):
+        ours, work = complete(model, prompts, settings, synced=lockstep)
+        stock, _ = complete(model, prompts, settings, synced=lockstep, compact=False)
+    same = all(torch.equal(p, value) for p, value in zip(made.model.parameters(), before, strict=True))
+    return {"ours": ours, "stock": stock, "same_weights": same, "steps": [work.row_steps, work.row_steps_stock]}
+
+
+def rank(folder: Path) -> None:
+    # Three groups of four over two ranks: six rows each.
+    made = make(folder, per_device_train_batch_size=6, max_steps=3)
+    made.train()
+    result = filled_of(made.accelerator)
+    result["trained_state"] = made.dynamic_sampling.taken
+    result["wrapped"] = type(made.model_wrapped).__name__
+    result["completions"] = completions_of(made)
+    (folder / f"rank{made.accelerator.process_index}.json").write_text(json.dumps(result))
+    made.accelerator.wait_for_everyone()
+    made.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    rank(Path(sys.argv[1]))
