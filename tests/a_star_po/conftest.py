@@ -18,10 +18,12 @@ def model_dir(tmp_path):
 
 @pytest.fixture
 def make_trainer(tmp_path, model_dir):
+    """Makes trainers that share a cache; `drawn` of each has prompt and count of the completions that its stage 1 drew."""
+
     def make(full=False, rewards=has_digit, rows=24, model=None, evaluate_on=None, adapter=None, **changes):
         settings = {"num_generations": 1, "max_completion_length": 8, "max_steps": 2, "optim": "adamw_torch"}
         settings |= {"value_cache": str(tmp_path / "values"), **changes}
-        return AStarPOTrainer(
+        trainer = AStarPOTrainer(
             model or model_dir,
             rewards,
             config(AStarPOConfig, tmp_path / "out", **settings),
@@ -30,18 +32,13 @@ def make_trainer(tmp_path, model_dir):
             processing_class=character_tokenizer(),
             peft_config=None if full else adapter or LoraConfig(r=4, target_modules="all-linear"),
         )
+        trainer.drawn, draw = [], trainer.values.draw
+
+        def recorded(items, counts, seed):
+            trainer.drawn += [(item.row["prompt"], count) for item, count in zip(items, counts, strict=True)]
+            return draw(items, counts, seed)
+
+        trainer.values.draw = recorded
+        return trainer
 
     return make
-
-
-@pytest.fixture
-def count_prompts(monkeypatch):
-    """Prompts and counts of the completions that stage 1 draws."""
-    drawn, original = [], AStarPOTrainer._draw
-
-    def draw(self, items, counts, seed):
-        drawn.extend((item.row["prompt"], count) for item, count in zip(items, counts, strict=True))
-        return original(self, items, counts, seed)
-
-    monkeypatch.setattr(AStarPOTrainer, "_draw", draw)
-    return drawn

@@ -1,5 +1,6 @@
 """Both stages in one process: what is sampled, kept, reused and refused; training, evaluation, the reference model."""
 
+import copy
 import math
 import random
 
@@ -16,13 +17,12 @@ from trl_fsdp_qlora.recipe.stats import wilson_interval
 from .tiny import has_digit, problems
 
 
-def test_a_second_run_and_a_resumed_one_sample_nothing_and_train_the_same(make_trainer, count_prompts):
+def test_a_second_run_and_a_resumed_one_sample_nothing_and_train_the_same(make_trainer):
     """The first run's sampling must not move the random state of stage 2, whose batches serve two optimizer steps each."""
     settings = {"max_steps": 4, "steps_per_generation": 2, "save_strategy": "steps", "save_steps": 2}
     whole = make_trainer(**settings)
     whole.train()
-    assert sum(count for _, count in count_prompts) == 24 * 8
-    count_prompts.clear()
+    assert sum(count for _, count in whole.drawn) == 24 * 8
     # TRL would score each batch once more for the old log-probabilities, which nothing here reads.
     logs = whole.state.log_history[:4]
     assert not any(log.get("time/old_policy_pass_s") for log in logs)
@@ -31,7 +31,7 @@ def test_a_second_run_and_a_resumed_one_sample_nothing_and_train_the_same(make_t
     for checkpoint in (None, f"{whole.args.output_dir}/checkpoint-2"):
         again = make_trainer(**settings)
         again.train(resume_from_checkpoint=checkpoint)
-        assert count_prompts == []
+        assert again.drawn == []
         for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, atol=0, rtol=0)
 
@@ -48,13 +48,13 @@ def test_the_table_depends_on_the_seed_and_not_on_the_order_of_the_rows(make_tra
     assert tables[0].keys() == tables[2].keys()
 
 
-def test_adaptive_counts_draw_less_where_the_value_is_sure_and_more_extend_them(make_trainer, count_prompts):
+def test_adaptive_counts_draw_less_where_the_value_is_sure_and_more_extend_them(make_trainer):
     def sure_for_even(completions, answer, **kwargs):
         return [1.0 if int(a) % 2 == 0 else float(a in c) for c, a in zip(completions, answer, strict=True)]
 
     adaptive = make_trainer(rewards=sure_for_even, value_samples_min=2)
     adaptive.estimate_values()
-    counts = {row["prompt"]: [n for prompt, n in count_prompts if prompt == row["prompt"]] for row in problems(24)}
+    counts = {row["prompt"]: [n for prompt, n in adaptive.drawn if prompt == row["prompt"]] for row in problems(24)}
     assert all(counts[row["prompt"]] == [2] for row in problems(24) if int(row["answer"]) % 2 == 0)
     assert [2, 2, 4] in counts.values()
     old, drawn = adaptive.values.read(), sum(map(sum, counts.values()))
@@ -89,26 +89,25 @@ def test_what_a_value_depends_on_is_never_reused_after_a_change(make_trainer):
     assert make_trainer().estimate_values().samples == 0
 
 
-def test_a_prompt_that_stage_one_never_saw_is_refused_or_estimated(make_trainer, count_prompts):
+def test_a_prompt_that_stage_one_never_saw_is_refused_or_estimated(make_trainer):
     trainer = make_trainer(unseen_prompts="refuse")
     trainer.estimate_values()
     trainer.model.train()
-    count_prompts.clear()
     rows = [*problems(6).to_list(), {"prompt": "7+7=", "answer": "4"}]
     with pytest.raises(ValueError, match=r"1 prompts have no V\* .*'7\+7='.*unseen_prompts='estimate'"):
         trainer._generate_and_score_completions(rows)
     trainer.args.unseen_prompts = "estimate"
     assert trainer._generate_and_score_completions(rows)["advantages"].isfinite().all()
-    assert count_prompts == [("7+7=", 8)]
+    assert trainer.drawn[-1] == ("7+7=", 8) and len(trainer.drawn) == 24 + 1
 
 
-def test_an_iterable_dataset_is_estimated_as_it_comes(make_trainer, count_prompts):
+def test_an_iterable_dataset_is_estimated_as_it_comes(make_trainer):
     trainer = make_trainer()
     trainer.train_dataset = IterableDataset.from_generator(lambda: iter(problems(24).to_list()))
     trainer.args.accelerator_config.dispatch_batches = False
     trainer.accelerator.dataloader_config.dispatch_batches = False
     trainer.train()
-    assert 8 <= len(count_prompts) <= 16
+    assert 8 <= len(trainer.drawn) <= 16
 
 
 def test_filter_leaves_out_prompts_whose_samples_all_failed(make_trainer):
@@ -124,17 +123,17 @@ def test_filter_leaves_out_prompts_whose_samples_all_failed(make_trainer):
         trainer.train()
 
 
-def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing(make_trainer, count_prompts):
-    def too_large(completions, answer, **kwargs):
-        return [5.0 if a == "7" else 0.0 for a in answer]
+def test_rewards_outside_the_range_and_wrong_counts_are_errors_that_lose_nothing(make_trainer):
+    def too_large(completions, prompts, **kwargs):
+        return [5.0 if prompt == "21+12=" else 0.0 for prompt in prompts]  # one of the longest, which come last
 
     trainer = make_trainer(rewards=too_large, value_batch_size=4)
     with pytest.raises(ValueError, match=r"reward 5 is outside value_reward_range=\[0, 1\]"):
         trainer.estimate_values()
     kept = len(trainer.values.read())
-    count_prompts.clear()
-    make_trainer(rewards=too_large, value_reward_range=[0.0, 5.0], value_batch_size=4).estimate_values()
-    assert len(count_prompts) == 24 - kept  # the error's own batch is drawn again, finished ones are not
+    again = make_trainer(rewards=too_large, value_reward_range=[0.0, 5.0], value_batch_size=4)
+    assert again.estimate_values().already_known == kept  # the error's own batch is drawn again, finished ones are not
+    assert kept > 0 and len(again.drawn) == 24 - kept
     with pytest.raises(ValueError, match="returned 1 rewards, but 64"):
         make_trainer(rewards=lambda completions, **_: [1.0]).estimate_values()
 
@@ -159,7 +158,7 @@ def test_a_reward_that_is_down_is_an_error_and_a_partly_scored_prompt_is_complet
 
 
 @pytest.mark.parametrize("kind", ["torch", "transform", "removed columns"])
-def test_rows_of_stage_one_are_those_that_the_loader_gives(make_trainer, count_prompts, kind):
+def test_rows_of_stage_one_are_those_that_the_loader_gives(make_trainer, kind):
     seen = []
 
     def look(completions, prompts, number=None, **kwargs):
@@ -177,7 +176,7 @@ def test_rows_of_stage_one_are_those_that_the_loader_gives(make_trainer, count_p
         "removed columns": (data, (type(None), False)),
     }[kind]
     trainer.train()
-    assert len(count_prompts) == 24  # stage 2 found every key of stage 1
+    assert len(trainer.drawn) == 24  # stage 2 found every key of stage 1
     assert set(seen) == {expected}
 
 
@@ -259,33 +258,36 @@ ADAPTERS = {
 }
 
 
-def test_reference_is_the_adapters_initial_copy_where_training_continues_one(make_trainer, monkeypatch):
-    torch.manual_seed(0)
-    trainer = make_trainer(model=get_peft_model(tiny_model(), ADAPTERS["lora"]), full=True)  # no further peft_config
-    used, original = [], trainer_module.generate
+@pytest.mark.parametrize("kind", [*ADAPTERS, "continued"])
+def test_the_reference_is_the_base_model_or_the_initial_copy_of_a_continued_adapter(make_trainer, monkeypatch, kind):
+    """Generation batches of two optimizer steps, for which TRL asks for the old log-probabilities too."""
+    settings = {"rows": 8, "steps_per_generation": 2, "per_device_train_batch_size": 4, "value_samples": 2}
+    reference = tiny_model()
+    if kind == "continued":
+        reference = get_peft_model(reference, ADAPTERS["lora"])
+        trainer = make_trainer(model=copy.deepcopy(reference), full=True, **settings)  # no further peft_config
+    else:
+        trainer = make_trainer(adapter=ADAPTERS[kind], **settings)
+    drawn_with, original = [], trainer_module.generate
 
     def spy(model, *args, **kwargs):
-        used.append(model.active_adapter)
+        drawn_with.append(model.active_adapter)
         return original(model, *args, **kwargs)
 
     monkeypatch.setattr(trainer_module, "generate", spy)
-    trainer.estimate_values()
-    assert set(used) == {"ref"} and trainer.model.active_adapter == "default"
-    assert "adapter" in trainer._describe_context()["reference"]
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_the_reference_of_every_kind_of_adapter_is_the_base_model(make_trainer, kind):
-    """Generation batches of two optimizer steps, for which TRL asks for the old log-probabilities too."""
-    sizes = {"rows": 8, "steps_per_generation": 2, "per_device_train_batch_size": 4, "value_samples": 2}
-    trainer = make_trainer(adapter=ADAPTERS[kind], **sizes)
-    trainer.model.train()
+    with torch.no_grad():
+        for parameter in trainer.model.train().parameters():  # away from the reference
+            if parameter.requires_grad:
+                parameter += 0.1
     batch = trainer._generate_and_score_completions(problems(8).to_list())
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     width = batch["completion_ids"].shape[1]
     with torch.no_grad():
-        logits = tiny_model()(ids, attention_mask=mask).logits[:, -width - 1 : -1] / trainer.temperature
+        logits = reference(ids, attention_mask=mask).logits[:, -width - 1 : -1] / trainer.temperature
     want = logits.log_softmax(-1).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
     kept = batch["completion_mask"].bool()
     torch.testing.assert_close(batch["ref_per_token_logps"][kept], want[kept], atol=2e-4, rtol=1e-4)
+    assert set(drawn_with) == {"ref" if kind == "continued" else "default"}
+    assert trainer.model.active_adapter == "default"
+    assert ("adapter" in trainer._describe_context()["reference"]) == (kind == "continued")

@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.utils import _http
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig
 
 from tests.fsdp2_qlora import tiny as qlora
@@ -191,10 +191,9 @@ def test_the_merged_model_has_pefts_logits_and_a_folder_that_is_there_stays(trai
 def test_nothing_is_merged_into_a_quantized_base_and_an_interrupted_merge_leaves_no_folder(
     trained, tmp_path, monkeypatch
 ):
-    quantized = shutil.copytree(trained[1] / "base", tmp_path / "quantized")
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (quantized / "config.json").write_text(json.dumps(config))
+    config, quantized = AutoConfig.from_pretrained(trained[1] / "base"), tmp_path / "quantized"
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.save_pretrained(quantized)
     with pytest.raises(UserError, match="is quantized"):
         merge_adapter(trained[1] / "out", tmp_path / "merged", base=str(quantized))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))

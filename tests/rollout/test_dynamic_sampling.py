@@ -151,9 +151,8 @@ def test_two_ranks_fill_as_one_and_train_in_step(tmp_path):
     assert together[0]["trained_state"] == together[1]["trained_state"] > 0
     # Unlike numbers of rows and tokens, so a collective in decoding would hang.
     for rank, steps in zip(together, (4 * 15, 7 * 23), strict=True):
-        drawn = rank["completions"]
-        assert rank["wrapped"] == "DistributedDataParallel" and drawn["same_weights"]
-        assert drawn["ours"] == drawn["stock"] and drawn["steps"] == [steps, steps]
+        assert rank["wrapped"] == "DistributedDataParallel" and rank["same_weights"]
+        assert rank["ours"] == rank["stock"] and rank["steps"] == [steps, steps]
 
 
 def filled_of(accelerator: Accelerator) -> dict:
@@ -173,29 +172,23 @@ def filled_of(accelerator: Accelerator) -> dict:
     return {**found, "metrics": metrics, "state": made.taken}
 
 
-def completions_of(made) -> dict:
-    """Greedy completions of as many prompts as this rank has, by our loop and by transformers', and what is left behind."""
-    rank = made.accelerator.process_index
-    prompts = [[5, 6, 7, 8]] * 4 + [[9, 10, 11 + i] for i in range(3 * rank)]
-    before = [p.detach().clone() for p in made.model.parameters()]
-    # No token of the vocabulary ends a row: this model may end every row with its first one.
-    settings = greedy(max_new_tokens=16 + 8 * rank, eos_token_id=[63])
-    with made.rollout.generating(made.model_wrapped) as (model, lockstep):
-        ours, work = complete(model, prompts, settings, synced=lockstep)
-        stock, _ = complete(model, prompts, settings, synced=lockstep, compact=False)
-    same = all(torch.equal(p, value) for p, value in zip(made.model.parameters(), before, strict=True))
-    return {"ours": ours, "stock": stock, "same_weights": same, "steps": [work.row_steps, work.row_steps_stock]}
-
-
 def rank(folder: Path) -> None:
     # Three groups of four over two ranks: six rows each.
     made = make(folder, per_device_train_batch_size=6, max_steps=3)
     made.train()
-    result = filled_of(made.accelerator)
-    result["trained_state"] = made.dynamic_sampling.taken
-    result["wrapped"] = type(made.model_wrapped).__name__
-    result["completions"] = completions_of(made)
-    (folder / f"rank{made.accelerator.process_index}.json").write_text(json.dumps(result))
+    result, rank = filled_of(made.accelerator), made.accelerator.process_index
+    result |= {"trained_state": made.dynamic_sampling.taken, "wrapped": type(made.model_wrapped).__name__}
+    # Completions of as many prompts as this rank has, by our loop and by transformers', and what is left behind.
+    asked = [[5, 6, 7, 8]] * 4 + [[9, 10, 11 + i] for i in range(3 * rank)]
+    before = [p.detach().clone() for p in made.model.parameters()]
+    # No token of the vocabulary ends a row: this model may end every row with its first one.
+    settings = greedy(max_new_tokens=16 + 8 * rank, eos_token_id=[63])
+    with made.rollout.generating(made.model_wrapped) as (model, lockstep):
+        result["ours"], work = complete(model, asked, settings, synced=lockstep)
+        result["stock"], _ = complete(model, asked, settings, synced=lockstep, compact=False)
+    result["steps"] = [work.row_steps, work.row_steps_stock]
+    result["same_weights"] = all(map(torch.equal, made.model.parameters(), before))
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
     made.accelerator.wait_for_everyone()
     made.accelerator.end_training()
 

@@ -64,16 +64,6 @@ def ours_with(tmp_path, monkeypatch):
     return make
 
 
-def configure(trainer, mode, clips, loss_type="dapo"):
-    """TRL reads these at every step."""
-    level = "sequence" if loss_type == "luspo" else "token"
-    weights = {"mode": mode, "clip_min": clips[0], "clip_max": clips[1]}
-    weights = {f"vllm_importance_sampling_{name}": value for name, value in weights.items()}
-    for name, value in {"loss_type": loss_type, "importance_sampling_level": level, **weights}.items():
-        setattr(trainer, name, value)
-        setattr(trainer.args, name, value)
-
-
 def drawn(trainer):
     trainer.model.train()
     return trainer._generate_and_score_completions([trainer.train_dataset[i] for i in (0, 0, 1, 1)])
@@ -97,8 +87,12 @@ def test_every_loss_and_every_mode(stock, ours_with):
         if loss_type == "vespo" and mode.startswith("sequence"):
             continue  # refused by TRL
         low, high = CLIPS[mode.partition("_")[0]]
-        for trainer in (stock, ours):
-            configure(trainer, mode, (None if loss_type == "sapo" else low, high), loss_type)
+        level = "sequence" if loss_type == "luspo" else "token"
+        weights = {"mode": mode, "clip_min": None if loss_type == "sapo" else low, "clip_max": high}
+        weights = {f"vllm_importance_sampling_{name}": value for name, value in weights.items()}
+        for name, value in {"loss_type": loss_type, "importance_sampling_level": level, **weights}.items():
+            for holder in (stock, ours, stock.args, ours.args):  # TRL reads these at every step
+                setattr(holder, name, value)
         expected_loss, expected = loss_and_gradients(stock)
         loss, gradients = loss_and_gradients(ours)
         where = f"{loss_type}, {mode}"
@@ -112,10 +106,8 @@ def test_every_loss_and_every_mode(stock, ours_with):
             assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3, where
         mine, theirs = (trainer._metrics["train"] for trainer in (ours, stock))
         for name, values in theirs.items():  # none is missing, and those of the weights are equal
-            assert name in mine and (mine[name] == pytest.approx(values, rel=1e-5) or "ratio/" not in name), (
-                where,
-                name,
-            )
+            assert name in mine, f"{where}: {name}"
+            assert mine[name] == pytest.approx(values, rel=1e-5) or "ratio/" not in name, f"{where}: {name}"
         compared += 1
     assert compared == len(tiny.LOSS_TYPES) * len(MODES) - 2
     assert Kind.OLD not in ours.kinds and ours.kinds.count(Kind.POLICY) == compared

@@ -135,10 +135,14 @@ def test_a_layer_that_does_something_of_its_own_is_seen_in_the_prefill(part, pro
     assert torch.equal(out, stock(model, *given, greedy()))
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [{"prefill_chunk_size": 1}, {"prefill_chunk_size": 4}, {"eos_token_id": None, "max_new_tokens": 6}],
+    ids=str,
+)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_prefill_in_chunks_of_padded_prompts(chunk, implementation):
-    model, config = build(), greedy(prefill_chunk_size=chunk)
+def test_prompts_in_chunks_and_rows_without_an_end(changes, implementation):
+    model, config = build(), greedy(**changes)
     model.set_attn_implementation(implementation)
     out, *given, decoding = run(model, config)
     assert decoding.per_row is None

@@ -49,28 +49,26 @@ def test_what_is_high_or_has_grown_tenfold_is_named(warned):
     assert [line.split(" by ")[1].split(" nats")[0] for line in warned] == ["0.15", "0.012"]
 
 
-FROM_THE_POLICY = [
-    {},
-    {"temperature": 0.7, "generation_kwargs": {"temperature": 0.7}},
-    {"top_k": -1, "min_p": 0.0, "vllm_engine_kwargs": '{"quantization": "fp8"}'},
-    {"generation_kwargs": {"seed": 3, "stop": ["."], "max_tokens": 4, "ignore_eos": True}},
-    {"top_p": 0.9, "generation_kwargs": {"top_p": 1.0}},  # vLLM gets the latter
-]
-FROM_ANOTHER = [
-    {"top_p": 0.9},
-    {"repetition_penalty": 1.1},
-    {"vllm_structured_outputs_regex": "[0-9]+"},
-    {"generation_kwargs": {"temperature": 0.7}},
-    {"generation_kwargs": {"min_tokens": 8}},
-    {"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}},
-    {"vllm_mode": "server", "temperature": 0.7},  # the server may leave it out
-]
-
-
-def test_settings_that_make_another_distribution(tmp_path):
-    for changes in (*FROM_THE_POLICY, *FROM_ANOTHER):
-        args = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, **{"vllm_mode": "colocate", **changes})
-        assert draws_from_policy(args) is (changes in FROM_THE_POLICY), changes
+@pytest.mark.parametrize(
+    ("from_policy", "changes"),
+    [
+        (True, {}),
+        (True, {"temperature": 0.7, "generation_kwargs": {"temperature": 0.7}}),
+        (True, {"top_k": -1, "min_p": 0.0, "vllm_engine_kwargs": '{"quantization": "fp8"}'}),
+        (True, {"generation_kwargs": {"seed": 3, "stop": ["."], "max_tokens": 4, "ignore_eos": True}}),
+        (True, {"top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}),  # vLLM gets the latter
+        (False, {"top_p": 0.9}),
+        (False, {"repetition_penalty": 1.1}),
+        (False, {"vllm_structured_outputs_regex": "[0-9]+"}),
+        (False, {"generation_kwargs": {"temperature": 0.7}}),
+        (False, {"generation_kwargs": {"min_tokens": 8}}),
+        (False, {"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}),
+        (False, {"vllm_mode": "server", "temperature": 0.7}),  # the server may leave it out
+    ],
+)
+def test_settings_that_make_another_distribution(tmp_path, from_policy, changes):
+    args = tiny.config(EfficientGRPOConfig, tmp_path, use_vllm=True, **{"vllm_mode": "colocate", **changes})
+    assert draws_from_policy(args) is from_policy
 
 
 @pytest.fixture
