@@ -11,9 +11,8 @@ from accelerate import dispatch_model
 from transformers.utils import is_flash_attn_2_available
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.a_star_po.tiny import has_digit, problems, tiny_tokenizer
-from tests.a_star_po.tiny import tiny_model as a_star_po_model
-from tests.tiny import config, lora, save_tiny_model, tiny_model, trainer
+from tests.a_star_po.tiny import has_digit, problems
+from tests.tiny import character_tokenizer, config, lora, save_tiny_model, tiny_model, trainer
 from trl_fsdp_qlora import (
     AStarPOConfig,
     AStarPOTrainer,
@@ -49,8 +48,8 @@ def a_star_po(folder, prompts: int, **changes) -> AStarPOTrainer:
     """A*-PO in bfloat16; one completion per prompt, so it has a model and a reward of its own."""
     settings = {"num_generations": 1, "bf16": True, "use_cpu": False, "max_steps": 2} | changes
     args, data = config(AStarPOConfig, folder, **settings), problems(prompts)
-    more = {"processing_class": tiny_tokenizer(), "peft_config": lora()}
-    return AStarPOTrainer(a_star_po_model(), has_digit, args, data, **more)
+    more = {"processing_class": character_tokenizer(), "peft_config": lora()}
+    return AStarPOTrainer(tiny_model(), has_digit, args, data, **more)
 
 
 def drawn(ours):
