@@ -1,7 +1,6 @@
 """`benchmarks/beside_unsloth.py` on a CPU, with a stand-in where Unsloth would be: what both sides get, and what is said."""
 
 import argparse
-import functools
 import sys
 import types
 
@@ -37,13 +36,9 @@ def test_both_sides_train_on_the_same(tmp_path, monkeypatch):
     given = {"group": 2, "prompt": 6, "completion": 3, "longest": 64, "steps": 4, "four_bit": False}
     args = argparse.Namespace(model=save_tiny_model(tmp_path / "base"), **given)
     trainers, rows = {}, {}
-
-    def kept(make, side, *more):
-        trainers[side] = make(*more)
-        return trainers[side]
-
     for side, make in beside.TRAINERS.items():
-        monkeypatch.setitem(beside.TRAINERS, side, functools.partial(kept, make, side))
+        keep = lambda *more, side=side, make=make: trainers.setdefault(side, make(*more))  # noqa: E731
+        monkeypatch.setitem(beside.TRAINERS, side, keep)
         rows[side] = beside.measure(side, args)
     ours, theirs = trainers["ours"], trainers["unsloth"]
     assert type(theirs) is GRPOTrainer and type(ours) is not GRPOTrainer

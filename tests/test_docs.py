@@ -4,12 +4,16 @@ import importlib.util
 import json
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from trl import TrlParser
 
 import trl_fsdp_qlora
+from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.cli.scripts import LAUNCHER
+from trl_fsdp_qlora.run.config_fields import own_fields
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
@@ -40,11 +44,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def exists(name: str, page: Path) -> bool:
-    """A path as a page names it: from the root, from the page, or from inside the package; a pattern matches something."""
-    return any(any(base.glob(name.removeprefix("./"))) for base in (ROOT, page.parent, PACKAGE))
-
-
 def resolves(dotted: str) -> bool:
     """`trl_fsdp_qlora.room.module`, or a name in one."""
     try:
@@ -62,7 +61,11 @@ def test_what_a_page_links_and_names_is_there(page):
         if not file.exists() or (fragment and fragment not in anchors(file)):
             lost.append(target)
     code = "\n".join(CODE.findall(text))
-    lost += [name for name in PATH.findall(code) if not name.startswith(MADE) and not exists(name, page)]
+    # A path as a page names it: from the root, from the page, or from inside the package; a pattern matches something.
+    for name in PATH.findall(code):
+        there = (any(base.glob(name.removeprefix("./"))) for base in (ROOT, page.parent, PACKAGE))
+        if not name.startswith(MADE) and not any(there):
+            lost.append(name)
     lost += [name for name in DOTTED.findall(code) if not resolves(name)]
     assert lost == []
 
@@ -76,32 +79,22 @@ def test_every_page_is_in_the_index_and_the_floor_plan_names_every_room():
     assert rooms <= set(re.findall(r"(?<= )(\w+)/(?= )", text))
 
 
-def test_the_reference_of_the_fields_is_what_the_classes_say():
+def test_a_field_is_documented_once_and_the_reference_is_what_the_classes_say():
     reference = script(ROOT / "docs" / "config_reference.py")
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python docs/config_reference.py"
-
-
-@pytest.mark.parametrize("name", ["EfficientGRPOConfig", "TSPMOConfig", "AStarPOConfig"])
-def test_a_field_is_documented_once(name):
-    from trl_fsdp_qlora.run.config_fields import own_fields
-
-    config = getattr(trl_fsdp_qlora, name)
-    for item in own_fields(config):
-        assert item.metadata["help"].endswith("."), item.name
-        assert f"        {item.name} (`" in config.__doc__
-    source = PACKAGE / config.__module__.split(".", 1)[1].replace(".", "/")
-    assert "Parameters:" not in source.with_suffix(".py").read_text(encoding="utf-8")
+    for config in (trl_fsdp_qlora.EfficientGRPOConfig, trl_fsdp_qlora.TSPMOConfig, trl_fsdp_qlora.AStarPOConfig):
+        for item in own_fields(config):
+            assert item.metadata["help"].endswith("."), item.name
+            assert f"        {item.name} (`" in config.__doc__
+        assert "Parameters:" not in Path(sys.modules[config.__module__].__file__).read_text(encoding="utf-8")
 
 
 def options_of(name: str) -> set[str]:
     """The options that a recipe script takes."""
-    from trl import TrlParser
-
     page = script(ROOT / "recipes" / name)
     types = re.search(r"parse_recipe\(\((.*?),?\)", (ROOT / "recipes" / name).read_text(encoding="utf-8"))[1]
     parser = TrlParser(tuple(getattr(page, each.strip()) for each in types.split(",")))
-    known = {option for action in parser._actions for option in action.option_strings}
-    return known | {"--config", "--debug_errors"}
+    return {"--config", "--debug_errors", *parser._option_string_actions}
 
 
 def test_commands_use_options_that_their_script_has():
@@ -117,17 +110,7 @@ def test_commands_use_options_that_their_script_has():
     assert not any(unknown.values()), unknown
 
 
-def metric_patterns() -> list[str]:
-    """Names and patterns of the metrics in docs/telemetry.md: `<phase>` stands for one word, `...` for anything."""
-    text = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8").partition("## Every metric")[2]
-    cells = re.findall(r"^\| (`.*?) \| ", text, re.MULTILINE)
-    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    return [re.sub(r"<\w+>", r"\\w+", re.escape(name).replace(re.escape("..."), ".*")) for name in names]
-
-
 def test_the_script_of_a_page_runs_and_every_metric_it_logs_is_explained(tmp_path, monkeypatch):
-    from tests.tiny import save_tiny_model
-
     page = (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8")
     (rows,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -140,5 +123,9 @@ def test_the_script_of_a_page_runs_and_every_metric_it_logs_is_explained(tmp_pat
     assert (tmp_path / "runs" / "mine" / "adapter_model.safetensors").is_file()
     logged = {name for entry in names["trainer"].state.log_history if "loss" in entry for name in entry} - {"step"}
     assert len(logged) > 30
-    patterns = metric_patterns()
+    # In docs/telemetry.md `<phase>` stands for one word, `...` for anything.
+    text = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8").partition("## Every metric")[2]
+    cells = re.findall(r"^\| (`.*?) \| ", text, re.MULTILINE)
+    explained = [re.escape(name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    patterns = [re.sub(r"<\w+>", r"\\w+", name.replace(re.escape("..."), ".*")) for name in explained]
     assert {name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns)} == set()

@@ -6,12 +6,7 @@ import pytest
 
 from tests.benchmark_modules import benchmark
 
-
-@pytest.fixture(scope="module")
-def gpu_bytes():
-    return benchmark("gpu_bytes")
-
-
+gpu_bytes = benchmark("gpu_bytes")
 WORKER = """
 import json, sys, time
 from pathlib import Path
@@ -23,7 +18,7 @@ sys.exit(code)
 
 
 @pytest.mark.processes
-def test_a_measurement_that_dies_or_hangs_leaves_what_it_had(gpu_bytes, tmp_path, monkeypatch):
+def test_a_measurement_that_dies_or_hangs_leaves_what_it_had(tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     monkeypatch.setattr(gpu_bytes, "WORKER", worker)
@@ -35,7 +30,7 @@ def test_a_measurement_that_dies_or_hangs_leaves_what_it_had(gpu_bytes, tmp_path
     assert hung["error"] == "out of time after 1 s"
 
 
-def test_rows_are_written_one_by_one_and_taken_over_by_the_next_run(gpu_bytes, tmp_path):
+def test_rows_are_written_one_by_one_and_taken_over_by_the_next_run(tmp_path):
     path, runs = tmp_path / "rows.json", []
 
     def run(row):
@@ -57,7 +52,7 @@ def test_rows_are_written_one_by_one_and_taken_over_by_the_next_run(gpu_bytes, t
 
 @pytest.mark.parametrize("largest", [0, 2, 3, 9, 57, 64])
 @pytest.mark.parametrize("guess", [-4, 0, 2, 9, 40, 300])
-def test_the_largest_group_is_found_from_any_guess(gpu_bytes, largest, guess):
+def test_the_largest_group_is_found_from_any_guess(largest, guess):
     asked = []
 
     def fits(group):

@@ -1,23 +1,15 @@
 """`benchmarks/gpu.py` with commands that stand for its parts: nothing is left running, no stale result is taken."""
 
-import importlib.util
 import os
 import signal
 import sys
-import time
-from pathlib import Path
 
+import psutil
 import pytest
 
-FILE = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+from tests.benchmark_modules import BENCHMARKS, benchmark
 
-
-@pytest.fixture
-def gpu():
-    spec = importlib.util.spec_from_file_location("gpu_call", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+gpu = benchmark("gpu")
 
 
 @pytest.fixture
@@ -28,20 +20,12 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def part(gpu, script, leaves=None):
+def part(script, leaves=None):
     return gpu.Part([sys.executable, "-c", script], leaves, 1.0)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.processes
-def test_what_a_part_started_ends_with_it(gpu, tmp_path, interruptible):
+def test_what_a_part_started_ends_with_it(tmp_path, interruptible):
     """A worker that outlives the part that started it would keep the GPU's memory from all that follow.
 
     The part itself is interrupted first and has a last word: pytest's is the list of what failed.
@@ -56,37 +40,34 @@ def test_what_a_part_started_ends_with_it(gpu, tmp_path, interruptible):
         "try:\n    time.sleep(600)\n"
         "except KeyboardInterrupt:\n    print('two failed', flush=True)\n"
     )
-    line = gpu.run_part("hangs", part(gpu, script), tmp_path, seconds=3.0)
+    line = gpu.run_part("hangs", part(script), tmp_path, seconds=3.0)
     assert line.startswith("hangs: out of time") and line.endswith("| two failed")
-    for _ in range(100):
-        if not is_running(int(pid.read_text())):
-            break
-        time.sleep(0.1)
-    assert not is_running(int(pid.read_text()))
+    if psutil.pid_exists(worker := int(pid.read_text())):
+        assert psutil.wait_procs([psutil.Process(worker)], timeout=10)[1] == []
 
 
 @pytest.mark.processes
-def test_only_what_a_part_wrote_is_copied(gpu, tmp_path):
+def test_only_what_a_part_wrote_is_copied(tmp_path):
     result, output = tmp_path / "rows.json", tmp_path / "out"
     output.mkdir()
     result.write_text("of another day")
     os.utime(result, (1e9, 1e9))
-    line = gpu.run_part("fails", part(gpu, "print('no GPU'); raise SystemExit(3)", result), output, seconds=60.0)
+    line = gpu.run_part("fails", part("print('no GPU'); raise SystemExit(3)", result), output, seconds=60.0)
     assert line.startswith("fails: exit code 3") and line.endswith("| no GPU")
     assert not (output / "fails_rows.json").exists()
     writes = f"open({str(result)!r}, 'w').write('of today'); raise SystemExit(1)"
-    line = gpu.run_part("half", part(gpu, writes, result), output, seconds=60.0)
+    line = gpu.run_part("half", part(writes, result), output, seconds=60.0)
     assert line.startswith("half: exit code 1, results") and (output / "half_rows.json").read_text() == "of today"
 
 
-def test_every_part_has_a_command_and_a_tiny_one(gpu, tmp_path):
+def test_every_part_has_a_command_and_a_tiny_one(tmp_path):
     full, tiny = (gpu.parts("model", "data.json", tmp_path, small, "python") for small in (False, True))
     assert list(full) == list(tiny) == [
         "tests", "prefix_sharing", "prefix_sharing_2", "lm_head", "token_selection", "grpo", "qlora", "unsloth", "slow_tests",
     ]  # fmt: skip
     for name, found in full.items():
         script = next(word for word in found.command if word.endswith(".py") or word == "pytest")
-        assert script == "pytest" or (FILE.parents[1] / script).is_file()
+        assert script == "pytest" or (BENCHMARKS.parent / script).is_file()
         assert found.command != tiny[name].command
     assert "unsloth" not in gpu.parts("model", "data.json", tmp_path), "only where its Python is named"
     marks = [full[name].command[full[name].command.index("-m", 3) + 1] for name in ("tests", "slow_tests")]

@@ -1,13 +1,13 @@
 """The floors of the house: a room imports only from rooms below it."""
 
 import ast
-import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import trl_fsdp_qlora
 
@@ -49,24 +49,24 @@ def imports_of(path: Path) -> set[tuple[str, ...]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom):
             continue
+        parts = tuple(node.module.split(".")) if node.module else ()
         if node.level:
-            base = here[: len(here) - node.level + 1] + tuple((node.module or "").split(".") if node.module else ())
-        elif (node.module or "").split(".")[0] == PACKAGE.name:
-            base = tuple(node.module.split(".")[1:])
+            base = here[: len(here) - node.level + 1] + parts
+        elif parts[0] == PACKAGE.name:
+            base = parts[1:]
         else:
             continue
-        for alias in node.names:
-            found.add((*base, alias.name) if (*base, alias.name) in MODULES else base)
+        found |= {(*base, alias.name) if (*base, alias.name) in MODULES else base for alias in node.names}
     return found - {()}
 
 
 def test_a_room_imports_only_from_rooms_below_it():
-    upwards = []
-    for path in FILES:
-        room = name_of(path)[0]
-        for target in imports_of(path):
-            if target[0] != room and HEIGHT[target[0]] >= HEIGHT[room]:
-                upwards.append(f"{path.relative_to(PACKAGE)} imports {'.'.join(target)}")
+    upwards = [
+        f"{path.relative_to(PACKAGE)} imports {'.'.join(target)}"
+        for path in FILES
+        for target in imports_of(path)
+        if target[0] != name_of(path)[0] and HEIGHT[target[0]] >= HEIGHT[name_of(path)[0]]
+    ]
     assert not upwards
 
 
@@ -82,14 +82,10 @@ def absolute_imports(path: Path) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def canonical(distribution: str) -> str:
-    return re.sub(r"[-_.]+", "-", distribution).lower()
-
-
 def test_what_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [name for names in project["optional-dependencies"].values() for name in names]
-    declared = {canonical(Requirement(line).name) for line in [*project["dependencies"], *extras]}
+    declared = {canonicalize_name(Requirement(line).name) for line in [*project["dependencies"], *extras]}
     distributions = packages_distributions()
     own = {PACKAGE.name, *(path.stem for path in BENCHMARKS)}
     contestants = {"unsloth"}  # of a benchmark, which says so when it is not there
@@ -97,7 +93,7 @@ def test_what_is_imported_is_declared():
     undeclared = {}
     for path in [*FILES, *(ROOT / "recipes").glob("*.py"), *BENCHMARKS]:
         for name in absolute_imports(path) - own - contestants - optional - sys.stdlib_module_names:
-            if not {canonical(found) for found in distributions.get(name, [name])} & declared:
+            if not {canonicalize_name(found) for found in distributions.get(name, [name])} & declared:
                 undeclared.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert undeclared == {}
 

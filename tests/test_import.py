@@ -1,64 +1,98 @@
+"""What an import and the command itself pull in, and what they do without."""
+
+import importlib.util
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 import trl_fsdp_qlora
-from tests.distributed.launch import run_code
 from tests.tiny import save_tiny_model
+from trl_fsdp_qlora.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.processes
-def test_import_pulls_in_nothing():
-    heavy = ("torch", "trl", "transformers", "bitsandbytes", "deepspeed", "vllm", "matplotlib", "math_verify")
-    code = f"import sys, trl_fsdp_qlora; print([m for m in {heavy} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+def python(code: str, cwd: Path = ROOT) -> list[str]:
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
 
 
-def test_every_public_name_can_be_imported():
+def test_every_public_name_and_command_is_there_and_help_names_it(capsys):
     for name in trl_fsdp_qlora.__all__:
         assert getattr(trl_fsdp_qlora, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'GRPO'"):
         _ = trl_fsdp_qlora.GRPO
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert f"\n  {name} " in said
+        assert callable(getattr(import_module(f"trl_fsdp_qlora.{command.module}"), command.function))
 
 
 @pytest.mark.processes
-def test_recipes_and_plans_need_no_optional_package(tmp_path):
-    """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first."""
-    base = save_tiny_model(tmp_path / "base")
-    recipes = Path(__file__).parents[1] / "recipes"
-    code = (
-        "import runpy, sys\n"
-        "for name in ('bitsandbytes', 'deepspeed', 'vllm', 'gguf', 'matplotlib'): sys.modules[name] = None\n"
-        f"for name in ('grpo', 't_spmo', 'a_star_po'): runpy.run_path(r'{recipes}/' + name + '.py')\n"
-        "from trl_fsdp_qlora.planning.plan import plan_recipe\n"
-        "from trl_fsdp_qlora import EfficientGRPOConfig\n"
-        f"words = r'--model_name_or_path {base} --use_peft true --lora_target_modules all-linear --bf16 false'.split()\n"
-        "plan = plan_recipe([*words, '--use_cpu', 'true'], EfficientGRPOConfig, None, 'cpu')\n"
-        "four = plan_recipe([*words, '--load_in_4bit', 'true'], EfficientGRPOConfig, None, '24GB')\n"
-        "print(plan.peak > 0, four.phases['generate']['base, 4-bit weights'] > 0)\n"
+def test_the_package_help_and_version_import_nothing_heavy():
+    """What is imported is looked at, since seconds depend on the machine."""
+    heavy = (
+        "torch",
+        "trl",
+        "transformers",
+        "accelerate",
+        "numpy",
+        "yaml",
+        "psutil",
+        "bitsandbytes",
+        "vllm",
+        "matplotlib",
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.stdout.strip().endswith("True True"), out.stderr
+    code = (
+        "import sys, trl_fsdp_qlora; from trl_fsdp_qlora.__main__ import main; main(['--help']); main(['--version'])\n"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    said = python(code)
+    assert said[-2:] == [f"trl-fsdp-qlora {trl_fsdp_qlora.__version__}", "[]"]
+    module = [sys.executable, "-m", "trl_fsdp_qlora", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True, check=True, cwd=ROOT).stdout == f"{said[-2]}\n"
 
 
 @pytest.mark.processes
-def test_the_trainer_can_be_imported_where_a_private_module_of_fsdp_differs(tmp_path):
-    """Used by name where FSDP2 is switched on, and nowhere else."""
+def test_recipes_and_plans_need_no_optional_package_and_no_private_module_of_fsdp(tmp_path):
+    """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first. FSDP2's private
+    modules are used by name where it is switched on, and nowhere else."""
+    base = save_tiny_model(tmp_path / "base")
     code = (
-        "import sys, types, torch.distributed.fsdp\n"
-        "for name in [name for name in sys.modules if name.startswith('trl_fsdp_qlora')]: del sys.modules[name]\n"
+        "import runpy, sys, types, torch.distributed.fsdp\n"
+        "for name in ('bitsandbytes', 'deepspeed', 'vllm', 'gguf', 'matplotlib'): sys.modules[name] = None\n"
         "for name in ('_fsdp_common', '_fsdp_param'):\n"
         "    module = f'torch.distributed.fsdp._fully_shard.{name}'\n"
         "    sys.modules[module] = types.ModuleType(module)\n"
         "    setattr(sys.modules['torch.distributed.fsdp._fully_shard'], name, sys.modules[module])\n"
-        "from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOTrainer, TSPMOTrainer\n"
+        f"for name in ('grpo', 't_spmo', 'a_star_po'): runpy.run_path(r'{ROOT / 'recipes'}/' + name + '.py')\n"
+        "from trl_fsdp_qlora.planning.plan import plan_recipe\n"
+        "from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOTrainer\n"
         "from trl_fsdp_qlora.compat import fsdp\n"
-        "print(EfficientGRPOTrainer.__name__, fsdp.misfit())\n"
+        f"words = r'--model_name_or_path {base} --use_peft true --lora_target_modules all-linear --bf16 false'.split()\n"
+        "plan = plan_recipe([*words, '--use_cpu', 'true'], EfficientGRPOConfig, None, 'cpu')\n"
+        "four = plan_recipe([*words, '--load_in_4bit', 'true'], EfficientGRPOConfig, None, '24GB')\n"
+        "print(fsdp.misfit())\n"
+        "print(plan.peak > 0, four.phases['generate']['base, 4-bit weights'] > 0)\n"
     )
-    run = run_code(code, cwd=tmp_path)
-    assert "EfficientGRPOTrainer" in run.stdout, run.stderr
-    assert f"torch {torch.__version__}" in run.stdout and "_fsdp_common" in run.stdout
+    misfit, planned = python(code)[-2:]
+    assert planned == "True True"
+    assert f"torch {torch.__version__}" in misfit and "_fsdp_common" in misfit
+
+
+def test_readme_links_on_pypi():
+    spec = importlib.util.spec_from_file_location("project_setup", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    text = "[page](docs/runs.md#a) ![curve](docs/a.png) [TRL](https://x.org/y) [below](#below)"
+    assert setup.readme_for_pypi(text, None) == "page  [TRL](https://x.org/y) [below](#below)"
+    assert setup.readme_for_pypi(text, "https://host/owner/name/") == (
+        "[page](https://host/owner/name/blob/main/docs/runs.md#a) "
+        "![curve](https://host/owner/name/raw/main/docs/a.png) [TRL](https://x.org/y) [below](#below)"
+    )

@@ -13,18 +13,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def smallest_script() -> str:
-    (script,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "trainer.train()" in code]
-    assert script.count(MODEL) == 1
-    return script
-
-
 @pytest.mark.processes
 def test_the_smallest_script_runs_as_printed(tmp_path):
     """But for the model; tests/test_smollm2.py has two steps with the one that it names."""
+    (script,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "trainer.train()" in code]
+    assert script.count(MODEL) == 1
     save_tiny_model(tmp_path / "tiny")
-    script = smallest_script().replace(MODEL, "tiny")
-    run = run_code(script, cwd=tmp_path)
+    run = run_code(script.replace(MODEL, "tiny"), cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "'loss'" in run.stdout and "'reward'" in run.stdout  # TRL's own lines
     assert (tmp_path / "runs" / "mine" / "adapter_model.safetensors").is_file()

@@ -10,15 +10,11 @@ from transformers import AutoModelForCausalLM
 from tests.benchmark_modules import benchmark
 
 ROOT = Path(__file__).resolve().parent.parent
+scaling = benchmark("scaling")
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "scaling.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def scaling():
-    return benchmark("scaling")
-
-
-def test_the_formula_still_gives_what_was_measured(scaling, tmp_path):
+def test_the_formula_still_gives_what_was_measured(tmp_path):
     """The counters were taken once (`--measure`); a formula that changes has to agree with them."""
     whole = AutoModelForCausalLM.from_pretrained(scaling.make_checkpoint(tmp_path, **scaling.SHAPE))
     units = scaling.units_of(whole, scaling.SMALL_RANK, compute_bytes=4)
@@ -28,19 +24,17 @@ def test_the_formula_still_gives_what_was_measured(scaling, tmp_path):
     assert measured["hsdp"]["network_gathered"] == 0 < measured["fsdp2"]["network_gathered"]
 
 
-def test_packed_bytes_are_those_of_the_layers(scaling):
+def test_packed_bytes_are_those_of_the_layers():
     """Against bitsandbytes itself; the last block of maxima is not full."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     from trl_fsdp_qlora.fsdp2_qlora.packed_linear import to_bytes
 
     for double in (True, False):
-        layer = bitsandbytes.nn.Linear4bit(100, 512, bias=False, compress_statistics=double, quant_type="nf4").to(
-            "cpu"
-        )
-        assert scaling.packed_bytes(512, 100, double) == to_bytes(layer)[1].total_bytes
+        layer = bitsandbytes.nn.Linear4bit(100, 512, bias=False, compress_statistics=double, quant_type="nf4")
+        assert scaling.packed_bytes(512, 100, double) == to_bytes(layer.to("cpu"))[1].total_bytes
 
 
-def test_the_table_of_the_page_is_the_formula(scaling):
+def test_the_table_of_the_page_is_the_formula():
     rows = scaling.tables()
     assert rows == RESULTS["formula"]
     of = {(row["model"], row["nodes"]): row for row in rows}
@@ -50,6 +44,6 @@ def test_the_table_of_the_page_is_the_formula(scaling):
     for model, *cells in table:
         for nodes, *found in zip(*(cell.split(", ") for cell in cells), strict=True):
             row = of[model, int(nodes)]
-            fsdp2 = row["fsdp2"]["network_gathered"] + row["fsdp2"]["network_reduced"]
-            exact = [row["ddp"]["network_reduced"] / 2**20, row["hsdp"]["network_reduced"] / 2**20, fsdp2 / 2**30]
-            assert [f"{exact[0]:.0f}", f"{exact[1]:.0f}", f"{exact[2]:.1f}"] == found
+            mib = [row[layout]["network_reduced"] / 2**20 for layout in ("ddp", "hsdp")]
+            gib = (row["fsdp2"]["network_gathered"] + row["fsdp2"]["network_reduced"]) / 2**30
+            assert [f"{mib[0]:.0f}", f"{mib[1]:.0f}", f"{gib:.1f}"] == found

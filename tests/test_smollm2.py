@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from tests.distributed.launch import REPOSITORY, accelerate_launch, run_code
-from tests.prefix_sharing.helpers import assert_equal_gradients, gradients, loss_inputs, make_trainer
+from tests.prefix_sharing.helpers import assert_equal_gradients, loss_inputs, losses_of, make_trainer
 from trl_fsdp_qlora import EfficientGRPOTrainer
 
 
@@ -38,12 +38,7 @@ def test_two_steps_of_its_recipe_and_the_adapter_answers_in_a_fresh_process(smol
 def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
     tokenizer, rows = AutoTokenizer.from_pretrained(smollm2), []
     # Wrong and right answers of several lengths stand in for sampled ones.
-    answers = [
-        "The answer is {}.",
-        "{}",
-        "First we add the numbers, then we look: it must be {}",
-        "So it is {}, I think.",
-    ]
+    answers = ("{}", "The answer is {}.", "So it is {}, I think.", "First we add, then we look: it must be {}")
     for problem in json.loads(svamp.read_text())[:2]:
         turns = [{"role": "user", "content": f"{problem['Body']} {problem['Question']}"}]
         prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -64,9 +59,7 @@ def test_smollm2_on_svamp_equals_stock(smollm2, svamp, tmp_path):
             with torch.no_grad():
                 logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, completion)[0]
             inputs["old_per_token_logps"] = logps - 0.1
-        loss = trainer._compute_loss(trainer.model, inputs)
-        loss.backward()
-        results.append((loss.item(), gradients(trainer.model)))
+        results += losses_of([trainer], inputs)
     assert trainer.prefix_sharing.active()
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
     assert_equal_gradients(results[1][1], results[0][1])

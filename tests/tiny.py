@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from trl_fsdp_qlora.recipe.answers import completion_text
@@ -19,6 +20,24 @@ LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vesp
 def tiny_model(seed: int = 0):
     """Two layers of width 32 over the character vocabulary, float32."""
     return new_model(character_tokenizer(), seed, hidden=32, layers=2)
+
+
+class Answering(torch.nn.Module):
+    """Says `answer(text of the prompt, row of the batch, whether it samples)`."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.weight, self.answer = torch.nn.Parameter(torch.zeros(1)), answer
+        self.tokenizer = character_tokenizer()
+        self.generation_config = GenerationConfig(eos_token_id=self.tokenizer.eos_token_id)
+
+    def generate(self, input_ids, attention_mask, generation_config, synced_gpus):
+        assert not synced_gpus
+        texts = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
+        said = [self.answer(text.replace(" ", ""), i, generation_config.do_sample) for i, text in enumerate(texts)]
+        said = [f"{text}{self.tokenizer.eos_token}" for text in said]
+        found = self.tokenizer(said, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        return torch.cat([input_ids, found], 1)
 
 
 def save_tiny_model(folder, seed: int = 0) -> str:
@@ -43,14 +62,12 @@ def serve_by_onednn(monkeypatch, many_weights: int = 1) -> None:
     monkeypatch.setattr(cpu_linear, "beats_mkl", lambda: True)
 
 
-@functools.cache
-def _sums() -> list[dict]:
-    return read_problems("addition")
+_sums = functools.cache(read_problems)
 
 
 def prompts(count: int = 64):
     """Prompts of different lengths, so that there is padding."""
-    problems = [dict(problem) for problem in _sums()[:count]]
+    problems = [dict(problem) for problem in _sums("addition")[:count]]
     for i, problem in enumerate(problems):
         problem["question"] += " " * (i % 4)
     return to_prompts(problems)

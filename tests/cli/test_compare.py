@@ -10,10 +10,8 @@ from trl_fsdp_qlora.errors import UserError
 
 REWARDS = """
 from trl_fsdp_qlora.recipe.answers import completion_text
-
 def many(completions, **columns):
     return [sum(map(ord, completion_text(c))) / 100 for c in completions]
-
 def never(completions, **columns):
     return [0.0 for _ in completions]
 """
@@ -65,7 +63,10 @@ def test_both_are_equal(compare, place):
     assert steps[0].norms[STOCK] != steps[1].norms[STOCK]  # the weights moved
 
 
-def test_it_can_fail(compare, monkeypatch):
+def test_groups_with_nothing_to_learn_get_advantages_and_it_can_fail(compare, monkeypatch):
+    status, said, steps = compare("--steps 1 --beta 0 --rewards my_rewards.py:never")
+    assert status == 0 and "all rewards of every group are equal: advantages from a fixed seed" in said
+    assert steps[0].drawn and steps[0].norms[OURS] > 1e-3
     right = EfficientGRPOTrainer._score
 
     def off_by_a_percent(self, request, padded):
@@ -80,25 +81,13 @@ def test_it_can_fail(compare, monkeypatch):
     assert not verdict(steps, "half precision")[0]
 
 
-def test_groups_with_nothing_to_learn_get_advantages(compare):
-    status, said, steps = compare("--steps 1 --beta 0 --rewards my_rewards.py:never")
-    assert status == 0, said
-    assert "all rewards of every group are equal: advantages from a fixed seed" in said
-    assert steps[0].drawn and steps[0].norms[OURS] > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--accelerate_config fsdp2_qlora", "compare runs in one process: leave --accelerate_config out"),
-        ("--steps none", "--steps none is not a number of steps"),
-        (
-            "--value_samples 4",
-            r"stock TRL has no A\*-PO to compare with: compare takes recipes of `trl-fsdp-qlora grpo`",
-        ),
-        ("--rewards nothing", "unknown reward 'nothing'"),
-    ],
-)
-def test_what_cannot_be_compared(words, reason, compare):
-    with pytest.raises(UserError, match=reason):
-        compare(words)
+def test_what_cannot_be_compared(compare):
+    reasons = {
+        "--accelerate_config fsdp2_qlora": "compare runs in one process: leave --accelerate_config out",
+        "--steps none": "--steps none is not a number of steps",
+        "--value_samples 4": r"stock TRL has no A\*-PO to compare with",
+        "--rewards nothing": "unknown reward 'nothing'",
+    }
+    for words, reason in reasons.items():
+        with pytest.raises(UserError, match=reason):
+            compare(words)

@@ -1,12 +1,20 @@
+"""Recipes by their names, and what `accelerate launch` gets of a command's words."""
+
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 
+from tests.test_docs import options_of
 from trl_fsdp_qlora.__main__ import COMMANDS, main
+from trl_fsdp_qlora.cli import scripts
 from trl_fsdp_qlora.cli.recipes import all_recipes, find, recipes
 from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.run.shipped import accelerate_config
 
 ROOT = Path(__file__).parents[2]
+QUICK = "small-base/grpo/quickstart"
+QUICK_FILE = ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml"
 
 
 def test_every_yaml_is_listed_with_what_its_head_says():
@@ -22,9 +30,14 @@ def test_every_yaml_is_listed_with_what_its_head_says():
     assert found["Qwen2.5-1.5B/a_star_po/gsm8k"].hardware == "one GPU with 80 GB"
 
 
-@pytest.mark.parametrize("text", ["small-base/grpo/quickstart", "./recipes/small-base/grpo/config_quickstart.yaml"])
-def test_a_recipe_by_each_of_its_names(text):
-    assert find(text).path == ROOT / "recipes" / "small-base" / "grpo" / "config_quickstart.yaml"
+def test_a_recipe_by_each_of_its_names(capsys):
+    for text in (QUICK, "./recipes/small-base/grpo/config_quickstart.yaml"):
+        assert find(text).path == QUICK_FILE
+    assert main(["recipes", QUICK]) == 0
+    assert capsys.readouterr().out.startswith("# GRPO + LoRA on the small base model")
+    assert main(["recipes"]) == 0
+    table = capsys.readouterr().out
+    assert all(recipe.name in table for recipe in all_recipes())
 
 
 def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
@@ -37,20 +50,48 @@ def test_a_copy_never_overwrites_unasked(tmp_path, monkeypatch, capsys):
     path = tmp_path / "config_quick.yaml"
     assert path.read_text() == original
     path.write_text("mine")
-    with pytest.raises(UserError, match=r"config_quick\.yaml is there already; --overwrite replaces it"):
-        recipes(copy[1:])
+    for words, said in (
+        (copy[1:], "is there already; --overwrite replaces it"),
+        (["--copy"], "needs a recipe's name"),
+    ):
+        with pytest.raises(UserError, match=said):
+            recipes(words)
     assert path.read_text() == "mine"
-    assert main([*copy, "--to", "new/mine.yaml"]) == 0
-    assert main([*copy, "--overwrite"]) == 0
+    assert main([*copy, "--to", "new/mine.yaml"]) == main([*copy, "--overwrite"]) == 0
     assert path.read_text() == (tmp_path / "new" / "mine.yaml").read_text() == original
     assert {item.name for item in tmp_path.rglob("*")} == {"config_quick.yaml", "new", "mine.yaml"}
 
 
-def test_without_a_name(capsys):
-    with pytest.raises(UserError, match="--copy needs a recipe's name"):
-        recipes(["--copy"])
-    assert main(["recipes"]) == 0
-    table = capsys.readouterr().out
-    assert all(recipe.name in table for recipe in all_recipes())
-    assert main(["recipes", "small-base/grpo/quickstart"]) == 0
-    assert capsys.readouterr().out.startswith("# GRPO + LoRA on the small base model")
+def test_the_launchers_options_are_accelerates_and_no_scripts():
+    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    assert set(scripts.LAUNCHER) - known == {"--accelerate_config"}
+    for name in ("grpo.py", "t_spmo.py", "a_star_po.py", "evaluate.py"):
+        assert not set(scripts.LAUNCHER) & options_of(name)
+
+
+def test_a_config_that_fits_what_is_here(monkeypatch):
+    found = []
+    for gpus, asked in ((0, None), (0, "2"), (1, None), (4, None), (4, "1"), (4, "2")):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        found.append(scripts.default_config(asked))
+    assert found == [("cpu", 1), ("ddp_cpu", 2), ("single_gpu", 1), ("ddp", 4), ("single_gpu", 1), ("ddp", 2)]
+
+
+def test_what_accelerate_launch_gets_and_the_users_own_config_comes_first(monkeypatch, tmp_path, capsys):
+    own, calls = tmp_path / "default_config.yaml", []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(own))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(scripts, "launch", lambda words: calls.append(words) or 0)
+    typed = f"grpo --config {QUICK} --num_processes 2 --seed 3 --accelerate_config=ddp_cpu"
+    assert main(typed.split()) == main(["evaluate", "--model", "m"]) == 0
+    assert "accelerate config: cpu, 1 process (" in capsys.readouterr().out
+    own.write_text("num_processes: 1")
+    assert main(["evaluate", "--model", "m"]) == 0
+    grpo, evaluate = (str(ROOT / "recipes" / f"{name}.py") for name in ("grpo", "evaluate"))
+    launchers = [["--config_file", str(accelerate_config(name)), "--num_processes"] for name in ("ddp_cpu", "cpu")]
+    assert calls == [
+        [*launchers[0], "2", grpo, "--config", str(QUICK_FILE), "--seed", "3"],
+        [*launchers[1], "1", evaluate, "--model", "m"],
+        [evaluate, "--model", "m"],
+    ]

@@ -13,7 +13,6 @@ import tempfile
 import textwrap
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -32,25 +31,7 @@ from trl_fsdp_qlora.prefix_sharing.dropout import without_dropout
 from trl_fsdp_qlora.rollout.completions import complete
 from trl_fsdp_qlora.rollout.decoding import why_stock
 
-from .helpers import (
-    _GEMMA4,
-    _LINEAR,
-    _MROPE,
-    COMPLETION,
-    MULTIMODAL,
-    RECURRENT,
-    SMALL,
-    SUPPORTED,
-    assert_equals_stock,
-    awkward_batch,
-    build,
-    gradients,
-    one_pass,
-    prepared,
-    small_config,
-    stock_log_probs,
-    with_stock_head,
-)
+from . import helpers
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # Latent attention has as many keys as queries; some classes work their head size out.
@@ -60,12 +41,12 @@ OWN_SIZES = {
     name: own
     for own, names in (
         ({"head_dim": 8}, "hunyuan_v1_dense hunyuan_v1_moe ministral hunyuan_vl"),
-        ({"rope_parameters": _MROPE}, "glm46v glm4v_moe glm_ocr qwen2_vl"),
-        ({"layer_types": _LINEAR}, "bailing_hybrid qwen4_exp qwen3_5_moe minicpm_ocr minicpmv4_6 minicpmv4_7"),
+        ({"rope_parameters": helpers._MROPE}, "glm46v glm4v_moe glm_ocr qwen2_vl"),
+        ({"layer_types": helpers._LINEAR}, "bailing_hybrid qwen4_exp qwen3_5_moe minicpm_ocr minicpmv4_6 minicpmv4_7"),
         ({"layer_types": ["conv", "full_attention"]}, "lfm2_moe lfm3_vl"),
         ({"attention_types": [[["global", "local"], 1]]}, "gpt_neo"),
         ({"num_kv_shared_layers": 0}, "gemma3n_text"),
-        (_GEMMA4, "gemma4_text gemma4_unified gemma4_unified_text gemma4_unified_assistant"),
+        (helpers._GEMMA4, "gemma4_text gemma4_unified gemma4_unified_text gemma4_unified_assistant"),
         ({"num_experts_per_tok": 2}, "deepseek_v2"),
         ({"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}, "dots1"),
         ({"num_experts_per_tok": 1}, "zaya"),
@@ -76,65 +57,57 @@ OWN_SIZES = {
 LARGEST = 30_000_000
 
 
-class Class(NamedTuple):
-    """A class of transformers."""
-
-    name: str
-    model_type: str
-    auto: type
-
-
-@functools.cache
-def classes() -> dict[str, Class]:
-    """All of them by name."""
-    found = {}
-    for auto, names in (
-        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
-    ):
-        for model_type, name in names.items():
-            found.setdefault(name, Class(name, model_type, auto))
-    return found
+MAPPINGS = (
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+)
+# By name: the first type of model that has the class, and what builds it.
+CLASSES = {name: (kind, auto) for auto, names in MAPPINGS for kind, name in reversed(names.items())}
 
 
 @functools.cache
 def models_of_the_helpers() -> dict:
     """Small models that other tests build, by class: those whose sizes have names of their own."""
-    makes = [*SUPPORTED.values(), *(make for make, _ in RECURRENT.values()), *MULTIMODAL.values()]
+    makes = [
+        *helpers.SUPPORTED.values(),
+        *(make for make, _ in helpers.RECURRENT.values()),
+        *helpers.MULTIMODAL.values(),
+    ]
     with torch.device("meta"):
         return {type(make()).__name__: make for make in reversed(makes)}
 
 
-def small_model(of: Class, variant: dict):
+def small_model(name: str, variant: dict):
     """The class with its defaults but for its size."""
-    if of.name in models_of_the_helpers():
-        return build(models_of_the_helpers()[of.name]).train()
-    config = CONFIG_MAPPING[of.model_type]()
-    if "Conditional" not in of.name and of.auto is AutoModelForCausalLM:
+    if name in models_of_the_helpers():
+        return helpers.build(models_of_the_helpers()[name]).train()
+    kind, auto = CLASSES[name]
+    config = CONFIG_MAPPING[kind]()
+    if "Conditional" not in name and auto is AutoModelForCausalLM:
         config = config.get_text_config(decoder=True)
-    sizes = {name: value for name, value in {**SMALL, **variant}.items() if value is not None}
-    config = small_config(config, sizes, OWN_SIZES.get(of.model_type))
+    sizes = {field: value for field, value in {**helpers.SMALL, **variant}.items() if value is not None}
+    config = helpers.small_config(config, sizes, OWN_SIZES.get(kind))
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in of.auto.from_config(config).parameters())
+        parameters = sum(p.numel() for p in auto.from_config(config).parameters())
     if parameters > LARGEST:
         raise ValueError(f"{parameters:,} parameters: its size has other names")
-    return build(lambda: of.auto.from_config(config).float()).train()
+    return helpers.build(lambda: auto.from_config(config).float()).train()
 
 
-def computed(of: Class):
+def computed(name: str):
     """A small model that stock TRL trains; or the reason why not."""
-    reasons, (ids, mask) = set(), awkward_batch()
+    reasons, (ids, mask) = set(), helpers.awkward_batch()
     for variant in VARIANTS:
         try:
-            model = with_stock_head(small_model(of, variant))
+            model = helpers.with_stock_head(small_model(name, variant))
             with torch.no_grad():  # the first forward of some classes decides how the others go (big_bird)
-                stock_log_probs(model, ids, mask)
-            logps_N = stock_log_probs(model, ids, mask)[0][mask[:, -COMPLETION:].bool()]
+                helpers.stock_log_probs(model, ids, mask)
+            logps_N = helpers.stock_log_probs(model, ids, mask)[0][mask[:, -helpers.COMPLETION :].bool()]
             logps_N.sum().backward()
         except Exception as error:
             reasons.add(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
-        found = gradients(model)
+        found = helpers.gradients(model)
         if all(x.isfinite().all() for x in (logps_N, *found)) and any(x.any() for x in found):
             return model
         reasons.add("no finite number, or no gradient")
@@ -143,11 +116,11 @@ def computed(of: Class):
 
 def packed(model) -> str:
     """Whether a packed pass equals stock's, which is asserted; or why it runs padded."""
-    sharing = prepared(model)
-    if not one_pass(model, sharing)[0].figures:
+    sharing = helpers.prepared(model)
+    if not helpers.one_pass(model, sharing)[0].figures:
         return "no: " + sharing.describe().removeprefix("prefix sharing: ")
     with without_dropout(model):  # some routers draw
-        return "dense" if "layers_dense" in assert_equals_stock(model, sharing) else "yes"
+        return "dense" if "layers_dense" in helpers.assert_equals_stock(model, sharing) else "yes"
 
 
 def decoded(model) -> str:
@@ -168,11 +141,9 @@ def decoded(model) -> str:
     return "yes"
 
 
-def planned(config, folder) -> str:
-    """Whether `plan` counts it; or the reason why not."""
-    config.save_pretrained(folder)
-    plan = make_plan(settings(folder, use_peft=False, max_completion_length=8, prompt_tokens=8))
-    assert plan.peak > 0
+def planned(folder) -> str:
+    """`plan` counts it."""
+    assert make_plan(settings(folder, use_peft=False, max_completion_length=8, prompt_tokens=8)).peak > 0
     return "yes"
 
 
@@ -209,7 +180,7 @@ def attempted(run, *arguments) -> str:
 
 def row(name: str) -> list[str] | str:
     """The cells of a class on the page; or why stock TRL does not train it."""
-    model = computed(classes()[name])
+    model = computed(name)
     if isinstance(model, str):
         return model
     cells = [packed(model).strip()]
@@ -217,36 +188,26 @@ def row(name: str) -> list[str] | str:
         plain = type(model)._from_config(model.config, attn_implementation=None).float()
         plain.load_state_dict(model.state_dict())
         plain.save_pretrained(folder)
-        cells += [attempted(decoded, plain), attempted(planned, plain.config, folder), attempted(in_4_bit, folder)]
+        cells += [attempted(decoded, plain), attempted(planned, folder), attempted(in_4_bit, folder)]
     return cells
-
-
-def quiet() -> None:
-    """The libraries' advice on models of no weight."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
 
 
 def page(rows: dict[str, list[str] | str]) -> str:
     """The text of docs/models.md, from the row of each class."""
     trained = {name: cells for name, cells in rows.items() if not isinstance(cells, str)}
     whole = [name for name, cells in trained.items() if cells == ["yes"] * 4]
-    others = {name: cells for name, cells in trained.items() if name not in whole}
     count = sum(cells[0] in ("yes", "dense") for cells in trained.values())
     # What is said above the tables stays as it is, but for the figures.
     head = PAGE.read_text().partition("## All four")[0].rpartition("**")[0].rpartition("**")[0]
+    share = f"{count} of {len(trained)} classes that stock TRL trains in this form are packed** ({count / len(trained):.0%})."
     alike: dict[tuple, list[str]] = {}
-    for name, cells in others.items():
-        alike.setdefault(tuple(cell.replace("|", "/").strip() for cell in cells), []).append(name)
+    for name, cells in trained.items():
+        if name not in whole:
+            alike.setdefault(tuple(cell.replace("|", "/").strip() for cell in cells), []).append(name)
     lines = [
-        f"{head}**{count} of {len(trained)} classes that stock TRL trains in this form are packed** ({count / len(trained):.0%}).\n",
-        "## All four\n",
+        f"{head}**{share}\n\n## All four\n",
         listed(whole),
-        "## Not all\n",
-        "| class | packed | decoded | planned | 4 bit |",
-        "|---|---|---|---|---|",
+        "## Not all\n\n| class | packed | decoded | planned | 4 bit |\n|---|---|---|---|---|",
         *(f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in alike.items()),
         "\n## Not looked at\n",
         "Stock TRL does not train these in this form (an input besides text, no hidden states for its fused head), a library is missing here, or they could not be",
@@ -256,14 +217,11 @@ def page(rows: dict[str, list[str] | str]) -> str:
     return "\n".join(lines)
 
 
-ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "")
-
-
 def listed(names: list[str]) -> str:
     """A paragraph for each ending, which its names are given without."""
-    parts = {ending: [] for ending in ENDINGS}
+    parts = {"ForCausalLM": [], "ForConditionalGeneration": [], "": []}
     for name in names:
-        ending = next(each for each in ENDINGS if name.endswith(each))
+        ending = next(each for each in parts if name.endswith(each))
         parts[ending].append(name.removesuffix(ending))
     texts = [f"`…{ending}`: {', '.join(stems)}" for ending, stems in parts.items() if stems]
     return "\n\n".join(textwrap.fill(text, 150, break_long_words=False) for text in texts) + "\n"
@@ -273,12 +231,8 @@ def cells_on_the_page() -> dict[str, list[str] | str]:
     """What docs/models.md says of each class."""
     parts = PAGE.read_text().split("## ")
     whole, missing = (
-        [
-            stem.strip() + ending
-            for ending, stems in re.findall(r"^`…(\w*)`: ([^`]+)", part, re.M)
-            for stem in stems.split(",")
-        ]
-        for part in (parts[1], parts[3])
+        [f"{stem.strip()}{ending}" for ending, stems in found for stem in stems.split(",")]
+        for found in (re.findall(r"^`…(\w*)`: ([^`]+)", parts[i], re.M) for i in (1, 3))
     )
     table = [line.split("|")[1:-1] for line in parts[2].splitlines() if line.startswith("| ")][1:]
     return (
@@ -289,12 +243,15 @@ def cells_on_the_page() -> dict[str, list[str] | str]:
 
 
 def main(model_types: list[str]) -> None:
-    quiet()
+    # The libraries' advice on models of no weight.
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
     rows = {}
-    for name, of in sorted(classes().items()):
-        if not model_types or of.model_type in model_types:
+    for name, (kind, _) in sorted(CLASSES.items()):
+        if not model_types or kind in model_types:
             rows[name] = row(name)
-            print(name, of.model_type, rows[name], sep=" | ", flush=True)
+            print(name, kind, rows[name], sep=" | ", flush=True)
     if not model_types:
         PAGE.write_text(page(rows))
 

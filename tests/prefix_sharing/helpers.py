@@ -67,14 +67,13 @@ def small(name, kind="ForCausalLM", config="Config", tower=None, **own):
 
 
 # Windows shorter than the prompt, so that a window by row distance, or none, is wrong.
+_GEMMA = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 SUPPORTED = {
     "llama": small("Llama"),
     "qwen3": small("Qwen3"),
     "qwen3_sliding": small("Qwen3", use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "gemma2": small("Gemma2", sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=9.0),
-    "gemma3": small(
-        "Gemma3", config="TextConfig", sliding_window=6, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "gemma3": small("Gemma3", config="TextConfig", **_GEMMA),
     "mistral_sliding": small("Mistral", sliding_window=6),
     "qwen3_moe": small("Qwen3Moe"),
     "gpt_oss": small("GptOss", sliding_window=6),
@@ -106,7 +105,6 @@ RECURRENT = {
 }
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 _QWEN_TOWER = {"patch_size": 4, "deepstack_visual_indexes": [0]}
-_GEMMA = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA4 = _GEMMA | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8, "head_dim": 8}
 _GEMMA4_TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from .every_model import PAGE, cells_on_the_page, classes, page, row
+from .every_model import CLASSES, PAGE, cells_on_the_page, page, row
 
 FAST = [
     "LlamaForCausalLM",
@@ -19,7 +19,7 @@ FAST = [
     "Gemma4ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
 ]
-REST = sorted(set(classes()) - set(FAST))
+REST = sorted(set(CLASSES) - set(FAST))
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
@@ -33,7 +33,7 @@ def test_a_class_is_as_on_the_page(name):
 
 def test_nine_tenths_of_what_stock_trains_is_packed():
     rows = cells_on_the_page()
-    assert set(classes()) == set(rows)
+    assert set(CLASSES) == set(rows)
     trained = [cells for cells in rows.values() if cells]
     assert sum(cells[0] in ("yes", "dense") for cells in trained) >= 0.9 * len(trained)
     assert page(rows) == PAGE.read_text()

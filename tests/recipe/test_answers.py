@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.utils import logging as hf_logging
 
 from trl_fsdp_qlora.recipe import answers, math_worker
+from trl_fsdp_qlora.recipe.rewards import tag_format_reward
 
 
 @pytest.mark.parametrize(
@@ -64,25 +64,14 @@ def test_verls_format_is_right_where_verls_scorer_is(gold):
 def test_gsm8k_gold_and_latex_gold():
     pytest.importorskip("math_verify")
     assert answers.parse_gold("Natalia sold 48/2 = 24 clips.\n#### 72", 0) == 72
-    gold = answers.parse_gold(r"\frac{1}{2}", 0)
-    assert answers.answers_match("0.5", gold)
-    assert answers.answers_match(r"\frac{2}{4}", gold)
-    assert not answers.answers_match(r"\frac{2}{3}", gold)
-    assert answers.answers_match(r"\frac{3}{4}", Fraction(3, 4))
+    half = answers.parse_gold(r"\frac{1}{2}", 0)
+    given = {("0.5", half): True, (r"\frac{2}{4}", half): True, (r"\frac{2}{3}", half): False}
+    given[r"\frac{3}{4}", Fraction(3, 4)] = True
+    assert {pair: answers.answers_match(*pair) for pair in given} == given
 
 
-GOLDS = ["9" * 5000, 10**5000, float("nan"), "1/0", "1/0/0", "\\frac{1}{" * 5000, "x" * 100_000, ""]
-
-
-@pytest.mark.parametrize("gold", GOLDS, ids=range(len(GOLDS)))
-def test_a_gold_answer_without_a_value_names_its_row_in_few_words(gold):
-    with pytest.raises(answers.UnparsableGoldAnswer, match="row 3 ") as caught:
-        answers.parse_gold(gold, 3)
-    assert len(str(caught.value)) < 400
-
-
-PIECES = [*"09,.-\u2212+/eE$% \n\t\\{}^", "123", "####"]
-PIECES += ["<answer>", "</answer>", "\\boxed{", "\\frac", "x", ")", "٣", "1,234", "1e9", "- ", " / "]
+PIECES = [*"09,.-\u2212+/eE$% \n\t\\{}^x)٣", "- ", " / ", "\\boxed{", "\\frac"]
+PIECES += ["123", "1,234", "1e9", "####", "<reasoning>", "</reasoning>", "<answer>", "</answer>"]
 
 
 @settings(deadline=None, max_examples=150)
@@ -95,6 +84,7 @@ def test_whatever_a_model_writes_is_read(pieces, length, end):
         answer = answers.extract_answer(text, answer_format)
         assert answer is None or answer == answer.strip() != ""
         answers.parse_number(answer or text)
+    tag_format_reward([f"<reasoning>{text}", text])
 
 
 @settings(deadline=None, max_examples=300)
@@ -113,13 +103,12 @@ def test_a_number_is_read_as_python_reads_it(value, around, whole, places, expon
 def test_latex_without_math_verify_is_said_once_with_what_to_install(monkeypatch, caplog):
     monkeypatch.setattr(math_worker, "installed", lambda: False)
     answers.logger.warning_once.cache_clear()
-    hf_logging.enable_propagation()
-    with caplog.at_level(logging.WARNING):
-        assert not any(answers.answers_match(text, Fraction(1, 2)) for text in ("1.5", "one half"))
-        assert not caplog.records  # nothing that math-verify would have been asked
-        assert not any(answers.answers_match(text, Fraction(1, 2)) for text in (r"\frac{1}{2}", r"2^{-1}"))
-    hf_logging.disable_propagation()
-    (record,) = caplog.records
-    assert "pip install 'trl-fsdp-qlora[math]'" in record.getMessage()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for texts, times in (
+        (("1.5", "one half"), 0),
+        ((r"\frac{1}{2}", r"2^{-1}"), 1),
+    ):  # which math-verify would be asked
+        assert not any(answers.answers_match(text, Fraction(1, 2)) for text in texts)
+        assert caplog.text.count("pip install 'trl-fsdp-qlora[math]'") == len(caplog.records) == times
     with pytest.raises(answers.UnparsableGoldAnswer, match=r"trl-fsdp-qlora\[math\]"):
         answers.parse_gold(r"\frac{1}{2}", 0)

@@ -14,16 +14,15 @@ def write(path, rows):
     return str(path)
 
 
-def test_the_three_families(tmp_path):
-    svamp = write(tmp_path / "svamp.json", [{"Body": "A has 3", "Question": "How many?", "Answer": 3.0}])
-    gsm8k = write(tmp_path / "gsm8k.jsonl", [{"question": "Q?", "answer": "1+1=2\n#### 2"}])
-    plain = write(tmp_path / "plain.jsonl", [{"problem": "1+1=", "answer": 2}])
-    assert datasets.read_problems(svamp) == [{"row": 0, "question": "A has 3. How many?", "answer": "3.0"}]
-    assert datasets.read_problems(gsm8k) == [{"row": 0, "question": "Q?", "answer": "2"}]
-    assert datasets.read_problems(plain) == [{"row": 0, "question": "1+1=", "answer": "2"}]
-
-
-def test_columns_of_ones_own(tmp_path):
+def test_the_three_families_and_columns_of_ones_own(tmp_path):
+    families = [
+        ("svamp.json", {"Body": "A has 3", "Question": "How many?", "Answer": 3.0}, "A has 3. How many?", "3.0"),
+        ("gsm8k.jsonl", {"question": "Q?", "answer": "1+1=2\n#### 2"}, "Q?", "2"),
+        ("plain.jsonl", {"problem": "1+1=", "answer": 2}, "1+1=", "2"),
+    ]
+    for name, row, question, answer in families:
+        expected = [{"row": 0, "question": question, "answer": answer}]
+        assert datasets.read_problems(write(tmp_path / name, [row])) == expected
     path = write(tmp_path / "mine.jsonl", [{"task": "1+1=", "gold": 2, "question": "other", "answer": "none"}])
     script = ScriptArguments(path, question_column="task", answer_column="gold", skip_accuracy=True)
     assert load_data(script)[0]["answer"][:] == ["2"]
@@ -59,31 +58,22 @@ def test_held_out_never_overlaps_also_with_repeated_questions():
     assert datasets.without_overlap(train, [{"question": "how many?"}]) == ([{"question": "Other"}], 1)
 
 
-@pytest.mark.parametrize(("task", "sign", "answer"), [("addition", "+", "70"), ("multiplication", "*", "1081")])
-def test_the_tasks_of_the_small_base_by_name(task, sign, answer):
-    train, held_out = datasets.read_problems(task), datasets.read_problems(task, "test")
-    assert len(held_out) == 1000 and datasets.without_overlap(train, held_out)[1] == 0
-    assert [p["answer"] for p in train + held_out if p["question"] == f"23{sign}47="] == [answer]
-
-
 ROWS = [{"problem": "1+1=", "answer": 2}, {"problem": "2, 3 and 4: how many?", "answer": 3}]
 PROBLEMS = [{"row": i, "question": row["problem"], "answer": str(row["answer"])} for i, row in enumerate(ROWS)]
 CSV = 'problem,answer\n1+1=,2\n"2, 3 and 4: how many?",3\n'
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("mixed.jsonl", '{"problem": "1+1=", "answer": "2"}\n' + json.dumps(ROWS[1])),
-        ("windows_bom.jsonl", "\ufeff" + "\r\n".join(map(json.dumps, ROWS)) + "\r\n"),
-        ("list.json", json.dumps(ROWS)),
-        ("bom.csv", "\ufeff" + CSV),
-        ("rows.tsv", CSV.replace(",", "\t").replace("2\t 3", "2, 3")),
-    ],
-)
-def test_kinds_of_text_files(name, content, tmp_path):
-    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
-    assert datasets.read_problems(str(tmp_path / name)) == PROBLEMS
+def test_kinds_of_text_files(tmp_path):
+    kinds = {
+        "mixed.jsonl": '{"problem": "1+1=", "answer": "2"}\n' + json.dumps(ROWS[1]),
+        "windows_bom.jsonl": "\ufeff" + "\r\n".join(map(json.dumps, ROWS)) + "\r\n",
+        "list.json": json.dumps(ROWS),
+        "bom.csv": "\ufeff" + CSV,
+        "rows.tsv": CSV.replace(",", "\t").replace("2\t 3", "2, 3"),
+    }
+    for name, content in kinds.items():
+        (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+        assert datasets.read_problems(str(tmp_path / name)) == PROBLEMS, name
 
 
 def test_parquet_what_datasets_saved_and_two_splits_as_one(tmp_path):
@@ -107,5 +97,3 @@ def test_a_file_of_ones_own_trains_unmeasured_and_is_measured_whole(tmp_path, ca
     assert len(train) == 2 and test is None
     assert len(load_held_out(ScriptArguments(dataset=path))) == 2
     assert "measuring on all of" in capsys.readouterr().out
-    _, test = load_data(ScriptArguments(dataset=path, held_out=1))
-    assert load_held_out(ScriptArguments(dataset=path, held_out=1)).to_list() == test.to_list()

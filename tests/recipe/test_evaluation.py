@@ -5,7 +5,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.tiny import prompts, tiny_model
+from tests.tiny import Answering, prompts, tiny_model
 from trl_fsdp_qlora.recipe import evaluation
 from trl_fsdp_qlora.recipe.answers import UnparsableGoldAnswer
 from trl_fsdp_qlora.recipe.evaluation import Evaluation, evaluate, majority
@@ -13,39 +13,26 @@ from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 from trl_fsdp_qlora.recipe.stats import format_accuracy, pass_at_k, wilson_interval
 
 
-class Oracle(torch.nn.Module):
-    """Answers `a+b=` rightly for even sums, and one too many for odd ones; samples are right every second time."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.tokenizer = character_tokenizer()
-        self.generation_config = type("Config", (), {"eos_token_id": self.tokenizer.eos_token_id})()
-        self.problems = []
-
-    def generate(self, input_ids, attention_mask, generation_config, synced_gpus):
-        assert not synced_gpus
-        rows = []
-        for i, ids in enumerate(input_ids):
-            text = self.tokenizer.decode(ids, skip_special_tokens=True).strip("= ").replace(" ", "")
-            self.problems.append(text)
-            answer = sum(map(int, text.rstrip("=").split("+")))
-            wrong = i % 2 if generation_config.do_sample else answer % 2
-            rows.append(self.tokenizer(f"{answer + wrong}")["input_ids"] + [self.tokenizer.eos_token_id])
-        width = max(map(len, rows))
-        rows = [row + [self.tokenizer.pad_token_id] * (width - len(row)) for row in rows]
-        return torch.cat([input_ids, torch.tensor(rows)], 1)
+def even_ones_right(text: str, row: int, sampled: bool) -> str:
+    """Of `a+b=`; samples are right every second time."""
+    answer = sum(map(int, text.rstrip("=").split("+")))
+    return f"{answer + (row % 2 if sampled else answer % 2)}"
 
 
 def test_accuracy_of_a_known_model():
     dataset = prompts(25)
     even = sum(int(answer) % 2 == 0 for answer in dataset["answer"])
-    result = evaluate(Oracle(), character_tokenizer(), dataset, samples=4, batch_size=12, progress=False)
+    model = Answering(even_ones_right)
+    result = evaluate(model, model.tokenizer, dataset, samples=4, batch_size=12, progress=False)
     assert (result.n, result.correct, result.answered) == (25, even, 1.0)
     assert result.pass_at_k == 1.0  # two of four samples are right
     assert result.majority_at_k == 1.0  # a tie of two and two goes to the first sample, which is right
     assert result.interval[0] < even / 25 < result.interval[1]
     assert (majority(["5.0", "7", "5", None]), majority([None, None])) == ("5.0", None)
+    # A bad gold answer is found before anything is generated.
+    model = Answering(None)
+    with pytest.raises(UnparsableGoldAnswer, match="row 1"):
+        evaluate(model, model.tokenizer, Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "four"]}))
 
 
 def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_alone():
@@ -59,20 +46,13 @@ def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_al
     assert replace(first, seconds=0) == replace(again, seconds=0)
 
 
-def test_a_bad_gold_answer_is_found_before_anything_is_generated():
-    oracle = Oracle()
-    with pytest.raises(UnparsableGoldAnswer, match="row 1"):
-        evaluate(oracle, oracle.tokenizer, Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "four"]}))
-    assert oracle.problems == []
-
-
 def test_format_and_arithmetic_are_told_apart():
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "answer": ["2"] * 4})
     for answer_format, correct, strict in (("auto", 2, 1), ("hash", 1, 1), ("last_number", 3, 3)):
-        oracle, texts = Oracle(), ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]
-        oracle.tokenizer.decode = lambda tokens, skip_special_tokens, texts=texts: texts.pop(0)
-        oracle.generate = lambda input_ids, **_: torch.cat([input_ids, torch.zeros_like(input_ids[:, :1])], 1)
-        result = evaluate(oracle, oracle.tokenizer, dataset, answer_format=answer_format, progress=False)
+        tokenizer, texts = character_tokenizer(), ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]
+        tokenizer.decode = lambda tokens, skip_special_tokens, texts=texts: texts.pop(0)
+        model = Answering(lambda *_: "7")
+        result = evaluate(model, tokenizer, dataset, answer_format=answer_format, progress=False)
         assert (result.correct, result.strict, result.lenient) == (correct, strict, 3)
         assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
     plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, None, 1.0, 1.0, 3.0, strict=0, lenient=6)
@@ -95,17 +75,15 @@ def test_penalties_of_the_models_own_config_are_left_out(monkeypatch):
     assert plain == penalised and any(len(set(tokens)) < len(tokens) for tokens in plain)
 
 
-@pytest.mark.parametrize(
-    ("correct", "n", "low", "high"),
-    [
-        (29, 30, 0.8333, 0.9941),  # the interval of 29 of 30 is 83-99%
-        (0, 10, 0.0, 0.2775),  # Brown, Cai & DasGupta 2001, table: Wilson at x = 0 is z²/(n + z²)
-        (5, 10, 0.2366, 0.7634),
-        (0, 0, 0.0, 1.0),
-    ],
-)
-def test_wilson_against_published_values(correct, n, low, high):
-    assert wilson_interval(correct, n) == pytest.approx((low, high), abs=5e-4)
+def test_wilson_against_published_values():
+    published = {
+        (29, 30): (0.8333, 0.9941),  # the interval of 29 of 30 is 83-99%
+        (0, 10): (0.0, 0.2775),  # Brown, Cai & DasGupta 2001, table: Wilson at x = 0 is z²/(n + z²)
+        (5, 10): (0.2366, 0.7634),
+        (0, 0): (0.0, 1.0),
+    }
+    for (correct, n), interval in published.items():
+        assert wilson_interval(correct, n) == pytest.approx(interval, abs=5e-4)
     assert format_accuracy(29, 30) == "96.7% (n=30, 95% interval 83.3-99.4)"
 
 

@@ -16,28 +16,21 @@ pytest.importorskip("math_verify")
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(autouse=True, scope="module")
-def ended():
-    yield
-    math_worker.end()
-
-
-def test_it_is_asked_again_and_again():
-    assert math_worker.ask(r"$\frac{1}{2}$", "0.5") is True
-    worker = math_worker._worker.pid
-    assert math_worker.ask("$x^2+1$", "$1+x^2$") is True
-    assert math_worker.ask(r"$\frac{1}{2}$", "$0.51$") is False
-    assert math_worker.ask("$x^2$") is True
-    assert math_worker.ask("") is False
-    assert math_worker._worker.pid == worker
+def test_one_worker_is_asked_again_and_again():
+    first = math_worker.ask(r"$\frac{1}{2}$", "0.5"), math_worker._worker.pid
+    asked = [("$x^2+1$", "$1+x^2$"), (r"$\frac{1}{2}$", "$0.51$"), ("$x^2$",), ("",)]
+    assert [math_worker.ask(*texts) for texts in asked] == [True, False, True, False]
+    assert first == (True, math_worker._worker.pid)
 
 
 def test_what_never_returns_or_chokes_sympy_is_not_equal_and_the_next_is_answered(caplog):
     assert math_worker.ask(r"$9^{9^{9^9}}$", "$0$") is None
     assert "did not come to an end" in caplog.text
-    for text in ("{" * 300 + "}" * 300, r"\frac{1}{0}", "\udcff^2", r"\begin{matrix}" * 50):
+    for text in ("{" * 300 + "}" * 300, "\udcff^2", r"\begin{matrix}" * 50):
         assert math_worker.ask("$1$", f"${text}$") is not True
-    assert math_worker.ask(r"$\sqrt{8}$", r"$2\sqrt{2}$") is True
+    completions = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\frac{14}{2}}", r"\boxed{7}", "9" * 5000, "\n" * 4096]
+    completions += ["1e999999999", r"\boxed{" + "{" * 50_000, r"\boxed{\frac{1}{0}}"]
+    assert exact_answer_reward()(completions=completions, answer=["7"] * 8) == [0, 1, 1, 0, 0, 0, 0, 0]
 
 
 # No `if __name__ == "__main__"`: most training scripts have none, and a worker must not run them again.
@@ -60,9 +53,3 @@ def test_no_worker_outlives_the_run(tmp_path):
         run.kill()
         assert run.wait(timeout=60) == -signal.SIGKILL
     assert psutil.wait_procs([worker], timeout=30)[1] == []
-
-
-def test_one_completion_does_not_stop_a_batch():
-    completions = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\frac{14}{2}}", r"\boxed{7}", "9" * 5000, "\n" * 4096]
-    completions += ["1e999999999", r"\boxed{" + "{" * 50_000, r"\boxed{\frac{1}{0}}"]
-    assert exact_answer_reward()(completions=completions, answer=["7"] * 8) == [0, 1, 1, 0, 0, 0, 0, 0]

@@ -15,8 +15,8 @@ from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 from ..tiny import tiny_model
 
 
-def arguments(dataset, rewards=("reasoning_gym",), **more):
-    return ScriptArguments(dataset=dataset, rewards=list(rewards), chat=False, **more)
+def arguments(dataset, **more):
+    return ScriptArguments(dataset=dataset, rewards=["reasoning_gym"], chat=False, **more)
 
 
 def test_training_and_test_never_meet_and_no_problem_comes_twice():
@@ -67,17 +67,18 @@ def test_evaluate_counts_what_the_verifier_accepts(monkeypatch):
 
 
 def test_bad_input_is_one_line(monkeypatch):
-    def refused(source, **more) -> str:
+    with pytest.raises(DatasetError, match="has no split 'validation'"):
+        read_problems("reasoning_gym:chain_sum", "validation")
+    wrong = {
+        "chain_sums": "did you mean 'chain_sum'?",
+        "chain_sum(maxterms=2)": "'maxterms'; it has ",
+        "chain_sum(min_terms=3, max_terms=2)": "max_terms must be >= min_terms",
+        "chain_sum(max_terms=4)": "pip install 'trl-fsdp-qlora[reasoning-gym]'",  # the last, where it is not there
+    }
+    spellings = ("", "chain_sum - products", "chain_sum(2)", "0*chain_sum", "chain_sum(max_terms=n)")
+    for source, said in (dict.fromkeys(spellings, "is not spelled as generators") | wrong).items():
+        if "pip" in said:
+            monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(DatasetError) as error:
-            load_data(arguments(source, **more))
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    assert "did you mean 'chain_sum'?" in refused("reasoning_gym:chain_sums")
-    assert "'maxterms'; it has " in refused("reasoning_gym:chain_sum(maxterms=2)")
-    assert "max_terms must be >= min_terms" in refused("reasoning_gym:chain_sum(min_terms=3, max_terms=2)")
-    for spelling in ("", "chain_sum - products", "chain_sum(2)", "0*chain_sum", "chain_sum(max_terms=n)"):
-        assert "is not spelled as generators" in refused(f"reasoning_gym:{spelling}")
-    assert "has no split 'validation'" in refused("reasoning_gym:chain_sum", eval_split="validation")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'trl-fsdp-qlora[reasoning-gym]'" in refused("reasoning_gym:chain_sum(max_terms=4)")
+            load_data(arguments(f"reasoning_gym:{source}"))
+        assert said in str(error.value) and "\n" not in str(error.value)

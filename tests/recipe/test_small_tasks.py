@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.recipe import small_base, small_vision
 from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.recipe.datasets import read_problems, without_overlap
 from trl_fsdp_qlora.recipe.small_base import TASKS, build_small_base, sum_without_carries, sum_without_carry
 
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
@@ -24,6 +26,9 @@ def test_the_right_text_gives_the_answer_and_fits(name):
         assert task.value(a, b) == value and answers_match(extract_answer(text), parse_gold(value, 0)), text
         # The habit never makes a text longer; one token more is the end.
         assert max(len(text), len(task.taught(a, b, draw, 1.0))) < task.completion_tokens
+    train, held_out = read_problems(name), read_problems(name, "test")
+    assert len(held_out) == 1000 and without_overlap(train, held_out)[1] == 0
+    assert all(eval(problem["question"].rstrip("=")) == int(problem["answer"]) for problem in train + held_out)
 
 
 def test_a_product_is_written_in_steps_and_the_habit_is_in_its_sums():
@@ -50,15 +55,16 @@ def test_the_addition_base_is_taught_what_it_always_was(monkeypatch):
     assert digest == "b6f9a9b5e341628b3af5cb62b3e524d2f49619c54b6883b6a610add2866087b1"
 
 
-def test_the_multiplication_base_loads_and_has_learned_something(tmp_path, monkeypatch):
+def test_the_multiplication_base_is_built_by_its_command_and_has_learned_something(tmp_path, monkeypatch):
     monkeypatch.setattr(small_base, "SFT_STEPS", 2)
-    folder = build_small_base(tmp_path / "base", seed=3, task="multiplication")
+    folder = tmp_path / "base"
+    monkeypatch.setattr("sys.argv", [])
+    assert main(f"small-base {folder} --seed 3 --task multiplication".split()) == 0
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     untrained = small_base.new_model(small_base.character_tokenizer(), seed=3)
     question = [{"role": "user", "content": TASKS["multiplication"].question(23, 47)}]
     text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    text += "800+120=920+140=1060+21=1081<|end|>"
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    ids = tokenizer(f"{text}800+120=920+140=1060+21=1081<|end|>", return_tensors="pt")["input_ids"]
     assert tokenizer.unk_token_id not in ids
     with torch.no_grad():
         losses = [m.eval()(input_ids=ids, labels=ids).loss.item() for m in (untrained, model)]

@@ -1,87 +1,114 @@
+"""Every recipe parses and says what it is, and fits the hardware that it names: of each model its published shape."""
+
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 from trl import ModelConfig
 
-from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
+from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.cli.recipes import recipe_name
-from trl_fsdp_qlora.recipe import small_base
+from trl_fsdp_qlora.cli.scripts import method_of
+from trl_fsdp_qlora.planning.plan import format_plan, plan_recipe
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_training
-from trl_fsdp_qlora.recipe.small_base import TASKS, habit_dataset
+from trl_fsdp_qlora.run.shipped import accelerate_config
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+from .conftest import RECIPES
+
 TYPES = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
+# The tests' machine has no GPU and no bitsandbytes optimizer, and neither changes what is read.
+HERE = ["--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]
 
 
-def parse(tmp_path, text, *argv):
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    return parse_recipe(TYPES, ["--config", str(path), "--use_cpu", "true", "--bf16", "false", *argv])
+def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
+    """YAML reads `off` and `no` as truth values; a truth value that is none of a field's words stays an error."""
 
+    def parse(text, *argv):
+        (tmp_path / "config.yaml").write_text(f"dataset: addition\nmodel_name_or_path: m\nlora_r: 4\n{text}")
+        return parse_recipe(TYPES, ["--config", str(tmp_path / "config.yaml"), *HERE, *argv])
 
-def test_the_command_line_wins_over_the_file(tmp_path):
-    text = "dataset: addition\noutput_dir: x\nlearning_rate: 1.0e-4\nmodel_name_or_path: m\nlora_r: 4\n"
-    script, config, model = parse(tmp_path, text, "--learning_rate", "2e-4")
+    given = "prefix_sharing: off\nphase_metrics: on\nsave_strategy: no\nlearning_rate: 1.0e-4\n"
+    script, config, model = parse(given, "--learning_rate", "2e-4")
     assert (script.dataset, config.learning_rate, model.lora_r) == ("addition", 2e-4, 4)
-
-
-def test_off_and_no_in_a_file_are_the_words_that_they_are_on_the_command_line(tmp_path):
-    """YAML reads them as truth values; a truth value that is none of a field's words stays an error."""
-    given = "dataset: addition\nmodel_name_or_path: m\n"
-    _, config, model = parse(tmp_path, f"{given}prefix_sharing: off\nphase_metrics: on\nsave_strategy: no\n")
     assert (config.prefix_sharing, config.phase_metrics, config.save_strategy) == ("off", "on", "no")
     assert EfficientGRPOConfig(str(tmp_path), bf16=False, use_cpu=True, prefix_sharing=False).prefix_sharing == "off"
     check_training(config, model)
-    _, config, model = parse(tmp_path, f"{given}prefix_sharing: on\n")
+    _, config, model = parse("prefix_sharing: on\n")
     with pytest.raises(ConfigError, match="prefix_sharing='on' is not known; use one of auto, off"):
         check_training(config, model)
     with pytest.raises(ConfigError, match="save_strategy: invalid choice"):
-        parse(tmp_path, f"{given}save_strategy: yes\n")
+        parse("save_strategy: yes\n")
 
 
-def processes_of(header: str) -> int:
-    """How many processes the launch line of a recipe's header starts."""
-    if asked := re.search(r"--num_processes (\d+)", header):
-        return int(asked[1])
-    name = re.search(r"--accelerate_config (\w+)", header)[1]
-    return yaml.safe_load((RECIPES.parent / "accelerate_configs" / f"{name}.yaml").read_text())["num_processes"]
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}
+# Hidden size, layers, heads, heads of keys and values, inner size, vocabulary, tied head: their config.json; and the weights that
+# their model cards state, in billions.
+SHAPES = {
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True, 0.49),
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True, 1.54),
+    "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, True, 3.09),
+    "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, False, 7.62),
+    "Qwen2.5-32B": (5120, 64, 40, 8, 27648, 152064, False, 32.8),
+    "Llama-3.1-70B": (8192, 80, 64, 8, 28672, 128256, False, 70.6),
+    "Qwen3-30B-A3B": (2048, 48, 32, 4, 6144, 151936, False, 30.5),
+}
+# Of the mixture, beside these.
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
 
 
-CONFIGS = {"t_spmo": TSPMOConfig, "a_star_po": AStarPOConfig}
-METHODS = ("grpo*", *CONFIGS)
+def head(path: Path, field: str) -> str:
+    """A field of a recipe's head, over all its lines."""
+    found = re.search(rf"^# {field} +(.*(?:\n#  +.*)*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return re.sub(r"\s*\\?\n# +", " ", found[1])
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(path for method in METHODS for path in RECIPES.glob(f"*/{method}/*.yaml")),
-    ids=lambda path: "/".join([path.parents[1].name, path.parent.name, path.stem]),
-)
+def launch_of(path: Path) -> tuple[str, int | None]:
+    """The accelerate config of a recipe's launch line, and the processes that the line asks for."""
+    launch = head(path, "launch")
+    config = re.search(r"accelerate_configs/(\w+)\.yaml|--accelerate_config (\w+)", launch)
+    asked = re.search(r"--num_processes (\d+)", launch)
+    return config[1] or config[2], asked and int(asked[1])
+
+
+PATHS = sorted(path for path in RECIPES.glob("*/*/*.yaml") if re.match("grpo|t_spmo|a_star_po", path.parent.name))
+FOR_GPUS = [path for path in PATHS if re.search(r"GPUs? with \d", head(path, "hardware"))]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: "/".join(path.parts[-3:]))
 def test_every_recipe_parses_and_says_what_it_is(path):
-    types = (ScriptArguments, CONFIGS.get(path.parent.name, EfficientGRPOConfig), ModelConfig)
-    # The tests' machine has no GPU and no bitsandbytes optimizer, and neither changes what is read.
-    argv = ["--config", str(path), *["--use_cpu", "true", "--bf16", "false", "--optim", "adamw_torch"]]
-    script, config, model = parse_recipe(types, argv)
-    header = path.read_text().split("\n\n")[0]
+    words = ["--config", str(path), *HERE]
+    script, config, model = parse_recipe((ScriptArguments, method_of(words), ModelConfig), words)
     # Whole groups on as many processes as its launch line starts, not only on the one that parses it here.
-    completions = config.per_device_train_batch_size * config.steps_per_generation * processes_of(header)
-    assert completions % config.num_generations == 0
-    for word in ("hardware", "launch", "expect", f"--config {recipe_name(path.relative_to(RECIPES).as_posix())}"):
-        assert word in header, f"{path}: the header does not say: {word}"
+    name, processes = launch_of(path)
+    processes = processes or yaml.safe_load(accelerate_config(name).read_text())["num_processes"]
+    assert config.per_device_train_batch_size * config.steps_per_generation * processes % config.num_generations == 0
+    assert head(path, "expect")
+    assert f"--config {recipe_name(path.relative_to(RECIPES).as_posix())}" in head(path, "launch")
     assert set(yaml.safe_load(path.read_text())) >= {"model_name_or_path", "dataset", "output_dir"}
     assert model.model_name_or_path and script.dataset
 
 
-def test_the_small_base_is_built_for_the_task_that_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(small_base, "SFT_STEPS", 1)
-    monkeypatch.setattr(small_base, "SFT_BATCH", 2)
-    taught = []
-    monkeypatch.setattr(small_base, "habit_dataset", lambda *args: taught.append(args) or habit_dataset(*args))
-    words = ["small_base.py", str(tmp_path / "base"), "--seed", "3", "--task", "multiplication"]
-    monkeypatch.setattr(sys, "argv", words)
-    runpy.run_path(str(RECIPES / "small_base.py"), run_name="__main__")
-    assert taught == [(TASKS["multiplication"], 3)] and (tmp_path / "base" / "model.safetensors").is_file()
+@pytest.mark.parametrize("path", FOR_GPUS, ids=lambda path: "/".join(path.parts[-3:]))
+def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
+    number, gigabytes = re.match(r"(\w+) GPUs? with (\d+) GB", head(path, "hardware")).groups()
+    config, ranks = launch_of(path)
+    name = path.parts[-3].removesuffix("-Instruct")
+    hidden, layers, heads, kv, inner, vocabulary, tied, billions = SHAPES[name]
+    cls, more = LlamaConfig if name.startswith("Llama") else Qwen2Config, {}
+    if name.endswith("A3B"):
+        cls, more = Qwen3MoeConfig, EXPERTS
+    cls(
+        architectures=[cls.__name__.replace("Config", "ForCausalLM")],
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
+        intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768, dtype="bfloat16",
+        **more,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    words = ["--config", str(path), "--model_name_or_path", str(tmp_path)]
+    cards = f"{gigabytes}GB x{ranks or NUMBERS[number]}"  # a server may have a card of its own
+    prompt = 512 if "up to 512 tokens" in path.read_text(encoding="utf-8") else 256
+    plan = plan_recipe(words, method_of(words), config, cards, prompt_tokens=prompt)
+    assert plan.parameters[0] == pytest.approx(billions * 1e9, rel=0.01)
+    assert plan.fits, format_plan(plan)

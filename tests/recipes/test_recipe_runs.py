@@ -3,13 +3,10 @@
 import json
 import os
 import re
-import runpy
 import shlex
 import signal
-import sys
 import time
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,14 +68,13 @@ def ended(run) -> str:
 
 
 @pytest.fixture
-def call(folder, monkeypatch, capfd):
+def call(folder, called, monkeypatch, capfd):
     """Runs a script in this process, as a command in `folder`, and gives what it said."""
     monkeypatch.chdir(folder)
 
-    def run(script: str, words: list[str], status: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *words])
+    def run(script: str, words: str | list[str], status: int = 0) -> str:
         try:
-            runpy.run_path(str(ROOT / "recipes" / f"{script}.py"), run_name="__main__")
+            called(script, words)
         except SystemExit as end:
             assert end.code == status
         return "".join(capfd.readouterr())
@@ -136,8 +132,7 @@ def test_the_life_of_a_run(folder, monkeypatch, call):
     measure = [*measure[2:], "--output", "measured.json"]
     printed += call("evaluate", measure)
     found = json.loads((folder / "measured.json").read_text())
-    same = set(record["after"]) - {"seconds"}
-    assert {name: found[name] for name in same} == {name: record["after"][name] for name in same}
+    assert found == found | record["after"] | {"seconds": found["seconds"]}
     (folder / "other.jsonl").write_text("\n".join((folder / "data.jsonl").read_text().splitlines()[:9]))
     call("evaluate", [*measure, "--dataset", "other.jsonl"])  # of it all is measured, whatever the run held out
     assert json.loads((folder / "measured.json").read_text())["n"] == 9
@@ -177,38 +172,33 @@ def test_the_other_methods_train_and_a_finished_run_says_so(method, folder, call
     words += f" {OWN[method]} --max_steps 2 --output_dir {method}"
     words += " --dtype float32 --accuracy_samples 2 --per_device_train_batch_size 16 --resume_from_checkpoint auto"
     if method == "a_star_po":
-        assert "V* of 35 prompts is in values: 0 were there, 35 are new" in call(
-            method, f"{words} --stage estimate".split()
-        )
-    call(method, words.split())
+        said = call(method, f"{words} --stage estimate")
+        assert "V* of 35 prompts is in values: 0 were there, 35 are new" in said
+    call(method, words)
     left = contents(folder / method)
-    assert f"the run in {method} is finished (max_steps=2)" in call(method, words.split())
+    assert f"the run in {method} is finished (max_steps=2)" in call(method, words)
     assert contents(folder / method) == left
-    call("evaluate", f"--adapter {method} --output {method}.json --use_cpu true".split())
+    call("evaluate", f"--adapter {method} --output {method}.json --use_cpu true")
     after = json.loads((folder / method / "metrics.json").read_text())["after"]
     found = json.loads((folder / f"{method}.json").read_text())
-    same = set(after) - {"seconds"}
-    assert {name: found[name] for name in same} == {name: after[name] for name in same}
+    assert found == found | after | {"seconds": found["seconds"]}
 
 
-def test_two_processes_train_and_evaluate(folder):
+def test_two_processes_train_and_evaluate(folder, call):
     words = f"{SETTINGS} --max_steps 5 --require_fit true --per_device_train_batch_size 16 --output_dir two".split()
-    run = accelerate_launch("ddp_cpu", "recipes/grpo.py", *words, cwd=folder)
-    ended(run)
-    assert run.stdout.count("trl-fsdp-qlora\n") == 1  # one rank prints
+    said = ended(accelerate_launch("ddp_cpu", "recipes/grpo.py", *words, cwd=folder))
+    assert said.count("trl-fsdp-qlora\n") == 1  # one rank prints
     record = json.loads((folder / "two" / "metrics.json").read_text())
     assert record["processes"] == 2 and record["before"]["n"] == 6
     assert len([entry for entry in record["history"] if "loss" in entry]) == 5
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "two")
     assert any(p.abs().max() > 0 for n, p in model.named_parameters() if "lora_B" in n)
-    results = []
-    for ranks, start in ((1, run_script), (2, partial(accelerate_launch, "ddp_cpu"))):
-        words = (
-            "--adapter two --eval_problems 7 --max_completion_length 5 --accuracy_samples 3 --accuracy_batch_size 6"
-        )
-        ended(start("recipes/evaluate.py", *words.split(), "--use_cpu", "--output", f"{ranks}.json", cwd=folder))
-        results.append(json.loads((folder / f"{ranks}.json").read_text()) | {"seconds": 0})
-    assert results[0] == results[1]  # each problem once, whatever the number of ranks
+    words = "--adapter two --eval_problems 7 --max_completion_length 5 --accuracy_samples 3 --accuracy_batch_size 6"
+    call("evaluate", f"{words} --use_cpu true --output 1.json")
+    words = f"recipes/evaluate.py {words} --use_cpu true --output 2.json"
+    ended(accelerate_launch("ddp_cpu", *words.split(), cwd=folder))
+    one, two = (json.loads((folder / f"{ranks}.json").read_text()) | {"seconds": 0} for ranks in (1, 2))
+    assert one == two  # each problem once, whatever the number of ranks
 
 
 def test_ctrl_c_is_one_line_with_the_command_that_goes_on(folder, tmp_path):

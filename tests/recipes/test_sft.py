@@ -2,8 +2,6 @@
 
 import json
 import runpy
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,31 +10,26 @@ from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_g
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.datasets import DatasetError, load_data, load_held_out, load_problems, read_problems
 
-SFT = Path(__file__).parents[2] / "recipes" / "sft.py"
+from .conftest import RECIPES
 
 
 @pytest.fixture(scope="module")
 def worked():
-    return runpy.run_path(str(SFT))["worked"]
+    return runpy.run_path(str(RECIPES / "sft.py"))["worked"]
 
 
-@pytest.mark.parametrize(
-    ("equation", "answer", "work"),
-    [
-        ("( ( 4.0 + 8.0 ) / 3.0 )", 4.0, "4 + 8 = 12\n12 / 3 = 4\n#### 4"),
-        ("( 4.0 - ( 3.0 - 19.0 ) )", 20.0, "3 - 19 = -16\n4 - (-16) = 20\n#### 20"),
-        ("( ( 1.0 / 3.0 ) * 6.0 )", 2.0, "1 / 3 = 1/3\n1/3 * 6 = 2\n#### 2"),
-        ("( ( 4.0 - 2.0 ) + 3.0 )", 1.0, None),  # SVAMP's row 679: the equation comes to 5
-        ("( 4.0 / 0.0 )", 1.0, None),
-        ("__import__('os')", 1.0, None),
-        (None, 4.0, None),
-    ],
-)
-def test_an_equation_is_written_out(equation, answer, work, worked):
-    assert worked({"Equation": equation, "Answer": answer}) == work
-
-
-def test_a_rationale_loses_its_notes(worked):
+def test_an_equation_is_written_out_and_a_rationale_loses_its_notes(worked):
+    expected = {
+        ("( ( 4.0 + 8.0 ) / 3.0 )", 4.0): "4 + 8 = 12\n12 / 3 = 4\n#### 4",
+        ("( 4.0 - ( 3.0 - 19.0 ) )", 20.0): "3 - 19 = -16\n4 - (-16) = 20\n#### 20",
+        ("( ( 1.0 / 3.0 ) * 6.0 )", 2.0): "1 / 3 = 1/3\n1/3 * 6 = 2\n#### 2",
+        ("( ( 4.0 - 2.0 ) + 3.0 )", 1.0): None,  # SVAMP's row 679: the equation comes to 5
+        ("( 4.0 / 0.0 )", 1.0): None,
+        ("__import__('os')", 1.0): None,
+        (None, 4.0): None,
+    }
+    for (equation, answer), work in expected.items():
+        assert worked({"Equation": equation, "Answer": answer}) == work
     assert worked({"answer": "48/2 = <<48/2=24>>24 clips.\n#### 24"}) == "48/2 = 24 clips.\n#### 24"
     assert worked({"answer": "24"}) is None
 
@@ -70,7 +63,7 @@ def test_validation_comes_out_of_training_and_nothing_is_in_two_places(script):
             load_data(script)
 
 
-def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, capsys):
+def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, called, capsys):
     save_tiny_model(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     words = (
@@ -80,17 +73,12 @@ def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, caps
         "--resume_from_checkpoint auto --max_completion_length 4 --answer_format hash"
     )
     for epochs in (1, 2):
-        monkeypatch.setattr(sys, "argv", ["sft.py", *words.split(), "--num_train_epochs", str(epochs)])
-        runpy.run_path(str(SFT), run_name="__main__")
+        called("sft", f"{words} --num_train_epochs {epochs}")
     assert "data: 32 of 70 training problems are taught" in capsys.readouterr().out
     record = json.loads((tmp_path / "out" / "metrics.json").read_text())
     losses = [entry["loss"] for entry in record["history"] if "loss" in entry]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    assert {"model.safetensors", "tokenizer.json", "checkpoint-2"} <= {
-        path.name for path in (tmp_path / "out").iterdir()
-    }
-    # The folder says how it is measured.
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_name_or_path", "out", "--output", "found.json"])
-    runpy.run_path(str(SFT.with_name("evaluate.py")), run_name="__main__")
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+    called("evaluate", "--model_name_or_path out --output found.json")  # the folder says how it is measured
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["n"] == 30 and 0 < found["tokens_per_completion"] <= 4

@@ -1,0 +1,71 @@
+"""What a recipe's run is made of: LoRA's targets, its limit of seconds, its picture."""
+
+import itertools
+import json
+
+import pytest
+from peft import get_peft_model
+from trl import ModelConfig
+
+from tests.tiny import lora, save_tiny_model, tiny_model, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.recipe import checks, runner
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
+from trl_fsdp_qlora.recipe.record import TimeLimit
+
+
+def test_one_lora_target_is_a_name_and_an_expression_stays_one():
+    def targeted(target):
+        config = checks.lora_config(ModelConfig(use_peft=True, lora_target_modules=[target]))
+        return sorted(get_peft_model(tiny_model(), config).targeted_module_names)
+
+    q_proj = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    assert targeted("q_proj") == targeted("self_attn.q_proj") == q_proj
+    assert targeted(r".*\.1\..*q_proj") == q_proj[1:]
+    assert len(targeted("all-linear")) == 14
+    assert checks.lora_config(ModelConfig(use_peft=False)) is None
+
+
+def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatch):
+    # A clock that goes on by one second with every look: a step takes one, and nothing depends on the machine's.
+    monkeypatch.setattr(runner, "TimeLimit", lambda seconds: TimeLimit(seconds, itertools.count(1.0).__next__))
+    monkeypatch.setattr(runner, "software", lambda: "")
+    base = save_tiny_model(tmp_path / "base")
+
+    def run(seconds, resume=None, steps=9, output="out"):
+        script = ScriptArguments("addition", skip_accuracy=True, max_train_seconds=seconds)
+        more = {"peft_config": lora(), "max_steps": steps, "save_strategy": "steps", "save_steps": 2}
+        each = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **more)
+        return each, runner.run_recipe(each, script, None, resume)
+
+    first, record = run(3)
+    assert (first.state.global_step, record["stopped_by_seconds"], record["limited_seconds"]) == (3, 3, 3.0)
+    again, same = run(3, "auto")
+    assert again.state.global_step == 0 and same == json.loads(json.dumps(record))  # over: nothing is trained
+    longer, record = run(5, "auto")
+    assert longer.state.global_step == 5 and record["limited_seconds"] == 5.0  # two more, not five
+    state = json.loads((tmp_path / "out" / "checkpoint-5" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["TimeLimit"]["attributes"] == {"spent": 5.0}
+    assert run(None, "auto", steps=7)[0].state.global_step == 7
+    run(None, steps=2, output="free")
+    limited, record = run(1, "auto", output="free")  # its checkpoint has no seconds
+    assert (limited.state.global_step, record["limited_seconds"]) == (3, 1.0)
+
+
+def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from matplotlib.collections import PolyCollection
+
+    from trl_fsdp_qlora.recipe import plots
+
+    phases = {"time/generate_s": 0.2, "time/forward_backward_s": 0.1, "time/accuracy_s": 9.0, "time/evaluate_s": 9.0}
+    history = [{"step": step, "reward": 0.5, "step_time": 0.3, **phases} for step in (10, 20)]
+    history += [{"step": 15, "eval_reward": 0.5, "eval_runtime": 1.0}, {"step": 20, "train_runtime": 6.0}]
+    figure, axes = pyplot.subplots()
+    plots._stack_phases(axes, history)
+    layers = [part for part in axes.get_children() if isinstance(part, PolyCollection)]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["forward backward", "generate"]
+    # The second on top of the first, and nothing above a step.
+    assert [part.get_paths()[0].vertices[:, 1].max() for part in layers] == pytest.approx([0.2, 0.3])
+    assert axes.get_ylim()[1] < 0.5
+    pyplot.close(figure)
