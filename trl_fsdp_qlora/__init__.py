@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if "TRL_FSDP_QLORA_LAUNCHER" in os.environ:  # its process id
-    from .run.signals import end_with
+    from .run.one_line import end_with
 
     end_with(os.environ["TRL_FSDP_QLORA_LAUNCHER"])
 

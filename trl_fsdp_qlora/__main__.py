@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import UserError, did_you_mean
-from .run import signals
-from .run.one_line import in_one_line
+from .run.one_line import in_one_line, stop_at_once, stop_by_exception
 
 
 class _Command(NamedTuple):
@@ -67,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
         # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-        signals.stop_at_once()
+        stop_at_once()
         function = getattr(import_module(f".{command.module}", __package__), command.function)
-        signals.stop_by_exception()
+        stop_by_exception()
         return function(words)
 
 

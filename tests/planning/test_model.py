@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.planning.models import config, folder, in_4_bits, settings
-from trl_fsdp_qlora.planning import components, model
+from trl_fsdp_qlora.planning import model
 from trl_fsdp_qlora.planning.hardware import Hardware
-from trl_fsdp_qlora.planning.plan import ACTIVATIONS, GATHERED, make_plan
+from trl_fsdp_qlora.planning.plan import ACTIVATIONS, GATHERED, gathered_bytes, make_plan
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.recipe.checks import lora_config, read_config
 
@@ -87,9 +87,9 @@ def test_a_gathered_layer_is_received_beside_where_it_is_used(tmp_path):
     layers = [module for module in built.modules() if type(module).__name__ == "LlamaDecoderLayer"]
     layer, whole = nbytes(layers[0].parameters()), nbytes(built.parameters())
     root = whole - len(layers) * layer
-    assert components.gathered_bytes(built, run, False) == (root + 4 * layer, 3 * root, whole)
-    assert components.gathered_bytes(built, run, True) == (root + 3 * layer, 2 * root, whole)
-    assert components.gathered_bytes(built, settings(tmp_path), True) == (0, 0, 0)
+    assert gathered_bytes(built, run, False) == (root + 4 * layer, whole)
+    assert gathered_bytes(built, run, True) == (root + 3 * layer, whole)
+    assert gathered_bytes(built, settings(tmp_path), True) == (0, 0)
     for gather, there in (("once", whole), ("per_layer", root + 3 * layer)):
         values = run.values | {"fsdp_gather": gather, "beta": 0.1}
         phases = make_plan(replace(run, values=values), Hardware("a card", 2**40, 2)).phases

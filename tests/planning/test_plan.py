@@ -11,7 +11,7 @@ from tests.planning.models import folder, settings, words
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.cli.plan import plan as command
 from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.planning import model, passes
+from trl_fsdp_qlora.planning import passes
 from trl_fsdp_qlora.planning import plan as module
 from trl_fsdp_qlora.planning.hardware import CONTEXT, GIB, Hardware, read_hardware
 from trl_fsdp_qlora.planning.plan import changed, fewest_cards, largest, make_plan, plan_recipe
@@ -86,10 +86,6 @@ def test_a_70b_from_its_config(tmp_path):
     assert base["base, quantization state"] == pytest.approx(1.01 * GIB / 2, rel=0.02)
     assert plan.parameters == (pytest.approx(70.55e9, rel=0.001), pytest.approx(104e6, rel=0.01))
     assert not plan.fits and "it does not fit" in module.format_plan(plan) and replace(plan, capacity=141 * GIB).fits
-    # Four cards hold half of what two hold; a rank's own micro-batch stays.
-    launch = replace(plan.settings.launch, processes=4)
-    held = model.static_bytes(model.build(plan.settings, plan.config), replace(plan.settings, launch=launch))
-    assert held[model.BASE_4BIT] * 2 == base["base, 4-bit weights"]
 
 
 def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
@@ -102,8 +98,16 @@ def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
     line = f"--config {path} --per_device_train_batch_size 8 --num_generations=4 --max_completion_length 40"
     from_file = from_words(line.split(), EfficientGRPOConfig, read_launch(None))
     started = from_config(args, from_file.model)
-    names = "rollout_rows rollout_batches groups mixed scores_again gradient_checkpointing optim prefix_sharing"
-    for name in names.split():
+    for name in [
+        "rollout_rows",
+        "rollout_batches",
+        "groups",
+        "mixed",
+        "scores_again",
+        "gradient_checkpointing",
+        "optim",
+        "prefix_sharing",
+    ]:
         assert getattr(from_file, name) == getattr(started, name), name
 
 
@@ -155,7 +159,7 @@ def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monke
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["--hardware", "h10"], "did you mean 'h100'"),
+        (["--hardware", "h10"], "there are b200, h200, h100"),
         (["--num_generations", "many"], "invalid int value: 'many'"),
         (["--lora_target_modules", "nothing"], "lora_target_modules"),
         (["--model_name_or_path", "nobody/gated-model"], "model_name_or_path='nobody/gated-model' cannot be loaded"),
@@ -168,8 +172,6 @@ def test_bad_input_is_refused(tiny, monkeypatch, more, said):
 
 
 def test_hardware_by_name_and_by_memory():
-    assert read_hardware("H100 x4").cards == 4 and read_hardware("h100", 2).cards == 2
-    assert read_hardware("24GB x2").memory == 24 * GIB
-    assert read_hardware("RTX 4090").name == read_hardware("4090").name == "rtx4090"
-    assert read_hardware("A100-80GB").memory == read_hardware("a100").memory == 80 * GIB
+    assert read_hardware("H100 x4").cards == 4 and read_hardware("24GB x2").memory == 24 * GIB
+    assert read_hardware("RTX 4090").memory == 24 * GIB and read_hardware("A100-40GB").memory == 40 * GIB
     assert not read_hardware("cpu").gpu and read_hardware(None).gpu == torch.cuda.is_available()

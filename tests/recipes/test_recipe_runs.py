@@ -99,13 +99,13 @@ def test_the_life_of_a_run(folder, monkeypatch, call):
     of_checkpoint = ModelCard.load(out / "checkpoint-2" / "README.md").text
     assert "| held-out accuracy, before |" in of_checkpoint
 
-    # The card's line runs where the secret is set, and its block is a recipe that gives the arguments of the run.
+    # The card's line runs, with a login in the secret's place, and its block is a recipe that gives the arguments of the run.
     card = ModelCard.load(out / "README.md")
     assert card.data.eval_results and "| held-out accuracy, after |" in card.text
-    line = re.search(r"```bash\n(accelerate .*?)\n```", card.text, re.DOTALL)[1]
-    assert '--hub_token "$HUB_TOKEN"' in line
+    line = re.search(r"```bash\n(python -m accelerate.*?)\n```", card.text, re.DOTALL)[1]
+    assert "token" not in line
     typed = shlex.split(line)
-    assert typed[:3] == ["accelerate", "launch", "--config_file"] and typed[3].endswith("cpu.yaml")
+    assert typed[2:4] == ["accelerate.commands.launch", "--config_file"] and typed[4].endswith("cpu.yaml")
     assert typed[typed.index("--run_name") + 1] == "it's a run"
     assert typed[typed.index("--output_dir") + 1] == "home/alice/a run"  # as seen from the working directory
     block = re.search(r"```yaml\n(.*?)```", card.text, re.DOTALL)[1]

@@ -40,9 +40,5 @@ def test_what_was_switched_off_and_what_runs_as_stock(tmp_path):
     block = headings(made)
     assert len(block["as stock TRL"]) == 3 and "off" not in block
     assert "a layer of another kind" in block["as stock TRL"][0] and "beta=0.1" in block["as stock TRL"][1]
-
-
-def test_another_method_says_only_what_applies_to_it(tmp_path):
-    made = trainer(TSPMOTrainer, TSPMOConfig, tmp_path)
-    lines = [line for _, line in made.features()]
+    lines = [line for _, line in trainer(TSPMOTrainer, TSPMOConfig, tmp_path).features()]
     assert any("T-SPMO" in line for line in lines) and not any("zero advantage" in line for line in lines)

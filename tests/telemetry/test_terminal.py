@@ -1,8 +1,8 @@
 """What is printed while training: TRL's own lines in a script of a user's, the calm terminal in a recipe."""
 
-import io
 import json
 import sys
+from types import SimpleNamespace
 
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -13,25 +13,6 @@ from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 from trl_fsdp_qlora.rollout.completions import over_ranks
 from trl_fsdp_qlora.telemetry import terminal
 from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, use_terminal
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-class State:
-    is_world_process_zero, global_step, max_steps = True, 0, 100
-
-
-class Control:
-    should_training_stop = should_log = False
-
-
-def recipe_trainer(folder, **changes):
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, folder, **changes)
-    use_terminal(made)
-    return made
 
 
 def test_a_users_script_prints_what_stock_trl_prints(tmp_path, capsys):
@@ -62,12 +43,24 @@ def test_completions_from_the_lowest_to_the_highest_reward():
     assert both == ['    exact 1.000, format -  "p" → "c"'] and completion_lines([], [], {}, 2) == []
 
 
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 3
+
+
 def test_a_recipe_in_a_log_file(tmp_path, capsys):
-    made = recipe_trainer(tmp_path, disable_tqdm=False, max_steps=4)
+    """The first and the last step print a line and completions, wherever training ends."""
+    how = {"disable_tqdm": False, "max_steps": 7, "logging_steps": 100}
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **how)
+    made.add_callback(Stop())
+    use_terminal(made)
+    made.eval_dataset = prompts(8)
+    made.evaluate()
     made.train()
     made.save_state()
     captured = capsys.readouterr()
-    lines = captured.out.splitlines()
+    evaluated, *lines = captured.out.splitlines()
+    assert evaluated.startswith("step 0: eval_reward 0.")
     assert "\r" not in captured.out + captured.err and "it/s" not in captured.err
     block = lines.index("trl-fsdp-qlora")
     prompt = next(i for i, line in enumerate(lines) if "first training prompt" in line)
@@ -78,64 +71,33 @@ def test_a_recipe_in_a_log_file(tmp_path, capsys):
     said = f"the first training prompt, {len(ids)} tokens:\n    {tokenizer.decode(ids)}"
     assert said.rstrip() in captured.out
     assert "  precision:            float32" in lines
-    assert [lines[i].split("  ")[0] for i in steps] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
-    assert all("reward" in lines[i] and "s/step" in lines[i] and len(lines[i]) < 100 for i in steps)
-    assert lines[steps[0] + 1].startswith("    reward ") and "→" in lines[steps[0] + 1]
+    assert [lines[i].split("  ")[0] for i in steps] == ["step 1/7", "step 3/7"]
+    for i in steps:
+        assert "reward" in lines[i] and "s/step" in lines[i] and len(lines[i]) < 100
+        assert lines[i + 1].startswith("    reward ") and "→" in lines[i + 1]
     assert not any("{" in line for line in lines)
-    assert lines[-1].startswith("trained to step 4 in ")
+    assert lines[-1].startswith("trained to step 3 in ")
     # What the line leaves out is where TRL puts it.
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    assert {"loss", "grad_norm", "completions/mean_length", "time/generate_s"} <= set(history[0])
-
-
-def test_the_first_and_the_last_step_print_a_line_and_completions(tmp_path, capsys):
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 3
-
-    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=7, logging_steps=100)
-    made.add_callback(Stop())
-    use_terminal(made)
-    made.train()
-    lines = capsys.readouterr().out.splitlines()
-    steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
-    assert [lines[i].split("  ")[0] for i in steps] == ["step 1/7", "step 3/7"]
-    assert all("→" in lines[i + 1] for i in steps)
+    assert {"loss", "grad_norm", "completions/mean_length", "time/generate_s"} <= set(history[1])
 
 
 def test_the_time_left_begins_with_the_first_step(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: now[0])
-    state, callback, args = State(), TerminalCallback(False, list), config(EfficientGRPOConfig, "unused")
-    state.max_steps = 10
-    callback.on_train_begin(args, state, Control)
+    args = config(EfficientGRPOConfig, "unused")
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=10)
+    control, callback = SimpleNamespace(should_training_stop=False), TerminalCallback(list)
+    callback.on_train_begin(args, state, control)
     now[0] += 1000  # accuracy before training
     for seconds in (2, 4):
-        callback.on_step_begin(args, state, Control)
+        callback.on_step_begin(args, state, control)
         now[0] += seconds
         state.global_step += 1
-        callback.on_step_end(args, state, Control)
+        callback.on_step_end(args, state, control)
         now[0] += 5  # accuracy between steps is no step, but what is left will have it again
-    callback.on_log(args, state, Control, logs={"loss": 0.0, "reward": 1.0, "accuracy": 0.955})
+    callback.on_log(args, state, control, logs={"loss": 0.0, "reward": 1.0, "accuracy": 0.955})
     assert capsys.readouterr().out == "step  2/10  reward 1.000  accuracy 95.5%  3.00 s/step  1:04 left\n"
-
-
-def test_under_a_bar_in_a_terminal(tmp_path, monkeypatch):
-    out, err = Terminal(), Terminal()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    recipe_trainer(tmp_path, disable_tqdm=False).train()
-    assert "step 3/3" in out.getvalue() and "3/3 [" in err.getvalue()
-
-
-def test_a_users_own_figures_and_evaluation(tmp_path, capsys):
-    made = recipe_trainer(tmp_path, max_steps=1)
-    made.log({"mine": 0.25})
-    made.eval_dataset = prompts(8)
-    made.evaluate()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step 0: mine 0.250"
-    assert lines[-1].startswith("step 0: eval_reward 0.") and "eval_loss" in lines[-1] and len(lines[-1]) < 100
 
 
 def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch, capsys):
@@ -147,8 +109,6 @@ def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
     lines = [line.strip("\r") for line in accuracy(description="accuracy").split("\n")]
     assert {"accuracy: 2/5 problems", "accuracy: 4/5 problems"} <= {line.partition(",")[0] for line in lines}
-    assert all(line.endswith(" left") for line in lines if line.strip()) and accuracy() == ""
+    assert all(line.endswith(" left") for line in lines if line.strip())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with terminal.progress("V*", 3, "prompts") as bar:
-        bar.update(3)
-    assert "V*:   0%" in capsys.readouterr().err
+    assert "accuracy:   0%" in accuracy(description="accuracy") and accuracy() == ""

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from ..errors import UserError
-from ..run.one_line import OneLineParser
-from ..run.signals import stop_at_once, stop_by_exception
+from ..run.one_line import OneLineParser, stop_at_once, stop_by_exception
 from .scripts import method_of, with_recipe
 
 

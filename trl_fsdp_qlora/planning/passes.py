@@ -36,7 +36,7 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
     return Shape(rows, prompt + length, rows * (length if on_gpu else prompt + length - 1), False)
 
 
-# Plans of one run (for other numbers of ranks, say) ask for the same again: by what they depend on.
+# Plans of one run (for other numbers of ranks, say) ask for the same again: the model and the passes, by what they depend on.
 _whole: dict[tuple, nn.Module] = {}
 _measured: dict[tuple, int] = {}
 

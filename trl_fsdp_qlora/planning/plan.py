@@ -10,12 +10,15 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from ..fsdp2_qlora.generation import FREE_SHARE
+from ..prefix_sharing.recurrent import recurrent_layers, state_bytes
+from ..prefix_sharing.support import keeps_keys, layer_types
 from ..recipe.checks import read_config
-from . import components, model, passes
-from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware, split_name
+from . import model, passes
+from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware
 from .settings import Settings, from_words, optimizer_name, read_launch
 
 ACTIVATIONS = "activations, head's tiles"
@@ -61,7 +64,8 @@ class Plan:
 
     @property
     def enough_cards(self) -> bool:
-        return not self.hardware.gpu or self.hardware.cards >= self.settings.launch.processes
+        processes = self.settings.launch.processes
+        return not self.hardware.gpu or processes <= (self.hardware.cards or processes)
 
     @property
     def fits(self) -> bool:
@@ -87,25 +91,18 @@ def plan_recipe(
     processes: int | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan a recipe's command line, see [`from_words`], [`read_launch`], [`read_hardware`], whose number of cards is that of ranks
-    unless `processes` is given.
-
-    Raises:
-        UserError: one line on what cannot be read or built.
-    """
-    launch = read_launch(accelerate_config, processes or (hardware and split_name(hardware)[1]))
-    settings = from_words(words, config, launch, **more)
-    return make_plan(settings, read_hardware(hardware, settings.launch.processes, settings.launch.use_cpu))
+    """Plan a recipe's command line, see [`from_words`], [`read_launch`], [`read_hardware`], on as many ranks as cards unless
+    `processes` is given. A `UserError` is one line on what cannot be read or built."""
+    named = hardware and read_hardware(hardware)
+    settings = from_words(words, config, read_launch(accelerate_config, processes or (named and named.cards)), **more)
+    return make_plan(settings, named)
 
 
 def make_plan(settings: Settings, hardware: Hardware | None = None, config: PretrainedConfig | None = None) -> Plan:
-    """Plan a run on `hardware`, by default what is there; the model's `config` is read where it is not given.
-
-    Raises:
-        ConfigError: one line on what cannot be read or built.
-    """
+    """Plan a run on `hardware`, by default what is there; the model's `config` is read where it is not given. A `ConfigError` is one
+    line on what cannot be read or built."""
     config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
-    hardware = hardware or read_hardware(None, settings.launch.processes, settings.launch.use_cpu)
+    hardware = hardware or read_hardware(None, settings.launch.use_cpu)
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)  # what the libraries say to whoever trains the model
@@ -145,7 +142,7 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
 
     # On a CPU this process as it is, without the model: what planning leaves in it is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
-    in_a_layer, of_root, whole = components.gathered_bytes(skeleton, settings, gpu)
+    in_a_layer, whole = gathered_bytes(skeleton, settings, gpu)
     # Whether generation and scoring gather the whole model; not beside vLLM (`fsdp2_qlora.trainer`).
     once = launch.kind == "fsdp2" and not settings.use_vllm and settings.fsdp_gather != "per_layer"
     if once and settings.fsdp_gather == "auto":
@@ -153,23 +150,67 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
         once = whole - whole // launch.processes <= FREE_SHARE * free
     for name, parts in phases.items():
         coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TOKEN_STEP))
-        if once and name in ("generate", "score"):
-            parts[GATHERED] = whole
-        elif name != "optimizer":
-            # The root's weights are received before a pass has anything else.
-            parts[GATHERED] = max(in_a_layer, of_root - coming)
+        if name != "optimizer":
+            parts[GATHERED] = whole if once and name in ("generate", "score") else in_a_layer
         parts[PROCESS] = process
         if gpu:
             parts[ROOM] = math.ceil(SLACK * (coming + parts.get(GATHERED, 0)))
     return {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
 
 
+def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tuple[int, int]:
+    """Bytes of weights that a rank of a sharded model has together, beside its shards; zeros where none are sharded.
+
+    Returns:
+        In a layer's pass: what the root keeps, two layers (one computing, the next on its way), and what one is received in
+        (FSDP2 receives a unit in one buffer, gloo in two). The whole model.
+    """
+    if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
+        return 0, 0
+
+    def weights(module: nn.Module) -> int:
+        total = sum(getattr(part, "state_bytes", 0) for part in module.modules())
+        for parameter in module.parameters():
+            cast = parameter.is_floating_point() and settings.mixed is not None
+            total += parameter.numel() * 2 if cast else parameter.nbytes
+        return total
+
+    causal, total = model.causal_model(skeleton), weights(skeleton)
+    names = set(getattr(causal, "_no_split_modules", None) or ())
+    inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
+    buffers = 0 if settings.launch.kind != "fsdp2" else 1 if on_gpu else 2
+    return total - sum(inside) + (2 + buffers) * max(inside, default=0), total
+
+
+def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
+    """What a rank generates with, all its rows at full length: `(keys, values and recurrent states; of these the prompts' keys and
+    values in one row; what a token step needs beside them)`.
+
+    A token step copies the logits (as the model gives them, in float32 twice, in float64 while a token is drawn), or one layer's
+    cache, as it grows and repeated for grouped queries. (On a CPU decoding may keep a prompt's keys once for its group.)
+    """
+    text, rows, dtype = config.get_text_config(), settings.rollout_rows, model.compute_dtype(settings, config)
+    heads = getattr(text, "num_attention_heads", None) or 1  # where there are recurrent layers only, of nothing
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    of_keys = getattr(text, "num_key_value_heads", None) or heads
+    token = 2 * dtype.itemsize * of_keys * width  # keys and values of one in a layer
+    length = settings.max_completion_length + settings.prompt_tokens
+    window = getattr(text, "sliding_window", None) or length
+    kinds = [kind for kind in layer_types(text) if keeps_keys(kind)]
+    layers = [token * rows * (min(length, window) if kind == "sliding_attention" else length) for kind in kinds]
+    recurrent = recurrent_layers(passes.whole(settings, config))
+    states = rows * sum(state_bytes(layer, text.hidden_size) for layer in recurrent)
+    logits = (dtype.itemsize + 4 * 4) * rows * text.vocab_size
+    step = max(logits, max(layers, default=0) * (heads // of_keys))
+    return sum(layers) + states, token * len(layers) * settings.prompt_tokens, step
+
+
 def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict[str, int]:
     """Of all completions at full length."""
     if settings.use_vllm:
         return {}
-    cache, _, prompt = components.cache_bytes(settings, config)
-    step, rows = components.decoding_bytes(settings, config), settings.rollout_rows
+    cache, prompt, step = cache_bytes(settings, config)
+    rows = settings.rollout_rows
     if settings.compact_generation:  # different prompts are computed once
         rows = max(1, rows // settings.num_generations)
     # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
@@ -258,7 +299,7 @@ def format_plan(plan: Plan) -> str:
         "",
         f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, {fits}",
         plan.warning and f"warning: {plan.warning}",
-        f"assumed: prompts of {settings.prompt_tokens} tokens ({settings.prompt_source}), every completion "
+        f"assumed: prompts of {settings.prompt_tokens} tokens (--prompt_tokens), every completion "
         f"{settings.max_completion_length} tokens long, none without an advantage",
         "assumed, not measured: the CUDA context and the allocator's slack"
         if hardware.gpu

@@ -13,8 +13,8 @@ from ..recipe.evaluation import encode_images
 from ..recipe.runner import load_processing
 from ..recipe.script import say
 from ..run.nonfatal import nonfatal
+from ..run.one_line import stop_at_once, stop_by_exception
 from ..run.ranks import on_main
-from ..run.signals import stop_at_once, stop_by_exception
 from ..telemetry.phases import MIB
 from .plan import PROCESS, ROOM, Plan, format_bytes, make_plan
 from .settings import from_config
@@ -39,10 +39,9 @@ def plan_first(
     elif PartialState().is_main_process:
         try:
             few = train.select(range(min(_PICTURES if "images" in train.column_names else _PROMPTS, len(train))))
-            source = f"the longest of the first {len(few)} training prompts"
             longest = longest_prompt(tokenizer, few, model)
             stop_at_once()  # on fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there
-            plan = make_plan(from_config(config, model, prompt_tokens=longest, prompt_source=source))
+            plan = make_plan(from_config(config, model, prompt_tokens=longest))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         finally:
@@ -80,9 +79,9 @@ class PlanVsActual(TrainerCallback):
 
     def __init__(self, metrics: Callable[[], dict[str, list]], plan: Plan):
         self.metrics = metrics
-        unseen = (PROCESS, ROOM) if plan.hardware.gpu else ()
-        sizes = {phase: {**parts, **dict.fromkeys(unseen, 0)} for phase, parts in plan.phases.items()}
-        self.planned_mib = {phase: sum(parts.values()) / MIB for phase, parts in sizes.items()}
+        unseen = {PROCESS, ROOM} if plan.hardware.gpu else set()
+        seen = {phase: [parts[name] for name in parts.keys() - unseen] for phase, parts in plan.phases.items()}
+        self.planned_mib = {phase: sum(sizes) / MIB for phase, sizes in seen.items()}
         self._printed, self._learns = False, True
 
     @nonfatal("planned and measured bytes")

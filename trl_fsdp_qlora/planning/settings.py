@@ -12,10 +12,9 @@ from typing import Any
 from trl import ModelConfig
 
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
-from ..recipe.arguments import ConfigError, ScriptArguments, read_yaml, recipe_fields
+from ..recipe.arguments import ScriptArguments, read_yaml, recipe_fields
 from ..run.shipped import accelerate_config
 
-_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length")
 _KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # of accelerate -> of a [`Launch`]
 
 
@@ -38,7 +37,6 @@ class Settings:
     values: dict[str, Any] = field(repr=False)
     launch: Launch
     prompt_tokens: int = 256  # of the longest prompt of a batch
-    prompt_source: str = "--prompt_tokens"
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("values", ()):
@@ -84,7 +82,7 @@ def optimizer_name(settings: Settings) -> str:
 
 
 def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
-    """The settings of a run that is about to start, from its parsed arguments; `more`: `prompt_tokens`, `prompt_source`."""
+    """The settings of a run that is about to start, from its parsed arguments; `more`: `prompt_tokens`."""
     kind = config.distributed_state.distributed_type.value
     # Accelerate says FSDP of itself only once a trainer has made its `Accelerator`; on a CPU it makes DDP of it.
     if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
@@ -121,9 +119,6 @@ def from_words(words: Sequence[str], config: type, launch: Launch, **more: Any) 
         ConfigError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
     """
     values = vars(recipe_fields((ScriptArguments, config, ModelConfig), words, {"dataset": None}))
-    for name in _COUNTS:
-        if values[name] < 1:
-            raise ConfigError(f"{name}={values[name]} must be at least 1")
     if launch == Launch() and values["use_cpu"]:
         launch = Launch(use_cpu=True)
     model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})

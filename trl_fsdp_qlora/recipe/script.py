@@ -1,5 +1,6 @@
 """What every script in `recipes/` does around its work: one rank prints, and a user's error is one line."""
 
+import shlex
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,14 +11,14 @@ import torch
 from accelerate import PartialState
 
 from ..checkpoints import checkpoints
-from ..run import launch, signals
-from ..run.one_line import in_one_line
+from ..run import launch
+from ..run.one_line import in_one_line, stop_by_exception
 from ..telemetry import terminal
 
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a script; how it ends is [`~trl_fsdp_qlora.run.one_line.in_one_line`]'s."""
-    signals.stop_by_exception()
+    stop_by_exception()
     terminal.no_bars_in_files()
     # Libraries about each other: nothing that a recipe's user can change.
     warnings.simplefilter("ignore", FutureWarning)
@@ -38,7 +39,8 @@ def resumable(trainer: Any) -> Iterator[None]:
         last = checkpoints.last_complete_checkpoint(trainer.args.output_dir)
         where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
         then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
-        line = launch.resume_line(launch.launch_words())
+        # The last of an option's values counts.
+        line = shlex.join([*launch.launch_words(), "--resume_from_checkpoint", "auto"])
         raise KeyboardInterrupt(f"{where}; {then}: {line}") from None
 
 

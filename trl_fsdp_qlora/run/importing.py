@@ -2,7 +2,7 @@
 
 import logging
 
-from .signals import stop_at_once
+from .one_line import stop_at_once
 
 # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -3,25 +3,21 @@
 import contextlib
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
-from typing import NoReturn
+from types import MethodType
 
 import psutil
 
-from ..errors import UserError
-from .one_line import USER_ERROR, take
+from .one_line import USER_ERROR, OneLineParser
 from .shipped import accelerate_config
 
 _ENDING = 60.0  # seconds that processes have to end after Ctrl-C
-# What a launcher is called in a process's words -> how it is typed.
-_LAUNCHERS = {name: [name] for name in ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")}
-_LAUNCHERS |= {"accelerate.commands.launch": ["accelerate", "launch"], "torch.distributed.run": ["torchrun"]}
-_LAUNCHERS |= {"trl_fsdp_qlora": ["trl-fsdp-qlora"]}
+_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")
+_MODULES = ("accelerate.commands.launch", "torch.distributed.run", "trl_fsdp_qlora")  # of `python -m`
 
 
 def launch(words: Sequence[str]) -> int:
@@ -40,15 +36,14 @@ def launch(words: Sequence[str]) -> int:
     # They report each rank that ended, with a number in the place of the reason, and the number of threads in three lines.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
-    parser, words = launch_command_parser(), list(words)
-    parser.error = _refuse  # its own has two hundred lines of usage
-    if not words:
-        _refuse("no script; trl-fsdp-qlora launch --config_file ddp my_script.py")
-    script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
-    for place, word in enumerate(words[1:script], 1):
-        if words[place - 1] == "--config_file" and not Path(word).exists():
-            words[place] = str(accelerate_config(word))
-    given = parser.parse_args(words)
+    parser = launch_command_parser()
+    parser.prog, parser.error = (
+        "trl-fsdp-qlora launch",
+        MethodType(OneLineParser.error, parser),
+    )  # its own prints 200 lines
+    given = parser.parse_args(list(words))
+    if given.config_file and not Path(given.config_file).exists():
+        given.config_file = str(accelerate_config(given.config_file))
     os.environ["TRL_FSDP_QLORA_LAUNCHER"] = str(os.getpid())
     try:
         launch_command(given)
@@ -61,21 +56,14 @@ def launch(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         psutil.wait_procs(psutil.Process().children(), timeout=_ENDING)  # they say themselves where they stopped
         return 128 + signal.SIGINT
-    except (ValueError, OSError, ImportError) as error:
-        _refuse(str(error))
     finally:
         del os.environ["TRL_FSDP_QLORA_LAUNCHER"]
     return 0
 
 
-def _refuse(reason: str) -> NoReturn:
-    raise UserError(f"accelerate launch: {reason}")
-
-
 def _status(exit_codes: dict[int, int]) -> int:
     """Of a whole run, from those of its failed ranks; a launcher ends the others by SIGTERM, so that counts last."""
-    codes = exit_codes.values()
-    if own := [code for code in codes if code > 0]:
+    if own := [code for code in exit_codes.values() if code > 0]:
         return USER_ERROR if USER_ERROR in own else own[0]
     rank, code = min(exit_codes.items(), key=lambda item: item[1] == -signal.SIGTERM)
     print(f"error: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
@@ -91,12 +79,8 @@ def launch_words() -> list[str]:
         for process in psutil.Process().parents():
             words = process.cmdline()
             for place, word in enumerate(words[:3]):  # the interpreter and `-m` may stand before it
-                if typed := _LAUNCHERS.get(Path(word).name):
-                    return [*typed, *words[place + 1 :]]
+                if Path(word).name in _LAUNCHERS:
+                    return [Path(word).name, *words[place + 1 :]]
+                if word in _MODULES:
+                    return ["python", "-m", *words[place:]]
     return ["python", *sys.argv]
-
-
-def resume_line(words: list[str]) -> str:
-    """`words` as a line for a shell that goes on with the run from its last whole checkpoint."""
-    flag = "--resume_from_checkpoint"
-    return shlex.join([*take(words, (flag,))[1], flag, "auto"])

@@ -1,7 +1,9 @@
 """A command's words, and how it ends: what its user did wrong and Ctrl-C are a line each, a reader that is gone is none."""
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -9,9 +11,9 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from ..errors import UserError
-from .signals import INTERRUPTED, say_stopped
 
 USER_ERROR = 2  # exit status of a script that has said in one line what its user did wrong
+INTERRUPTED = 128 + signal.SIGINT  # what a shell makes of the signal
 READER_GONE = 128 + 13  # SIGPIPE, which Windows has not
 DEBUG_ERRORS = "--debug_errors"
 # A launcher ends the other ranks as soon as one has ended. The others therefore let the first rank speak for so many seconds,
@@ -23,30 +25,58 @@ PATIENCE = 20.0
 def in_one_line() -> Iterator[None]:
     """Around a command or a script: a [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank and exit status 2, Ctrl-C
     one line and 130; where nobody reads on (`| head -1`) no word and 141. Anything else keeps its traceback."""
+    rank = int(os.environ.get("RANK", "0"))
     try:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt as stop:
-        say_stopped(str(stop) or "stopped")
+        _print_stopped(str(stop) or "stopped")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # else the interpreter's end would try again to write what is left
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere, stream.fileno())
+        # Else the interpreter's end would try again to write what is left.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(READER_GONE)
     except UserError as error:
         if DEBUG_ERRORS in sys.argv:
             raise
-        sys.exit(refuse(str(error)))
+        if rank:
+            time.sleep(PATIENCE)
+        where = f" on rank {rank}" if rank else ""
+        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(USER_ERROR)
 
 
-def refuse(reason: str) -> int:
-    """Print in one line what the user did wrong; returns the exit status of that."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank:
-        time.sleep(PATIENCE)
-    print(f"error{f' on rank {rank}' * (rank > 0)}: {' '.join(reason.split())}", file=sys.stderr, flush=True)
-    return USER_ERROR
+def _print_stopped(text: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        below = "\n" if sys.stderr.isatty() else ""  # a terminal's ^C
+        print(f"{below}{text}", file=sys.stderr, flush=True)
+
+
+def _stop(*_signal) -> None:
+    _print_stopped("stopped")
+    os._exit(INTERRUPTED)
+
+
+def stop_at_once() -> None:
+    """Let Ctrl-C end this process where it stands, until [`stop_by_exception`].
+
+    For the seconds in which libraries are imported: there is nothing to tidy up yet, and they may take a `KeyboardInterrupt`
+    for a failure of their own. Where SIGINT is ignored (a job in the background), it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+
+
+def stop_by_exception() -> None:
+    """Let Ctrl-C be a `KeyboardInterrupt` again."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with(launcher: str) -> None:
+    """On Linux, let this process end when the process `launcher` that started it is killed: a GPU would stay taken."""
+    if sys.platform == "linux" and str(os.getppid()) == launcher:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, cleared in what this process starts
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -1,8 +1,6 @@
 """Any value that a config may hold, as the plain values that JSON and YAML have."""
 
 import json
-from dataclasses import asdict, is_dataclass
-from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
@@ -17,18 +15,12 @@ def plain(value: Any) -> Any:
 
 
 def _part(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, PurePath):
-        return str(value)
     if isinstance(value, (set, frozenset)):
         return sorted(map(plain, value), key=str)
     if hasattr(value, "tolist"):  # numpy's numbers and arrays, tensors
         return value.tolist()
-    if type(value).__module__ == "torch":  # dtypes, devices
+    if isinstance(value, PurePath) or type(value).__module__ == "torch":  # torch's dtypes and devices
         return str(value).removeprefix("torch.")
     if hasattr(value, "to_dict"):  # configs of transformers and PEFT
         return value.to_dict()
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
     return getattr(value, "__qualname__", type(value).__qualname__)

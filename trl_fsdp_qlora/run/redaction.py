@@ -25,11 +25,8 @@ def is_secret_name(name: str) -> bool:
 
 def without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config as they may be written: `None` for a token, so that the login of whoever loads it serves."""
-    return {name: None if is_secret_name(name) else _without_login(value) for name, value in fields.items()}
-
-
-def _without_login(value: Any) -> Any:
-    return _CREDENTIALS.sub("", value) if isinstance(value, str) else value
+    kept = {name: None if is_secret_name(name) else value for name, value in fields.items()}
+    return {name: _CREDENTIALS.sub("", value) if isinstance(value, str) else value for name, value in kept.items()}
 
 
 def portable(value: Any) -> Any:
@@ -38,26 +35,22 @@ def portable(value: Any) -> Any:
         return {key: portable(item) for key, item in value.items()}
     if isinstance(value, list):
         return [portable(item) for item in value]
-    if not isinstance(value, str) or not (os.path.isabs(value) or value.startswith("~")):
-        return _without_login(value)
+    if not isinstance(value, str):
+        return value
+    if not os.path.isabs(value) and not value.startswith("~"):
+        return _CREDENTIALS.sub("", value)
     inside = Path(value).is_relative_to(Path.cwd()) and Path(value) != Path.cwd()
     return str(Path(value).relative_to(Path.cwd())) if inside else Path(value).name
 
 
 def command_line(words: Sequence[str]) -> str:
-    """`words` as one line for a shell, as it may be published.
-
-    The value of a secret flag becomes a shell variable, `--hub_token "$HUB_TOKEN"`, so the line runs where that is set.
-    """
-    line, flag = [], ""  # the secret flag whose value comes next
+    """`words` as one line for a shell, as it may be published: without flags that hold a secret, in whose place a login serves."""
+    kept, hides_next = [], False
     for word in words:
         name, equals, value = word.partition("=")
-        variable = f'"${re.sub(r"[^A-Z0-9]+", "_", (flag or name).strip("-").upper())}"'
-        if flag and not word.startswith("--"):
-            line.append(variable)
-        elif equals and re.fullmatch(r"-{0,2}[A-Za-z][\w.-]*", name):
-            line.append(f"{name}={variable if is_secret_name(name) else shlex.quote(portable(value))}")
-        else:
-            line.append(shlex.quote(portable(word)))
-        flag = word if word.startswith("--") and not equals and is_secret_name(word) else ""
-    return " ".join(line)
+        is_flag = name.startswith("--")
+        is_secret = is_secret_name(name) if is_flag else hides_next
+        hides_next = is_flag and is_secret and not equals
+        if not is_secret:
+            kept.append(f"{name}={portable(value)}" if is_flag and equals else portable(word))
+    return shlex.join(kept)

@@ -176,50 +176,39 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
     return torch.stack([padded, prompt_B.sum() + completion_tokens, once, rows, zero, completion_tokens])
 
 
-class AsyncMetrics:
-    """Numbers that stay on the device until they are logged, so that no micro-batch waits for one."""
-
-    def __init__(self):
-        self._held: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
-
-    def add(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
-        """Call `finish`, which puts them where they belong, with the numbers of `sums_N`, summed over ranks, in the next flush."""
-        self._held.append((sums_N.detach(), finish))
-        if len(self._held) >= MOST:
-            self.flush()
-
-    def flush(self) -> None:
-        """Read everything that was added, in one transfer and in the order in which it was."""
-        held, self._held = self._held, []
-        if held:
-            numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
-            for sums_N, finish in held:
-                finish(list(islice(numbers, len(sums_N))))
-
-
 class TelemetryCallback(TrainerCallback):
     """Closes the optimizer's phase and hands a step's figures to the trainer's `metrics` of training before they are logged.
 
-    What lies on the device is read in [`flush`], which the trainer calls when it logs.
+    Numbers stay on the device until [`flush`], which the trainer calls when it logs, so that no micro-batch waits for one.
     """
 
     def __init__(self, clock: PhaseTimer, metrics: Callable[[], dict[str, list]]):
         self.clock, self.metrics = clock, metrics
-        self.deferred = AsyncMetrics()
+        self._held: list[tuple[torch.Tensor, Callable[[list[float]], None]]] = []
         self._step_started: Moment | None = None
         self._steps: list[tuple[list[Span], Moment, Moment, float]] = []  # spans, begin, end, tokens
         self._seen: set[str] = set()
 
     @nonfatal("a deferred metric")
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
-        """Call `finish` with the numbers in `sums_N` `(N,)` when metrics are logged."""
-        self.deferred.add(sums_N, finish)
+        """Call `finish`, which puts them where they belong, with the numbers in `sums_N` `(N,)` when metrics are logged."""
+        self._held.append((sums_N.detach(), finish))
+        if len(self._held) >= MOST:
+            self._read_held()
+
+    def _read_held(self) -> None:
+        # In one transfer, and in the order in which they were added.
+        held, self._held = self._held, []
+        if held:
+            numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
+            for sums_N, finish in held:
+                finish(list(islice(numbers, len(sums_N))))
 
     @nonfatal("a deferred metric")
     def flush(self, wait: bool = True) -> None:
         """Put what is outstanding among the metrics; without `wait`, only steps that the device has done."""
         if wait:
-            self.deferred.flush()
+            self._read_held()
         while self._steps and (wait or isinstance(self._steps[0][2], float) or self._steps[0][2].query()):
             spans, begin, end, tokens = self._steps.pop(0)
             # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases add up.

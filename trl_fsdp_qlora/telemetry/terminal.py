@@ -9,7 +9,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import datasets
@@ -25,9 +24,9 @@ SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 60, 100
 
 
-def number(value: float | None) -> str:
-    """Three decimals, or four significant digits where those would show nothing; `-` for what was not measured."""
-    if value is None or math.isnan(value):
+def number(value: float) -> str:
+    """Three decimals, or four significant digits where those would show nothing; `-` for NaN, which was not measured."""
+    if math.isnan(value):
         return "-"
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
 
@@ -66,80 +65,66 @@ def completion_lines(
     `prompts` and `completions` are texts or conversations; each reward function has one value per completion, NaN where it gave
     none.
     """
-    rows = min(len(prompts), len(completions), *(len(values) for values in rewards.values())) if rewards else 0
-    totals = [sum(values[i] for values in rewards.values() if not math.isnan(values[i])) for i in range(rows)]
-    order, count = sorted(range(rows), key=totals.__getitem__), min(count, rows)
-    lines = []
-    for i in [order[round(i * (rows - 1) / max(count - 1, 1))] for i in range(count)]:
-        earned = ", ".join(f"{name} {number(values[i])}" for name, values in rewards.items())
-        earned = f"reward {number(totals[i])}" if len(rewards) == 1 else earned
+    totals = [
+        sum(value for value in values if not math.isnan(value)) for values in zip(*rewards.values(), strict=True)
+    ]
+    order = sorted(range(len(totals)), key=totals.__getitem__)
+    count, lines = min(count, len(order)), []
+    for i in (order[round(place * (len(order) - 1) / max(count - 1, 1))] for place in range(count)):
+        each = rewards if len(rewards) > 1 else {"reward": next(iter(rewards.values()))}
+        earned = ", ".join(f"{name} {number(values[i])}" for name, values in each.items())
         asked = _quoted(prompts[i], _PROMPT_WIDTH, end=True)  # solved problems may stand before the question
         lines.append(f"    {earned}  {asked} → {_quoted(completions[i], _COMPLETION_WIDTH)}")
     return lines
 
 
 class TerminalCallback(TrainerCallback):
-    """One line per logging step on the main rank, under a bar if `bar` and there is a terminal to draw it in; `completions` gives
-    lines on those generated last.
+    """One line per logging step on the main rank, and now and then those that `completions` gives on what was generated last.
 
     The first and the last step are always logged (unless `logging_strategy` is `"no"`). The time left begins with the first
     step, after whatever is measured before it. A line that cannot be printed is a warning.
     """
 
-    def __init__(self, bar: bool, completions: Callable[[], Iterable[str]]):
-        self._draws, self._completions = bar and sys.stderr.isatty(), completions
-        self.training_bar = None
+    def __init__(self, completions: Callable[[], Iterable[str]]):
+        self._completions = completions
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._began, self._steps, self._seconds, self._next_show = None, 0, 0.0, 0.0
+        self._began, self._first_step = None, state.global_step
+        self._steps, self._seconds, self._next_show = 0, 0.0, 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_began = time.perf_counter()
-        if self._began is None:
-            self._began, self._first_step = self._step_began, state.global_step
-            if state.is_world_process_zero and self._draws:
-                done = {"total": state.max_steps, "initial": state.global_step}
-                self.training_bar = tqdm(**done, dynamic_ncols=True, unit="step")
+        self._began = self._began or self._step_began
 
     def on_step_end(self, args, state, control, **kwargs):
         self._seconds += time.perf_counter() - self._step_began
         self._steps += 1
-        if self.training_bar is not None:
-            self.training_bar.update(state.global_step - self.training_bar.n)
         # On every rank: logging sums the loss over them.
         if args.logging_strategy != "no" and (state.global_step == self._first_step + 1 or _is_last(state, control)):
             control.should_log = True
 
     @nonfatal("a line on the terminal")
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or not logs:
+        if not state.is_world_process_zero:
             return
-        # Not over the bar; where there is none, into a log file as soon as it is known.
-        write = partial(print, flush=True) if self.training_bar is None else self.training_bar.write
-        step, steps = state.global_step, state.max_steps
+        step, steps, lines = state.global_step, state.max_steps, []
         if "train_runtime" in logs:
-            write(f"trained to step {step} in {_duration(logs['train_runtime'])}")
-        elif "loss" not in logs or not self._steps:  # an evaluation, a user's own figures
-            evaluated = {name: logs[name] for name in ("eval_reward", "eval_loss") if name in logs}
-            shown = evaluated or {name: value for name, value in logs.items() if name not in ("total_flos", "epoch")}
-            figures = (f"{name} {number(x) if isinstance(x, float) else x}" for name, x in shown.items())
-            write(f"step {step}: {'  '.join(figures)}")
-        else:
+            lines.append(f"trained to step {step} in {_duration(logs['train_runtime'])}")
+        elif "eval_reward" in logs:
+            lines.append(f"step {step}: eval_reward {number(logs['eval_reward'])}")
+        elif "loss" in logs and self._steps:
             left = (time.perf_counter() - self._began) / (step - self._first_step) * (steps - step)
-            accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if logs.get("accuracy") is not None else ""
-            figures = f"reward {number(logs.get('reward'))}{accuracy}  {self._seconds / self._steps:.2f} s/step"
+            accuracy = f"  accuracy {100 * logs['accuracy']:.1f}%" if "accuracy" in logs else ""
+            figures = (
+                f"reward {number(logs.get('reward', math.nan))}{accuracy}  {self._seconds / self._steps:.2f} s/step"
+            )
+            lines.append(f"step {step:>{len(str(steps))}}/{steps}  {figures}  {_duration(left)} left")
             self._steps, self._seconds = 0, 0.0
-            write(f"step {step:>{len(str(steps))}}/{steps}  {figures}  {_duration(left)} left")
-            due = step >= self._next_show or _is_last(state, control)
-            if due and logs.get("reward") is not None:  # completions are new
+            if "reward" in logs and (step >= self._next_show or _is_last(state, control)):  # completions are new
                 self._next_show = step + steps / SHOWS_PER_RUN
-                for line in self._completions():
-                    write(line)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.training_bar is not None:
-            self.training_bar.close()
-            self.training_bar = None
+                lines += self._completions()
+        for line in lines:
+            print(line, flush=True)
 
 
 def _is_last(state, control) -> bool:
@@ -156,12 +141,10 @@ def use_terminal(trainer: Any) -> None:
         logs = trainer._logs  # that TRL keeps for its own table of completions, which it prints with log_completions
         count = 0 if trainer.log_completions else trainer.args.show_completions
         rewards = {name: list(values) for name, values in logs["rewards"].items()}
-        return completion_lines(list(logs["prompt"]), list(logs["completion"]), rewards, count) if count else []
+        return completion_lines(list(logs["prompt"]), list(logs["completion"]), rewards, count)
 
-    for callback in list(trainer.callback_handler.callbacks):
-        if type(callback) in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
-            trainer.add_callback(TerminalCallback(not trainer.args.disable_tqdm, completions))
+    if trainer.pop_callback(PrinterCallback) or trainer.pop_callback(ProgressCallback):
+        trainer.add_callback(TerminalCallback(completions))
 
 
 def no_bars_in_files() -> None:
