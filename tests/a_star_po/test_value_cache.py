@@ -74,8 +74,9 @@ def test_samples_that_two_runs_drew_at_once_count_once_and_more_extend_them(tmp_
     one, two = open_values(folder), open_values(folder)
     one.store({"a": (0, rewards(1, 0))})
     two.store({"a": (0, rewards(1, 0, 1, 1)), "b": (0, rewards(np.nan, -3.0))})
-    one.store({"a": (2, rewards(1, 1, 0))})
+    one.store({"a": (2, rewards(1, 1, 0)), "c": (1, rewards(1, 1))})
     found = open_values(folder).read()
+    assert found.keys() == {"a", "b"}  # what came before the samples of c was lost
     np.testing.assert_array_equal(found["a"], rewards(1, 0, 1, 1, 0))
     np.testing.assert_array_equal(found["b"], rewards(np.nan, -3.0))
     assert open_values(folder, context={**CONTEXT, "sampling": 3}).read() == {}

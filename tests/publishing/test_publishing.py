@@ -286,9 +286,6 @@ def test_whatever_fails_is_one_line_and_a_repeat_completes_it(folder, server, ru
     assert here in (set(), {".gitattributes"}, SENT - {LOGITS})  # never a part of it
     server.breaks = lambda line: None
     assert "no logits were recorded" in run() and set(server.files(REPO)) == SENT - {LOGITS}
-
-
-def test_a_hub_that_keeps_something_else_is_found_out(server, run):
     commit = server.commit
     server.commit = lambda repo, files: commit(repo, {name: data[:-1] for name, data in files.items()})
     with pytest.raises(UserError, match="does not give back what was sent"):

@@ -134,9 +134,8 @@ def roll(asked, trainer):
     tokenizer = trainer.processing_class
     ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in asked]
     settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=ENDS)
-    done = [
-        trainer.model.generate(torch.tensor([row]), generation_config=settings)[0, len(row) :].tolist() for row in ids
-    ]
+    rows = [trainer.model.generate(torch.tensor([own]), generation_config=settings)[0].tolist() for own in ids]
+    done = [row[len(own) :] for own, row in zip(ids, rows, strict=True)]
     return {"prompt_ids": ids, "completion_ids": done, "logprobs": None}
 
 
