@@ -4,16 +4,14 @@ The scripts that it starts are forks of it, with the environment, output and ses
 torch and TRL anew, which takes each several seconds.
 """
 
-import atexit
 import gc
 import inspect
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import threading
-import traceback
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -34,36 +32,23 @@ class Fork(_POPEN):
         if not script or words[0] != sys.executable or not script[0].endswith(".py"):
             return super()._execute_child(args, *more)
         given = inspect.signature(super()._execute_child).bind(args, *more).arguments
+        process = multiprocessing.get_context("fork").Process(target=_child, args=(script, given))
         sys.stdout.flush()  # or it is written twice
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(_child(script, given))
+            os._exit(process._bootstrap())
         self._child_created = True
         self._close_pipe_fds(*(given[end] for end in _PIPES))
 
 
-def _child(script: list[str], given: dict) -> int:
-    """Run `script` as a process that `Popen` has started with `given`; returns its exit status."""
-    try:
-        _leave_parent(given)
-        sys.stdout.reconfigure(write_through=True)  # -u, and harmless without
-        sys.argv = script
-        sys.path[0] = str(Path(script[0]).parent)
-        runpy.run_path(script[0], run_name="__main__")
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return status
+def _child(script: list[str], given: dict) -> None:
+    """Run `script` as a process that `Popen` has started with `given`."""
+    _leave_parent(given)
+    sys.stdout.reconfigure(write_through=True)  # -u, and harmless without
+    sys.argv = script
+    sys.path[0] = str(Path(script[0]).parent)
+    runpy.run_path(script[0], run_name="__main__")
 
 
 def _leave_parent(given: dict) -> None:

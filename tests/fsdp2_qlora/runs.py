@@ -11,9 +11,13 @@ WORKER = "tests/fsdp2_qlora/worker.py"
 
 
 def scenarios_of(model: str | Path, folder: Path, scenarios: dict[str, str], processes: int = 2, **more) -> list[dict]:
-    """What each rank found, by label; `scenarios` is `label: "name:option=value,..."`, `more` for [`launch`]."""
+    """What each rank found, by label; `scenarios` is `label: "name:option=value,..."`, with `{run}` for `folder` and `{root}`
+    for the one around it, and `more` is for [`launch`].
+    """
     folder.mkdir()
-    specifications = [f"{label}={scenario}" for label, scenario in scenarios.items()]
+    specifications = [
+        f"{label}={scenario.format(run=folder, root=folder.parent)}" for label, scenario in scenarios.items()
+    ]
     more = {"timeout": 400, **more}  # of up to 20 trainings
     launch(WORKER, model, folder, *specifications, processes=processes, **more)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(processes)]

@@ -1,6 +1,7 @@
 """Experts in 4 bits against the same model with its experts dequantized."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,18 +49,20 @@ CONFIGS = {
         "num_hidden_layers": 3, "layers_block_type": ["moe", "mamba", "attention"], "mamba_num_heads": 4, "n_groups": 2,
         "moe_shared_expert_intermediate_size": 32, "mamba_head_dim": 16, "ssm_state_size": 16, "chunk_size": 16,
     },
-    "llama4_text": {"intermediate_size_mlp": 64},  # what nothing here packs
+    # Sizes that no block of 64 weights divides: bitsandbytes fills the last one up.
+    "small": {"model_type": "qwen3_moe", "hidden_size": 40, "moe_intermediate_size": 12},
+    "odd": {"model_type": "qwen3_moe", "hidden_size": 80, "moe_intermediate_size": 20},
 }  # fmt: skip
 
 
 def save(folder, family="qwen3_moe", dtype=torch.float32, **changes):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **CONFIGS[family], **changes})
+    config = AutoConfig.for_model(**{"model_type": family, **SIZES, **CONFIGS[family], **changes})
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="module", params=[family for family in CONFIGS if family != "llama4_text"])
+@pytest.fixture(scope="module", params=CONFIGS)
 def checkpoint(request, tmp_path_factory):
     return save(tmp_path_factory.mktemp(request.param), request.param, torch.bfloat16)
 
@@ -91,18 +94,16 @@ def of_embeddings(model, ids):
     return loss.detach(), embedded.grad
 
 
-def assert_equal(model, stock, ids):
-    (loss, gradient), (wanted_loss, wanted) = of_embeddings(model, ids), of_embeddings(stock, ids)
-    torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
-    assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-
-
-def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint):
+@pytest.mark.parametrize("nested", [True, False])
+def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested):
     """And the packed experts are the checkpoint's, rounded to nf4: normal weights are some 9% off.
 
     Rows of 48 weights: what bitsandbytes' own product on AVX-512 gets wrong.
     """
-    whole, model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), loaded(checkpoint)
+    whole, model = (
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
+        loaded(checkpoint, double=nested),
+    )
     for name, module in packed_experts(model).items():
         for projection in module.layouts:
             weight = getattr(whole.get_submodule(name), projection).detach()
@@ -110,35 +111,34 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint):
             assert 0.05 < off < 0.12
     packed = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
     assert packed and not any(name.endswith((".gate", ".router", "shared_expert_gate")) for name in packed)
-    assert_equal(model, dequantized(model, checkpoint), torch.randint(0, 97, (3, 20)))
+    stock = dequantized(model, checkpoint, double=nested)
+    for shape in ((3, 20), (1, 2)):  # of one token bitsandbytes has a kernel of its own
+        ids = torch.randint(0, 97, shape)
+        (loss, gradient), (wanted_loss, wanted) = of_embeddings(model, ids), of_embeddings(stock, ids)
+        torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
+        assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(tmp_path, family):
+@pytest.mark.parametrize("checkpoint", ["qwen3_moe", "gpt_oss"], indirect=True)
+def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint):
     """Both round in another order: judged by float32 of the same dequantized weights."""
-    save(tmp_path, family, torch.bfloat16)
-    ours = loaded(tmp_path, torch.bfloat16, compute=torch.bfloat16)
-    stock = dequantized(ours, tmp_path, torch.bfloat16, compute=torch.bfloat16)
-    exact = dequantized(loaded(tmp_path), tmp_path)
+    ours = loaded(checkpoint, torch.bfloat16, compute=torch.bfloat16)
+    stock = dequantized(ours, checkpoint, torch.bfloat16, compute=torch.bfloat16)
+    exact = dequantized(loaded(checkpoint), checkpoint)
     ids = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(0))
     (_, gradient), (_, stocks), (_, wanted) = (of_embeddings(model, ids) for model in (ours, stock, exact))
     off, stock_off = (torch.linalg.vector_norm(g.float() - wanted) for g in (gradient, stocks))
     assert off <= 1.5 * stock_off
 
 
-def test_an_expert_without_tokens_is_not_read(tmp_path, monkeypatch):
+def test_an_expert_without_tokens_is_not_read(tmp_path):
     model = loaded(save(tmp_path))
     tiny.without_repacking(model)
-    read, views = set(), PackedExperts._views
-
-    def noted(self, name, expert):
-        read.add((id(self), expert))
-        return views(self, name, expert)
-
-    monkeypatch.setattr(PackedExperts, "_views", noted)
-    with torch.no_grad():
+    views = PackedExperts._views
+    with patch.object(PackedExperts, "_views", autospec=True, side_effect=views) as read, torch.no_grad():
         model(torch.tensor([[5]]))
-    assert len(read) == len(packed_experts(model)) * 2  # a token goes to two experts of each layer
+    experts = {(id(module), expert) for module, _, expert in (call.args for call in read.call_args_list)}
+    assert len(experts) == len(packed_experts(model)) * 2  # a token goes to two experts of each layer
 
 
 def test_dequantized_checkpoint(checkpoint, tmp_path):
@@ -159,15 +159,20 @@ def test_dequantized_checkpoint(checkpoint, tmp_path):
     assert names == set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"])
 
 
-def check_lora(folder, scratch, checkpointing=None):
-    model = loaded(folder)
-    stock = dequantized(model, folder)
+@pytest.mark.parametrize(
+    ("checkpoint", "checkpointing"),
+    [*((family, None) for family in CONFIGS), ("qwen3_moe", "reentrant"), ("qwen3_moe", "other")],
+    indirect=["checkpoint"],
+)
+def test_lora_on_experts(checkpoint, tmp_path, checkpointing):
+    model = loaded(checkpoint)
+    stock = dequantized(model, checkpoint)
     adapted = ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"]
     config = tiny.lora(target_modules=["o_proj"], target_parameters=adapted, init_lora_weights=False)
     torch.manual_seed(1)
     ours = get_peft_model(model, config)
-    ours.save_pretrained(scratch)
-    theirs = PeftModel.from_pretrained(stock, scratch, is_trainable=True)
+    ours.save_pretrained(tmp_path)
+    theirs = PeftModel.from_pretrained(stock, tmp_path, is_trainable=True)
     if checkpointing:
         ours.train().gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     ids, values = torch.randint(0, 97, (3, 20)), []
@@ -177,15 +182,6 @@ def check_lora(folder, scratch, checkpointing=None):
         values.append((loss.item(), gradients))
     assert any("experts" in name for name in values[0][1])
     assert_close(*values, 2e-5)
-
-
-def test_lora_on_experts(checkpoint, tmp_path):
-    check_lora(checkpoint, tmp_path)
-
-
-@pytest.mark.parametrize("checkpointing", ["reentrant", "other"])
-def test_lora_on_experts_whose_forward_is_computed_again(tmp_path, checkpointing):
-    check_lora(save(tmp_path / "model"), tmp_path / "adapter", checkpointing)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -207,27 +203,13 @@ def test_packed_rows_with_packed_experts(tmp_path, beta):
         skip_zero_advantage=False,
     )
     assert len(packed_experts(trainer.model)) == 2
-    for parameter in trainer.model.parameters():
-        if parameter.requires_grad:  # TRL casts the adapters of quantized models to bfloat16
-            parameter.data = parameter.data.float()
-    tiny.without_repacking(trainer.model)
+    tiny.as_reference(trainer.model)
     batch = trainer._prepare_inputs([trainer.train_dataset[i] for i in (0, 0, 0, 0, 1, 1, 1, 1)])
     trainer.current_gradient_accumulation_steps = 1
     stock = loss_and_gradients(trainer, batch, stock=True)
     assert any(gradient.any() for name, gradient in stock[1].items() if "experts" in name)
     assert_close(loss_and_gradients(trainer, batch), stock, 2e-5)
     assert trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 1
-
-
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize(("hidden", "inner"), [(40, 12), (80, 20)])
-def test_sizes_that_no_block_of_64_weights_divides(tmp_path, hidden, inner, nested):
-    """bitsandbytes fills the last block up: nothing is refused."""
-    save(tmp_path, hidden_size=hidden, moe_intermediate_size=inner)
-    model = loaded(tmp_path, double=nested)
-    stock = dequantized(model, tmp_path, double=nested)
-    for count in (20, 1):  # of one token bitsandbytes has a kernel of its own
-        assert_equal(model, stock, torch.randint(0, 97, (1, count + 1), generator=torch.Generator().manual_seed(0)))
 
 
 def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loading(tmp_path):
@@ -242,67 +224,50 @@ def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loadin
     at_once = packed_experts(loaded(tmp_path / "plain"))
     for name, module in packed_experts(stored).items():
         assert all(torch.equal(getattr(module, p), getattr(at_once[name], p)) for p in module.layouts)
-    # What a user loads with plain transformers is counted, and so are experts that nothing here packs.
+    # What a user loads with plain transformers is counted.
     experts = sum(p.numel() for name, p in stock.named_parameters() if ".experts." in name)
     line = experts_in_16_bit(stock)
     assert line.startswith(f"{2 * experts / 2**30:.2f} GiB of experts stay in 16 bit") and "experts_in_4bit()" in line
     assert experts_in_16_bit(stored) is None
-    llama4 = loaded(save(tmp_path / "llama4", "llama4_text"))
-    assert "stay in 16 bit (Llama4TextExperts)" in experts_in_16_bit(llama4)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A mixture on one process, on two with FSDP2, on two and four with DDP, and on four with FSDP2."""
-    root = tmp_path_factory.mktemp("experts")
-    tokenizer = tiny.make_tokenizer()
-    model = save(
-        root / "model", vocab_size=64, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
-    )
-    tokenizer.save_pretrained(model)
-    sft, by_name = "sft:steps=2,save=1,experts=1", "by_name:experts=1"
-    (one,) = scenarios_of(model, root / "one", {"by_name": by_name}, processes=1)
-    ddp, _ = scenarios_of(model, root / "ddp", {"sft": sft})
-    of_two = {"sft": sft, "by_name": by_name, "resumed": f"{sft},resume={root}/two/sft/checkpoint-1"}
-    of_two["offloaded"] = f"{sft},FSDP_OFFLOAD_PARAMS=true"
-    two, rank_1 = scenarios_of(model, root / "two", of_two, environment=fsdp_environment())
-    no_mesh = "ACCELERATE_USE_FSDP=false,ACCELERATE_USE_PARALLELISM_CONFIG=false"
-    of_four = {"uneven": sft, "ddp": f"{sft},{no_mesh}"}
-    four, *_ = scenarios_of(model, root / "four", of_four, processes=4, environment=mesh_environment(1, 4))
-    return {"one": one, "two": two, "rank1": rank_1, "ddp": ddp, "four": four, "root": root}
+SFT, NO_MESH = (
+    "sft:max_steps=2,save_steps=1,experts=1",
+    "ACCELERATE_USE_FSDP=false,ACCELERATE_USE_PARALLELISM_CONFIG=false",
+)
+TWO = {"sft": SFT, "by_name": "by_name:experts=1", "resumed": SFT + ",resume={root}/two/sft/checkpoint-1"}
+TWO["offloaded"] = SFT + ",FSDP_OFFLOAD_PARAMS=true"
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-class TestSharded:
-    def test_two_ranks_hold_half_of_the_experts_and_train_as_one_process(self, runs):
-        for rank in ("two", "rank1"):
-            for scenario in ("sft", "by_name"):
-                assert runs[rank][scenario]["dtensors"] and runs[rank][scenario]["base"]["ratio"] <= 0.52
-                # The experts are most of the 4-bit bytes.
-                assert runs[rank][scenario]["base"]["quantized_full"] > 2 * 6 * (96 * 64 + 64 * 48) / 2
-        assert runs["rank1"]["by_name"]["meta"] and not runs["two"]["by_name"]["meta"]
-        logits = [runs[run]["by_name"]["first_logits"] for run in ("one", "two")]
-        assert (logits[0] - logits[1]).abs().max() <= 1e-5
-        adapter = runs["two"]["sft"]["adapter"]
-        assert (
-            len([name for name in adapter if "experts" in name]) == 2 * 2 * 2
-        )  # A and B of two projections in two layers
-        # With the same halves of a batch on each rank; one process has another router loss, a mean over the whole batch.
-        assert runs["ddp"]["sft"]["loss"] == runs["two"]["sft"]["loss"]
-        assert difference(runs["ddp"]["sft"]["adapter"], adapter) == 0
-
-    def test_offloaded_and_resumed_runs_are_the_same_and_the_adapter_loads_on_an_unquantized_base(self, runs):
-        straight = runs["two"]["sft"]["adapter"]
-        assert difference(straight, runs["two"]["offloaded"]["adapter"]) == 0
-        assert difference(straight, runs["two"]["resumed"]["adapter"]) == 0
-        base = AutoModelForCausalLM.from_pretrained(runs["root"] / "model", dtype=torch.float32)
-        loaded = PeftModel.from_pretrained(base, runs["root"] / "two" / "sft" / "checkpoint-2")
-        straight = {name.replace(".default", ""): value for name, value in straight.items()}
-        assert difference(get_peft_model_state_dict(loaded), straight) == 0
-
-    def test_four_shards_train_as_four_ranks_of_ddp(self, runs):
-        """Gradients are summed in another order. Of six experts four ranks hold 2, 2, 2 and none."""
-        found, ddp = runs["four"]["uneven"], runs["four"]["ddp"]
-        assert found["dtensors"] and 0.3 < found["base"]["ratio"] <= 0.35 and not ddp["dtensors"]
-        assert difference(found["adapter"], ddp["adapter"]) <= 1e-6
+def test_ranks_hold_their_part_of_the_experts_and_train_as_whole_ones(tmp_path):
+    model = save(tmp_path / "model", vocab_size=64, pad_token_id=0, eos_token_id=1)
+    tiny.make_tokenizer().save_pretrained(model)
+    (one,) = scenarios_of(model, tmp_path / "one", {"by_name": TWO["by_name"]}, processes=1)
+    ddp, _ = scenarios_of(model, tmp_path / "ddp", {"sft": SFT})
+    two, rank_1 = scenarios_of(model, tmp_path / "two", TWO, environment=fsdp_environment())
+    for found in (two, rank_1):
+        for scenario in ("sft", "by_name"):
+            base = found[scenario]["base"]
+            assert found[scenario]["dtensors"] and base["ratio"] <= 0.52
+            assert base["quantized_full"] > 2 * 6 * (96 * 64 + 64 * 48) / 2  # experts are most of the 4-bit bytes
+    assert rank_1["by_name"]["meta"] and not two["by_name"]["meta"]
+    assert (one["by_name"]["first_logits"] - two["by_name"]["first_logits"]).abs().max() <= 1e-5
+    adapter = two["sft"]["adapter"]
+    # A and B of two projections in two layers.
+    assert len([name for name in adapter if "experts" in name]) == 2 * 2 * 2
+    # DDP has the same halves of a batch on each rank; one process has another router loss, a mean over the whole batch.
+    assert ddp["sft"]["loss"] == two["sft"]["loss"]
+    for same in (ddp["sft"], two["offloaded"], two["resumed"]):
+        assert difference(adapter, same["adapter"]) == 0
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reloaded = PeftModel.from_pretrained(whole, tmp_path / "two" / "sft" / "checkpoint-2")
+    plain = {name.replace(".default", ""): value for name, value in adapter.items()}
+    assert difference(get_peft_model_state_dict(reloaded), plain) == 0
+    # Four ranks sum gradients in another order, and of six experts they hold 2, 2, 2 and none.
+    of_four = {"uneven": SFT, "ddp": f"{SFT},{NO_MESH}"}
+    four, *_ = scenarios_of(model, tmp_path / "four", of_four, processes=4, environment=mesh_environment(1, 4))
+    uneven, ddp = four["uneven"], four["ddp"]
+    assert uneven["dtensors"] and 0.3 < uneven["base"]["ratio"] <= 0.35 and not ddp["dtensors"]
+    assert difference(uneven["adapter"], ddp["adapter"]) <= 1e-6

@@ -30,8 +30,8 @@ def test_combinations_that_work_and_that_do_not(fsdp):
     with pytest.raises(LaunchError, match="--accelerate_config fsdp2_qlora"):
         check_launch(FOUR_BIT, zero_stage=3)
     fsdp()
-    check_launch(FOUR_BIT)
-    check_launch(None)
+    for quantized in (FOUR_BIT, None):
+        check_launch(quantized)
     with pytest.raises(LaunchError, match="`load_in_4bit: true` instead of `load_in_8bit: true`"):
         check_launch(BitsAndBytesConfig(load_in_8bit=True))
 
@@ -57,7 +57,7 @@ def test_the_trainer_checks_before_it_loads(fsdp, tmp_path):
     with pytest.raises(LaunchError, match="fsdp_version: 2"):
         EfficientGRPOTrainer(
             model=str(tmp_path / "there-is-no-model-here"),
-            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+            reward_funcs=len,
             args=EfficientGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
             train_dataset=tiny.prompt_data(),
             quantization_config=FOUR_BIT,

@@ -1,5 +1,7 @@
 """The packed layer against bitsandbytes' own, in one process."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -18,21 +20,17 @@ def make_layer(quant_type="nf4", double=True, storage=torch.uint8, shape=(128, 9
     return layer
 
 
-def assert_same_output_and_gradient(stock, packed, x):
+ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: the 4-bit kernels of bitsandbytes")
+STORAGES, SHAPES = (torch.uint8, torch.bfloat16, torch.float32), ((128, 96), (64, 7), (64, 1))
+CASES = [("cpu", *case) for case in product(("nf4", "fp4"), (True, False), STORAGES, SHAPES)]
+for double in (True, False):
+    CASES.append(pytest.param("cuda", "nf4", double, torch.uint8, (128, 96), marks=[pytest.mark.gpu, ON_CUDA]))
+
+
+@pytest.mark.parametrize(("device", "quant_type", "double", "storage", "shape"), CASES)
+def test_output_and_input_gradient_are_those_of_bitsandbytes(device, quant_type, double, storage, shape):
     """The same kernel on the same bytes: equal to the last bit."""
-    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y1, y2 = stock(x1), packed(x2)
-    y1.square().sum().backward()
-    y2.square().sum().backward()
-    assert torch.equal(y1, y2) and torch.equal(x1.grad, x2.grad)
-
-
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(128, 96), (64, 7), (64, 1)])
-def test_output_and_input_gradient_are_those_of_bitsandbytes(quant_type, double, storage, shape):
-    stock, packed = (make_layer(quant_type, double, storage, shape) for _ in range(2))
+    stock, packed = (make_layer(quant_type, double, storage, shape, device=device) for _ in range(2))
     expected = packed.weight.quant_state.absmax.clone()
     pack_model(torch.nn.Sequential(packed))
     weight, state = from_bytes(packed.weight.data, packed.layout)
@@ -40,20 +38,15 @@ def test_output_and_input_gradient_are_those_of_bitsandbytes(quant_type, double,
     assert weight.untyped_storage().data_ptr() == packed.weight.untyped_storage().data_ptr()  # views, no copies
     assert isinstance(packed, PackedLinear4bit) and isinstance(packed, bnb.nn.Linear4bit)
     assert packed.weight.dtype == torch.uint8 and not packed.weight.requires_grad
-    assert_same_output_and_gradient(stock, packed, torch.randn(5, shape[0]))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: the 4-bit kernels of bitsandbytes")
-@pytest.mark.parametrize("double", [True, False])
-def test_cuda_output_and_input_gradient_are_those_of_bitsandbytes(double):
-    stock, packed = (make_layer(double=double, device="cuda") for _ in range(2))
-    pack_model(torch.nn.Sequential(packed))
     for rows in (1, 5):  # a single row goes through another kernel when nothing asks for a gradient
-        x = torch.randn(rows, 128, device="cuda", dtype=torch.bfloat16)
+        x1 = torch.randn(rows, shape[0], device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
         with torch.no_grad():
-            assert torch.equal(stock(x), packed(x))
-        assert_same_output_and_gradient(stock, packed, x)
+            assert torch.equal(stock(x1), packed(x1))
+        x2 = x1.clone().requires_grad_()
+        y1, y2 = stock(x1.requires_grad_()), packed(x2)
+        y1.square().sum().backward()
+        y2.square().sum().backward()
+        assert torch.equal(y1, y2) and torch.equal(x1.grad, x2.grad)
 
 
 def test_repacked_weights_for_avx512_are_turned_back():

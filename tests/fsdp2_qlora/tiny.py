@@ -8,15 +8,12 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from trl_fsdp_qlora.recipe.answers import extract_answer
@@ -34,21 +31,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(hidden=64, layers=2, intermediate=128, likes_digits=False, **config) -> PreTrainedModel:
-    """A Qwen3-architecture model with seeded weights.
+# For [`make_model`]: one recurrent layer and one of attention.
+HYBRID = {
+    "family": "qwen3_5_text", "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+def make_model(hidden=64, layers=2, intermediate=128, likes_digits=False, family="qwen3", **config) -> PreTrainedModel:
+    """A model with seeded weights.
 
     With `likes_digits` its completions are mostly numbers, which differ from prompt to prompt.
     """
     torch.manual_seed(0)
     values = {"vocab_size": 64, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    values |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 4,
-        "max_position_embeddings": 512,
-    }
+    values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
+    values |= {"max_position_embeddings": 512}
     values |= {"tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, **config}
-    model = Qwen3ForCausalLM(Qwen3Config(**values))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values), dtype=torch.float32)
     if likes_digits:
         with torch.no_grad():
             model.lm_head.weight[make_tokenizer().convert_tokens_to_ids(list("0123456789"))] *= 4
@@ -62,19 +62,6 @@ def make_checkpoint(folder: str | Path, **shape) -> str:
     return str(folder)
 
 
-def make_hybrid(folder: str | Path) -> str:
-    """Write a Qwen3.5-architecture checkpoint, one recurrent layer and one of attention; returns its path."""
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16,
-        linear_num_key_heads=2, linear_num_value_heads=4, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"], max_position_embeddings=512, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    Qwen3_5ForCausalLM(config).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 def make_problems(folder: str | Path, base: str, quantized: bool, rows: int = 24) -> str:
     """Sums in `folder`/data.jsonl of which every second one has the base's own greedy completion as its answer.
 
@@ -83,16 +70,15 @@ def make_problems(folder: str | Path, base: str, quantized: bool, rows: int = 24
     model, tokenizer = load(base) if quantized else load_whole(base), make_tokenizer()
     without_repacking(model)
     settings = {"max_new_tokens": 3, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": [tokenizer.eos_token_id]}
-    questions = [f"{i}+{i * 3}=" for i in range(rows)]
-    greedy = GenerationConfig(do_sample=False, **settings)
-    answers = [generate(model, [tokenizer(question)["input_ids"]], greedy)[0] for question in questions]
-    texts = [extract_answer(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in answers]
-    problems = [
-        {"problem": question, "answer": 777 + i if i % 2 or text is None else text}
-        for i, (question, text) in enumerate(zip(questions, texts, strict=True))
-    ]
+    greedy, lines = GenerationConfig(do_sample=False, **settings), []
+    for i in range(rows):
+        question = f"{i}+{i * 3}="
+        tokens = generate(model, [tokenizer(question)["input_ids"]], greedy)[0]
+        text = extract_answer(tokenizer.decode(tokens, skip_special_tokens=True))
+        answer = 777 + i if i % 2 or text is None else text
+        lines.append(json.dumps({"problem": question, "answer": answer}))
     Path(folder).mkdir()
-    (Path(folder) / "data.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    (Path(folder) / "data.jsonl").write_text("\n".join(lines))
     return str(Path(folder) / "data.jsonl")
 
 
@@ -101,6 +87,14 @@ def without_repacking(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def as_reference(model: PreTrainedModel) -> None:
+    """Undo two things that would make an unsharded reference another computation: repacking, and adapters in bfloat16."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # TRL casts the adapters of quantized models
+            parameter.data = parameter.data.float()
+    without_repacking(model)
 
 
 def quantization(double: bool = True, storage="uint8", compute="float32", **more) -> BitsAndBytesConfig:

@@ -1,5 +1,6 @@
 """Linear layers on a CPU: outputs and gradients against float64 and the layers' own, nothing left behind, no more memory."""
 
+import functools
 import json
 import platform
 from pathlib import Path
@@ -89,22 +90,21 @@ def adapted(**changes):
     return get_peft_model(build(), LoraConfig(**settings)).eval()
 
 
-def changed(change):
+def changed(kind):
     """An adapted model after something was done to it."""
     model = adapted()
-    change(model)
+    if kind == "off":
+        model.base_model.disable_adapter_layers()
+    elif kind == "merged":
+        model.merge_adapter()
+    elif kind == "two":
+        model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+        model.base_model.set_adapter(["default", "second"])
+    elif kind == "hooks":
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
     return model
-
-
-def add_a_second(model):
-    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
-    model.base_model.set_adapter(["default", "second"])
-
-
-def hook(model):
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
 
 
 def four_bit():
@@ -123,10 +123,7 @@ MODELS = {
     "modules_to_save": (lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]), 4),
     "dropout": (lambda: adapted(lora_dropout=0.5), LAYERS),
     "active-dropout": (lambda: adapted(lora_dropout=0.5).train(), 0),
-    "off": (lambda: changed(lambda model: model.base_model.disable_adapter_layers()), 0),
-    "merged": (lambda: changed(lambda model: model.merge_adapter()), 0),
-    "two": (lambda: changed(add_a_second), 0),
-    "hooks": (lambda: changed(hook), 0),
+    **{kind: (functools.partial(changed, kind), 0) for kind in ("off", "merged", "two", "hooks")},
     "4-bit": (four_bit, 0),
     "dora": (lambda: adapted(use_dora=True), 0),
     "bias": (lambda: adapted(lora_bias=True), 0),

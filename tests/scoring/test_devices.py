@@ -1,12 +1,20 @@
-"""Apple's GPUs have no float64: counters and draws on a device that refuses it. The meta device stands for it."""
+"""Devices that cannot do all that is asked of them, on stand-ins.
+
+Apple's GPUs have no float64: the meta device refuses it. Below compute capability 8.0 torch sums no products of bf16 operands in
+float32, so they are cast; `tests/grpo/test_cuda.py` trains on such a device where there is one.
+"""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trl.kernels import chunked_logprob
 
+from trl_fsdp_qlora.compat import older_gpus
 from trl_fsdp_qlora.rollout.decoding import RowUniforms, draw
 from trl_fsdp_qlora.scoring import token_selection, transfer
+from trl_fsdp_qlora.scoring.frozen_head import add_product
 from trl_fsdp_qlora.telemetry.phases import token_counts
 
 
@@ -46,3 +54,21 @@ def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
     found = token_selection.select_tokens(mask, strategy, generator=torch.Generator().manual_seed(1), **options)
     assert torch.equal(found.keep, wanted.keep) and torch.equal(found.weight, wanted.weight) and moved[0] == "cpu"
     assert transfer.widest_float(torch.device("mps")) is torch.float32
+
+
+@pytest.mark.parametrize("capability, casts", [((7, 0), True), ((7, 5), True), ((8, 6), False)])
+def test_bf16_operands_are_cast_where_they_have_to_be(capability, casts, monkeypatch):
+    """A product of this package's frozen head and one of TRL's, on fake tensors; TRL's function is replaced inside alone."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    summed, own = [], chunked_logprob._addmm_fp32  # what torch was asked to sum in float32 as it is
+    monkeypatch.setattr(torch, "addmm", lambda total, left, right, **more: summed.append((left.dtype, right.dtype)))
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="a step fails"), older_gpus.casting_wide_sums():
+        total = torch.empty(8, 8, device="cuda")
+        left, right = torch.empty(2, 8, 8, device="cuda", dtype=torch.bfloat16)
+        add_product(total, left, right)
+        chunked_logprob._addmm_fp32(total, left, right)  # fake tensors of different dtypes cannot be multiplied either
+        assert (chunked_logprob._addmm_fp32 is not own) == casts
+        raise RuntimeError("a step fails")
+    assert chunked_logprob._addmm_fp32 is own and bool(summed) != casts
