@@ -44,9 +44,7 @@ class CardInfo:
     data_license: str | None = None  # SPDX id of the training data
     recipe_file: str | None = None  # the YAML that was run
     settings: Sequence[Any] = ()  # dataclasses of arguments beside the trainer's config: data, rewards, model, adapter
-    command: Sequence[str] | None = (
-        None  # the launch line's words; the card has them without secrets and machine paths
-    )
+    command: Sequence[str] | None = None  # the launch line's words; the card leaves secrets and machine paths out
     quickstart_prompt: Any = None  # a prompt (text, or messages) for the quick start
     max_new_tokens: int = 64  # of the quick start
     method: str = "GRPO"  # the algorithm, as a reader knows it

@@ -37,10 +37,8 @@ def launch(words: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     parser = launch_command_parser()
-    parser.prog, parser.error = (
-        "trl-fsdp-qlora launch",
-        MethodType(OneLineParser.error, parser),
-    )  # its own prints 200 lines
+    parser.prog = "trl-fsdp-qlora launch"
+    parser.error = MethodType(OneLineParser.error, parser)  # its own prints 200 lines
     given = parser.parse_args(list(words))
     if given.config_file and not Path(given.config_file).exists():
         given.config_file = str(accelerate_config(given.config_file))
