@@ -150,5 +150,5 @@ def test_grpo_trains_with_data_and_rewards_of_ones_own(folders):
     assert "short -" in said  # beside each completion that is shown
     assert (place / "out" / "adapter_model.safetensors").is_file()
     card = (place / "out" / "README.md").read_text()
-    assert f"trl-fsdp-qlora {words}" in card.replace("\n", " ")  # what anybody can type
+    assert f"python -m trl_fsdp_qlora {words}" in card.replace("\n", " ")  # as it was typed
     assert str(place) not in card and str(installed) not in card

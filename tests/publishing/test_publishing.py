@@ -5,11 +5,11 @@ import json
 import re
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,7 +196,7 @@ def test_nothing_is_merged_into_a_quantized_base_and_an_interrupted_merge_leaves
     config.save_pretrained(quantized)
     with pytest.raises(UserError, match="is quantized"):
         merge_adapter(trained[1] / "out", tmp_path / "merged", base=str(quantized))
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         merge_adapter(trained[1] / "out", tmp_path / "merged")
     assert list(tmp_path.iterdir()) == [quantized]
