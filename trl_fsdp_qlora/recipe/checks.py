@@ -150,7 +150,7 @@ def check_model(model: ModelConfig) -> None:
     """
     if is_deepspeed_zero3_enabled():
         return
-    config = AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    config = read_config(model.model_name_or_path, model.model_revision)
     # `in` imports no class but that one.
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         bare = build_bare(model.model_name_or_path, config, attn_implementation=model.attn_implementation)
