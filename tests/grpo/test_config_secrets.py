@@ -1,12 +1,15 @@
 import copy
 import io
+import json
 import pickle
+import sys
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 from trl import GRPOConfig
 
-from tests.tiny import config, lora, trainer
+from tests.tiny import config, lora, save_tiny_model, trainer
 from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig
 
 TOKEN, PASSWORD = "a-plain-token", "passw0rd"
@@ -15,11 +18,17 @@ TOKEN, PASSWORD = "a-plain-token", "passw0rd"
 @pytest.mark.parametrize("cls", [EfficientGRPOConfig, TSPMOConfig, AStarPOConfig])
 def test_a_secret_stays_in_memory(cls, tmp_path):
     url, file = f"http://bob:{PASSWORD}@judge:8000", io.BytesIO()
-    args = config(cls, tmp_path, hub_token=TOKEN, vllm_server_base_url=url, num_generations=4, max_steps=5)
+    inside = {
+        "model_init_kwargs": {"token": TOKEN},
+        "vllm_engine_kwargs": json.dumps({"hf_token": TOKEN, "quantization": "fp8"}),
+    }
+    settings = {"vllm_server_base_url": url, "num_generations": 4, "max_steps": 5, **inside}
+    args = config(cls, tmp_path, hub_token=TOKEN, **settings)
     torch.save(args, file)
-    for written in (str(args.to_dict()), args.to_json_string(), str(args.to_sanitized_dict()), str(file.getvalue())):
-        assert TOKEN not in written and PASSWORD not in written and "judge" in written
-    assert args.hub_token == TOKEN and TOKEN not in repr(args)
+    written = [str(args.to_dict()), args.to_json_string(), str(args.to_sanitized_dict()), repr(args), str(args)]
+    for text in (*written, str(file.getvalue())):
+        assert TOKEN not in text and PASSWORD not in text and "judge" in text
+    assert args.hub_token == args.model_init_kwargs["token"] == args.vllm_engine_kwargs["hf_token"] == TOKEN
     loaded = pickle.loads(pickle.dumps(args))
     assert type(loaded) is cls and loaded.hub_token is None
     assert loaded.max_steps == 5 and loaded.learning_rate == args.learning_rate
@@ -35,3 +44,26 @@ def test_a_plain_config_of_trl_leaves_no_token_either(tmp_path):
     assert made.args.hub_token == given.hub_token == TOKEN and type(given) is GRPOConfig
     made.train()
     assert TOKEN.encode() not in (tmp_path / "checkpoint-1" / "training_args.bin").read_bytes()
+
+
+def test_a_run_uses_the_tokens_in_dictionaries_and_writes_none_of_them(tmp_path, monkeypatch):
+    base, used = save_tiny_model(tmp_path / "base"), []
+    load = PreTrainedModel.from_pretrained.__func__
+
+    def recorded(cls, *arguments, **named):
+        used.append(named.get("token"))
+        return load(cls, *arguments, **named)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(recorded))
+    inside = {"model_init_kwargs": {"token": TOKEN}, "vllm_engine_kwargs": {"hf_token": TOKEN}}
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--model_init_kwargs", json.dumps(inside["model_init_kwargs"])])
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "out", base, lora(), **saving, **inside)
+    made.card_info.command = ["python", *sys.argv]
+    made.train()
+    made.create_model_card()
+    assert used == [TOKEN]
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {"README.md", "training_args.bin"} <= {path.name for path in files if path.parent.name == "checkpoint-1"}
+    assert [path.name for path in files if TOKEN.encode() in path.read_bytes()] == []
+    assert "model_init_kwargs" in (tmp_path / "out" / "README.md").read_text()

@@ -174,4 +174,9 @@ class EfficientGRPOConfig(GRPOConfig):
     def to_dict(self):
         return redaction.without_secrets(super().to_dict())
 
-    __repr__ = GRPOConfig.__str__
+    def __str__(self):
+        shown = redaction.without_secrets({item.name: getattr(self, item.name) for item in fields(self)})
+        lines = "".join(f"{name}={value},\n" for name, value in sorted(shown.items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    __repr__ = __str__
