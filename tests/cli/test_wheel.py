@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -39,8 +38,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy(ROOT / name, folder / "source" / name)
-    with tarfile.open(build("sdist", folder / "source", folder)) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+    shutil.unpack_archive(build("sdist", folder / "source", folder), folder / "unpacked")
     wheel = build("wheel", next((folder / "unpacked").iterdir()), folder)
     zipfile.ZipFile(wheel).extractall(folder / "site")
     save_tiny_model(folder / "user" / "base")
