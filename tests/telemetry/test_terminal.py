@@ -1,10 +1,12 @@
 """What is printed while training: TRL's own lines in a script of a user's, the calm terminal in a recipe."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
-from transformers import PrinterCallback, TrainerCallback
+import pytest
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import config, prompts, trainer
@@ -15,17 +17,34 @@ from trl_fsdp_qlora.telemetry import terminal
 from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, use_terminal
 
 
-def test_a_users_script_prints_what_stock_trl_prints(tmp_path, capsys):
-    printed = []
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_a_users_script_prints_what_stock_trl_prints_and_at_most_six_keys_more(tmp_path, capsys, disable_tqdm):
+    printed, logged = [], []
     for cls, config_cls in ((GRPOTrainer, GRPOConfig), (EfficientGRPOTrainer, EfficientGRPOConfig)):
-        made = trainer(cls, config_cls, tmp_path)
-        assert PrinterCallback in [type(callback) for callback in made.callback_handler.callbacks]
+        made = trainer(cls, config_cls, tmp_path, disable_tqdm=disable_tqdm)
+        made.eval_dataset = prompts(8)
+        tracker = TrainerCallback()
+        tracked = []
+        tracker.on_step_end = lambda args, state, control, **_: setattr(
+            control, "should_evaluate", state.global_step == 3
+        )
+        tracker.on_log = lambda args, state, control, logs, tracked=tracked, **_: tracked.append(set(logs))
+        made.add_callback(tracker)
         made.train()
         out = capsys.readouterr().out
-        printed.append([line for line in out.splitlines() if line.startswith("{")])
-        for name in ("loss", "grad_norm", "learning_rate", "entropy", "reward"):
-            assert sum(f"'{name}'" in line for line in printed[-1]) == 3, (cls, name)
-    assert len(printed[0]) == len(printed[1]) == 4  # three steps, and the end of training
+        lines = [line for line in out.splitlines() if line.startswith("{")]
+        printed.append([set(re.findall(r"'([^']+)': ", line)) for line in lines])
+        logged.append([set(entry) - {"step", "total_flos"} for entry in made.state.log_history])
+        assert [names - {"total_flos"} for names in tracked] == logged[-1]  # of what is printed, trackers lack nothing
+    assert len(printed[0]) == len(printed[1]) == 5  # three steps, one evaluation, and the end of training
+    assert printed[0] == logged[0]
+    for stock, efficient, all_of_them in zip(*printed, logged[1], strict=True):
+        assert stock <= efficient <= all_of_them
+        assert len(efficient - stock) <= 6
+    assert len(logged[1][1] - printed[1][1]) > 6
+    assert "time/generate_s" in printed[1][1] and "prefix_sharing/policy/tokens_fraction" in printed[1][1]
+    removed = made.pop_callback(PrinterCallback if disable_tqdm else ProgressCallback)
+    assert removed is not None  # a script that takes the printing callback away still finds it
 
 
 def test_completions_from_the_lowest_to_the_highest_reward():

@@ -43,6 +43,7 @@ from ..scoring.cpu_linear import fast_linears
 from ..scoring.request import Kind, PassRequest
 from ..telemetry.phases import PhaseTimer, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
+from ..telemetry.terminal import print_briefly
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
 from .passes import loss_pass, padded_batch, padded_pass, rollout_pass
@@ -111,6 +112,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         self.budget = TokenBudget(self.args, self.accelerator.process_index, *terms)
         tokenize = self._tokenize_prompts if self.environment_factories is None else None
         self.add_callback(StartupCallback(self.features, tokenize))
+        print_briefly(self)
 
     # --- a step: groups stay whole, each phase is on the clock ------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The terminal of a recipe: one line per logging step, now and then a few completions with their rewards; progress of what takes long.
 
-A script of a user's keeps TRL's own log lines. The dictionary of all metrics goes where TRL sends it: to the trackers
-(`report_to`) and into `trainer_state.json`.
+A script of a user's keeps TRL's own log lines, with at most [`PRINTED`] of this package's metrics among TRL's. All metrics go where TRL
+sends them: to the trackers (`report_to`) and into `trainer_state.json`.
 """
 
 import json
@@ -22,6 +22,17 @@ from ..run.nonfatal import nonfatal
 LINE_SECONDS = 30.0  # between two lines on what takes long, where there is no terminal for a bar
 SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 60, 100
+# Metrics that every run has beside stock TRL's, and those of them that a script prints. Metrics of an algorithm or an option that
+# the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed as stock TRL prints its own.
+_EVERY_RUN = ("efficiency/", "generation/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
+PRINTED = {
+    "efficiency/prompt_redundancy",
+    "memory/forward_backward_peak_mib",
+    "prefix_sharing/policy/tokens_fraction",
+    "throughput/tokens_per_s",
+    "time/forward_backward_s",
+    "time/generate_s",
+}
 
 
 def number(value: float) -> str:
@@ -129,6 +140,34 @@ class TerminalCallback(TrainerCallback):
 
 def _is_last(state, control) -> bool:
     return state.global_step >= state.max_steps or control.should_training_stop
+
+
+def printed_metrics(logs: dict[str, Any]) -> dict[str, Any]:
+    """What a script prints of `logs`: all that stock TRL has, and [`PRINTED`]."""
+    names = {name: name.removeprefix("eval_") for name in logs}
+    return {
+        name: value for name, value in logs.items() if names[name] in PRINTED or not names[name].startswith(_EVERY_RUN)
+    }
+
+
+class _BriefPrinterCallback(PrinterCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        super().on_log(args, state, control, logs=printed_metrics(logs or {}), **kwargs)
+
+
+class _BriefProgressCallback(ProgressCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        super().on_log(args, state, control, logs=printed_metrics(logs or {}), **kwargs)
+
+
+def print_briefly(trainer: Any) -> None:
+    """Let transformers' own printing callback of `trainer` print [`printed_metrics`]; the other callbacks get all metrics.
+
+    It stays where it is among the callbacks, and `remove_callback(PrinterCallback)` still finds it.
+    """
+    brief = {PrinterCallback: _BriefPrinterCallback, ProgressCallback: _BriefProgressCallback}
+    for callback in trainer.callback_handler.callbacks:
+        callback.__class__ = brief.get(type(callback), type(callback))
 
 
 def use_terminal(trainer: Any) -> None:
