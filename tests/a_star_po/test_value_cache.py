@@ -1,14 +1,23 @@
 """The cache under several processes, kill -9, damaged files, and what its keys depend on."""
 
+import ast
+import dataclasses
 import functools
 import hashlib
 import multiprocessing
 import os
 import random
+import re
 import runpy
+import shutil
 import signal
+import sqlite3
+import subprocess
+import sys
 import time
+from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,7 +30,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import tiny_model
 from trl_fsdp_qlora import AStarPOConfig
-from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues, describe_model, describe_reward
+from trl_fsdp_qlora.a_star_po import reward_code
+from trl_fsdp_qlora.a_star_po.reward_code import describe_reward
+from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues, describe_model
+from trl_fsdp_qlora.recipe import rewards as rewards_module
+from trl_fsdp_qlora.recipe.rewards import get_reward
 from trl_fsdp_qlora.telemetry.phases import PhaseTimer
 
 CONTEXT = {"reference": 1, "sampling": 2, "rewards": [["r", "v"]]}
@@ -88,6 +101,7 @@ def test_a_damaged_file_costs_the_damaged_lines_only(tmp_path):
         return [true_rewards(item.prompt_ids)[8 - count :] for item, count in zip(asked, counts, strict=True)]
 
     foreign = b'\nnot ours\n[1]\n\xff\xfe\n{"key": "x", "start": 0, "rewards": [[1, 2], [3]]}\n{"key": 1}\n'
+    foreign += b'{"key": "x", "start": Infinity, "rewards": [[1]]}\n{"key": "x", "start": NaN, "rewards": [[1]]}\n'
     for expected in (20, 1):
         values, drawn = open_values(str(tmp_path / "v"), draw, value_samples_min=None), []
         everything = items(values, 20)
@@ -153,6 +167,14 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     assert caplog.text.count("not stored") == 1
 
 
+def test_a_folder_in_the_place_of_a_file_of_values_is_one_warning(tmp_path, caplog):
+    values = open_values(str(tmp_path))
+    values.store({"a": (0, rewards(1, 0))})
+    (tmp_path / f"{values.context[:16]}-folder.jsonl").mkdir()
+    found = open_values(str(tmp_path)).read()
+    assert found.keys() == {"a"} and "-folder.jsonl are not read" in caplog.text
+
+
 def test_keys_depend_on_the_prompt_and_on_every_column(tmp_path):
     row = {"prompt": "1+1=", "answer": 2}
 
@@ -210,6 +232,111 @@ def test_what_a_reward_was_built_with_counts():
     with torch.no_grad():
         model.head.weight[0, 0] += 1e-6
     assert described(model) != before  # a reward model counts by its weights
+
+
+@dataclasses.dataclass
+class Grader:
+    strict: bool
+    names: set
+
+
+class Slotted:
+    __slots__ = ("limit",)
+
+    def __init__(self, limit):
+        self.limit = limit
+
+
+# Of each kind two of the same value, made one by one, and one of another.
+BUILT_WITH = {
+    "dataclass": lambda i: Grader(bool(i), {"a", "b"}),
+    "set in a dataclass": lambda i: Grader(True, {"a", "b", str(i)}),
+    "pattern": lambda i: re.compile(r"\d+" * (i + 1)),
+    "bound builtin": lambda i: re.compile(r"\d+" * (i + 1)).search,
+    "set": lambda i: {"x", "y", ("z", i)},
+    "array": lambda i: np.arange(2000) + (np.arange(2000) == 1000) * i,
+    "tensor": lambda i: torch.arange(2000) + i,
+    "fraction": lambda i: Fraction(i + 1, 3),
+    "object": lambda i: Scaler(i),
+    "slots": lambda i: Slotted(i),
+    "nested": lambda i: {"k": [({"m": Scaler(np.float64(i))},)]},
+    "function": lambda i: Scaler(i).method,
+    "cached": lambda i: functools.lru_cache(functools.partial(max, i)),
+    "model": lambda i: nn.Embedding.from_pretrained(torch.full((2, 2), float(i))),
+}
+
+
+def closure_over(value):
+    return lambda completions, **kwargs: [value for _ in completions]
+
+
+def takes_default(value):
+    def reward(completions, value=value, **kwargs):
+        return [value for _ in completions]
+
+    return reward
+
+
+@pytest.mark.parametrize("kind", BUILT_WITH)
+def test_a_reward_is_known_by_the_value_of_whatever_it_was_built_with(kind, caplog):
+    for make in (closure_over, takes_default, lambda value: functools.partial(Scaler(1.0).method, scale=value)):
+        first, same, other = (describe_reward(make(BUILT_WITH[kind](i)), "r", None) for i in (0, 0, 1))
+        assert first == same != other
+    assert not caplog.text
+
+
+def test_what_cannot_be_read_is_named_and_what_contains_itself_has_an_end(caplog):
+    describe_reward(closure_over(sqlite3.connect(":memory:")), "judge", None)
+    assert "source of the reward function judge cannot be read (Connection)" in caplog.text
+    circle = Scaler(1)
+    circle.scale = [circle]
+    assert describe_reward(closure_over(circle), "r", None) == describe_reward(closure_over(circle), "r", None)
+
+
+@pytest.mark.processes
+def test_a_reward_has_the_same_key_in_another_process(tmp_path):
+    """Whatever order sets, and addresses objects, have there."""
+    code = """
+from tests.a_star_po.test_value_cache import BUILT_WITH, closure_over, describe_reward
+print({kind: describe_reward(closure_over(make(1)), "r", None)["source"] for kind, make in BUILT_WITH.items()})
+"""
+    here = {kind: describe_reward(closure_over(make(1)), "r", None)["source"] for kind, make in BUILT_WITH.items()}
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert there.returncode == 0, there.stderr
+    assert ast.literal_eval(there.stdout) == here
+
+
+def test_a_reward_of_this_package_counts_by_all_code_beside_it_and_by_versions(tmp_path, monkeypatch):
+    folder = Path(rewards_module.__file__).parent
+    before = describe_reward(get_reward("exact_answer"), "r", None)
+    assert before == describe_reward(get_reward("exact_answer"), "r", None)
+    assert before != describe_reward(get_reward("exact_answer", "hash"), "r", None)
+    shutil.copytree(folder, tmp_path / "recipe")
+    monkeypatch.setattr(reward_code.inspect, "getfile", lambda thing: str(tmp_path / "recipe" / "rewards.py"))
+    assert describe_reward(get_reward("exact_answer"), "r", None) == before
+    with (tmp_path / "recipe" / "answers.py").open("a") as file:  # where the reward's own file has nothing of it
+        file.write("# another grading\n")
+    assert describe_reward(get_reward("exact_answer"), "r", None) != before
+    monkeypatch.undo()
+    for name, value in (("__version__", "0.0.0"), ("_version", lambda name: "0.0.0")):
+        monkeypatch.setattr(reward_code, name, value)
+        assert describe_reward(get_reward("exact_answer"), "r", None) != before
+        monkeypatch.undo()
+
+
+def test_a_helper_that_a_reward_was_built_with_counts_by_the_text_of_its_own_file(tmp_path):
+    def described(factor):
+        text = f"class Helper:\n    def __call__(self, text):\n        return {factor} * len(text)\n\ndef helper(text): ..."
+        (tmp_path / "user_helper.py").write_text(text)
+        sys.modules["user_helper"] = module = ModuleType("user_helper")
+        module.__file__ = str(tmp_path / "user_helper.py")
+        exec(compile(text, module.__file__, "exec"), vars(module))
+        return [describe_reward(closure_over(value), "r", None) for value in (module.Helper(), module.helper)]
+
+    first, same, other = described(1), described(1), described(2)
+    assert first == same and first[0] != other[0] and first[1] != other[1]
+    del sys.modules["user_helper"]
 
 
 def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_named(tmp_path, caplog):

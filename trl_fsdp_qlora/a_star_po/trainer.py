@@ -22,7 +22,8 @@ from ..scoring.request import Kind
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
-from .values import Item, ReferenceValues, Report, describe_model, describe_reward, describe_sampling
+from .reward_code import describe_reward
+from .values import Item, ReferenceValues, Report, describe_model, describe_sampling
 
 logger = get_logger(__name__)
 

@@ -13,9 +13,7 @@ reference policy, the sampling settings and the reward functions. What changes a
 """
 
 import hashlib
-import inspect
 import json
-import linecache
 import math
 import secrets
 import time
@@ -108,12 +106,17 @@ class ReferenceValues:
         """Stored rewards by key, float64 of shape `(samples, reward functions)`, in the order they were drawn."""
         entries = []
         for path in sorted(self.folder.glob(f"{self.context[:16]}-*.jsonl")):
-            for line in path.read_bytes().splitlines():
+            try:
+                lines = path.read_bytes().splitlines()
+            except OSError as error:  # a folder of that name, or a file of another user's
+                logger.warning(f"V* values in {path} are not read, and are drawn again: {error.strerror}")
+                continue
+            for line in lines:
                 try:
                     entry = json.loads(line)
                     rewards = np.array(entry["rewards"], dtype=np.float64)
                     entries.append((int(entry["start"]), str(entry["key"]), rewards))
-                except (ValueError, TypeError, KeyError):  # cut off by a kill, or a line of something else
+                except (ValueError, TypeError, KeyError, OverflowError):  # cut off by a kill, or something else's line
                     continue
         found = {}
         for start, key, rewards in sorted(entries, key=lambda entry: entry[0]):
@@ -280,7 +283,8 @@ def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
 def describe_model(model: nn.Module, adapter: str | None = None) -> dict:
     """Config and a hash of the weights under the bare model's names, so any adapter on one base shares its values."""
     origin = ("_name_or_path", "_commit_hash", "architectures", "transformers_version", "torch_dtype", "dtype")
-    config = {k: v for k, v in model.config.to_dict().items() if k not in (*origin, "use_cache", "pad_token_id")}
+    config = model.config.to_dict() if hasattr(model, "config") else {"class": type(model).__qualname__}
+    config = {k: v for k, v in config.items() if k not in (*origin, "use_cache", "pad_token_id")}
     result = {"config": digest(json.loads(json.dumps(config, default=str)))}
     others = set(getattr(model, "peft_config", {})) - {adapter}
     if adapter is not None:
@@ -298,33 +302,3 @@ def describe_model(model: nn.Module, adapter: str | None = None) -> dict:
             bare = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
             weights[bare] = hashed.hexdigest()
     return {**result, "weights": digest(weights)}
-
-
-def describe_reward(function: Callable, name: str, version: str | None) -> dict | str:
-    """The text of the file that defines a reward function, with the plain values that it was built with."""
-    if isinstance(function, nn.Module):
-        return describe_model(function)
-    if version is not None:
-        return {"version": version}
-    layers = [function]
-    while (inner := getattr(layers[-1], "__wrapped__", getattr(layers[-1], "func", None))) is not None:
-        layers.append(inner)  # decorators and partials
-    built_with = []
-    for layer in layers:
-        built_with += [getattr(layer, "args", None), getattr(layer, "keywords", None)]
-        built_with += [getattr(getattr(layer, "__self__", layer), "__dict__", None)]
-        built_with += [cell.cell_contents for cell in getattr(layer, "__closure__", None) or ()]
-    defined = layers[-1] if inspect.isroutine(layers[-1]) else type(layers[-1])
-    try:
-        file = inspect.getsourcefile(defined) or ""
-        linecache.checkcache(file)
-        text = "".join(linecache.getlines(file))
-    except TypeError:  # compiled code
-        text = ""
-    if not text:
-        logger.warning(
-            f"the source of the reward function {name} cannot be read, so V* of before a change of it would be used: set "
-            "value_reward_version, and another one with every change"
-        )
-    values = json.dumps(built_with, default=lambda value: type(value).__qualname__, skipkeys=True)
-    return {"source": digest([text, values])}
