@@ -47,6 +47,7 @@ from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
+from trl_fsdp_qlora.publishing import logits
 from trl_fsdp_qlora.publishing.logits import LOGITS
 from trl_fsdp_qlora.rollout import engine as engines
 
@@ -347,6 +348,36 @@ def publish(path, out):
         tiny.without_repacking(alone)
         loaded = PeftModel.from_pretrained(alone, out / "sent").eval()
         assert (loaded(input_ids=ids).logits - logits).abs().max() <= 1e-5
+    return {"dtensors": is_sharded(trainer.model)}
+
+
+def recording_fails(path, out):
+    """What fails on the rank that records logits is a warning there, whatever the gathering; nobody waits for it."""
+    trainer = grpo_trainer(FixedCompletions, tiny.load(path), out, fsdp_gather="per_layer", max_steps=1)
+    trainer.train()
+    collectives = benchmark("traffic").count_traffic(trainer.model)
+    few_logits, asked = logits.few_logits, []
+
+    def fails_in_the_middle(model, *arguments):
+        asked.append(RANK)
+        if len(asked) == 2:
+            raise RuntimeError("no memory on this rank alone")
+        collectives.take()
+        values = few_logits(model, *arguments)
+        assert collectives.take().gathers == 0  # nothing of the forward waits for another rank
+        return values
+
+    logits.few_logits = fails_in_the_middle
+    try:
+        trainer.save_model()
+    finally:
+        logits.few_logits = few_logits
+    assert asked == ([0, 0] if RANK == 0 else []) and is_sharded(trainer.model)
+    assert (out / "adapter_model.safetensors").is_file() and not (out / LOGITS).exists()
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    assert (out / LOGITS).is_file()
     return {"dtensors": is_sharded(trainer.model)}
 
 

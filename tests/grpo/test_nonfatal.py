@@ -80,5 +80,19 @@ def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, b
     assert made.state.global_step == 2
     assert [checkpoints.why_incomplete(tmp_path / f"checkpoint-{step}") for step in (1, 2)] == [None, None]
     assert (tmp_path / "adapter_model.safetensors").is_file()
-    said = [record.message for record in caplog.records if "the run goes on" in record.message]
+    lines = [record for record in caplog.records if "the run goes on" in record.message]
+    said = [record.message for record in lines]
+    assert not any("\n" in record.message or record.exc_info for record in lines)  # a line each, and no traceback
     assert raised == set(beside) and len(set(said)) == len(said) > 1  # each is named once
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_traceback_of_such_a_failure_is_for_who_asks(monkeypatch, caplog, asked):
+    monkeypatch.setattr(nonfatal, "_warned", set())
+    if asked:
+        monkeypatch.setenv("TRL_FSDP_QLORA_TRACEBACK", "1")
+    with nonfatal.nonfatal("a card"):
+        raise OSError("no space\nleft")
+    (record,) = caplog.records
+    assert record.message == "a card failed (OSError: no space left); the run goes on"
+    assert bool(record.exc_info) is asked

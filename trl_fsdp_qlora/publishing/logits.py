@@ -13,6 +13,7 @@ from ..checkpoints.disk import read_json, write_json
 from ..compat.replaced import replaced
 from ..errors import UserError
 from ..fsdp2_qlora.adapters import has_sharded_adapter
+from ..fsdp2_qlora.generation import gathered_as, is_gathered
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from .merge import load_model
@@ -35,13 +36,13 @@ def few_logits(
         return model(input_ids=input_ids).logits[0][:, entries].float().tolist()
 
 
+@nonfatal("recording logits for `publish`")
 def record_logits(
-    model: PeftModel, folder: str | Path | None, device: torch.device | None = None, dtype: torch.dtype | None = None
+    model: PeftModel, folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> None:
     """Write `logits.json` (some 5 kB): what the adapter in `model` gives for a few fixed tokens, and what the base alone does.
 
-    Where `model` is sharded, every rank calls this at the same time, all but one without a `folder`. It computes on `device` in
-    `dtype`, by default those of its weights. Its training mode is restored.
+    It computes on `device` in `dtype`, by default those of the weights, which are whole. The model's training mode is restored.
     """
     size, training = model.config.get_text_config().vocab_size, model.training
     ids, entries = ([(2 * i + 1) * size // (2 * n) for i in range(n)] for n in (_TOKENS, min(_ENTRIES, size)))
@@ -55,24 +56,26 @@ def record_logits(
     content |= {"input_ids": ids, "entries": entries, "dtype": plain(dtype or model.get_base_model().dtype)}
     if (quantization := plain(getattr(model.config, "quantization_config", None))) is not None:
         content["quantization"] = {name: value for name, value in quantization.items() if not name.startswith("_")}
-    if folder is not None:
-        write_json(Path(folder) / LOGITS, content)
+    write_json(Path(folder) / LOGITS, content)
 
 
-@nonfatal("recording logits for `publish`")
 def record(folder: str | Path, trainer: Any) -> None:
-    """[`record_logits`] of the adapter that `trainer` has saved in `folder`. Every rank calls it.
+    """[`record_logits`] of the adapter that `trainer` has saved in `folder`. Every rank calls it; one computes, and may fail alone.
 
-    Where FSDP2 shards the weights all ranks compute together; under DeepSpeed nothing is recorded.
+    Where FSDP2 shards the weights all ranks gather them, if they fit into half of the free memory of each. Otherwise, and under
+    DeepSpeed, nothing is recorded: a forward of a sharded model is collective, and a rank that failed in it would leave the others
+    waiting.
     """
-    accelerator, model = trainer.accelerator, trainer.accelerator.unwrap_model(trainer.model)
-    writes, sharding = trainer.args.should_save, (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    accelerator, writes = trainer.accelerator, trainer.args.should_save
     if has_sharded_adapter(trainer.model):
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-        with trainer.weights_gathered():
-            record_logits(trainer.model, folder if writes else None, accelerator.device, half)
-    elif writes and is_peft_model(model) and accelerator.distributed_type not in sharding:
-        record_logits(model, folder)
+        with gathered_as("auto", trainer.model, accelerator.device):
+            if writes and is_gathered(trainer.model):
+                record_logits(trainer.model, folder, accelerator.device, half)
+    elif writes and accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        model = accelerator.unwrap_model(trainer.model)
+        if is_peft_model(model):
+            record_logits(model, folder)
 
 
 def prove(adapter: str | Path, base: str) -> str:

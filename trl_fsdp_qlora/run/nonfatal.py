@@ -1,6 +1,7 @@
 """What a run does beside the maths (cards, pictures, metrics, lines on a terminal) may fail, and training goes on."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,8 @@ _warned: set[str] = set()
 
 @contextmanager
 def nonfatal(what: str) -> Iterator[None]:
-    """Turn an exception into a warning, one per `what` and process. Also a decorator; the function then returns `None`.
+    """Turn an exception into a warning of one line, one per `what` and process; with `TRL_FSDP_QLORA_TRACEBACK=1` its traceback
+    follows. Also a decorator; the function then returns `None`.
 
     Never around a collective: the rank that goes on would leave the others waiting.
 
@@ -26,4 +28,7 @@ def nonfatal(what: str) -> Iterator[None]:
         if what not in _warned:
             _warned.add(what)
             reason = " ".join(str(error).split())
-            logger.warning("%s failed (%s: %s); the run goes on", what, type(error).__name__, reason, exc_info=True)
+            traceback = os.environ.get("TRL_FSDP_QLORA_TRACEBACK") == "1"
+            logger.warning(
+                "%s failed (%s: %s); the run goes on", what, type(error).__name__, reason, exc_info=traceback
+            )
