@@ -25,6 +25,7 @@ from trl_fsdp_qlora.recipe.datasets import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
 from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.run.ranks import on_main
 
 
 @dataclass
@@ -78,7 +79,8 @@ def main() -> None:
     answers = [[{"role": "assistant", "content": work}] if script.chat else work for _, work in taught]
     data = Dataset.from_dict({"prompt": prompts, "completion": answers})
     trainer = SFTTrainer(model.model_name_or_path, config, train_dataset=data, **model_arguments(config, model))
-    trainer.train(resume_from_checkpoint=resolve_resume(config.output_dir, config.resume_from_checkpoint))
+    resume = on_main(lambda: resolve_resume(config.output_dir, config.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     RunRecord(config.output_dir).put(
         settings=measured_settings(script, config, model), history=trainer.state.log_history

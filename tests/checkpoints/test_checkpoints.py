@@ -1,10 +1,13 @@
 """Folders of checkpoints, made by hand: which are whole, which one a run resumes from, and who may write."""
 
 import errno
+import json
 import multiprocessing
 import time
 
 import pytest
+import safetensors.torch
+import torch
 from filelock import FileLock
 
 from trl_fsdp_qlora.checkpoints import checkpoints
@@ -67,6 +70,96 @@ def test_a_checkpoint_of_stock_trl_is_taken_as_transformers_takes_it(tmp_path):
         assert checkpoints.resolve_resume(tmp_path, resume) == str(stock)
     (stock / "rollouts_0_of_1.pt").touch()  # one of ours that lost its manifest is not taken for stock TRL's
     assert checkpoints.resolve_resume(tmp_path, "auto") is None
+
+
+def flip_a_bit(path, place=-1):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_damage_at_equal_size_is_passed_over_once_for_an_older_whole_one(tmp_path, caplog):
+    for step in (2, 4, 6):
+        make(tmp_path, step)
+    flip_a_bit(tmp_path / "checkpoint-6" / "deep" / "more.bin", place=3)
+    (tmp_path / "checkpoint-4" / "weights.bin").write_bytes(bytes(100))
+    reason = checkpoints.why_incomplete(tmp_path / "checkpoint-6")
+    assert reason.startswith("its file deep/more.bin is not what was written")
+    # A look before a model is loaded is quick and silent; the trainer's own logs once.
+    assert checkpoints.resolve_resume(tmp_path, "auto", read_contents=False).endswith("checkpoint-6")
+    assert caplog.messages == []
+    for resume in ("auto", True):
+        caplog.clear()
+        assert checkpoints.resolve_resume(tmp_path, resume) == str(tmp_path / "checkpoint-2")
+        (message,) = caplog.messages
+        assert "going on from" in message and "checkpoint-6 (its file deep/more.bin" in message
+        assert "checkpoint-4 (its file weights.bin" in message
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-4 is not whole: its file weights.bin is not what was written"
+    ):
+        checkpoints.resolve_resume(tmp_path, str(tmp_path / "checkpoint-4"))
+
+
+def test_a_fresh_start_over_an_old_run_is_logged(tmp_path, caplog):
+    assert checkpoints.resolve_resume(tmp_path, "auto") is None and caplog.messages == []
+    flip_a_bit(make(tmp_path, 2) / "weights.bin")
+    make(tmp_path, 3, whole=False)
+    assert checkpoints.resolve_resume(tmp_path, "auto") is None
+    (message,) = caplog.messages
+    assert message.startswith("training starts at step 0") and str(tmp_path) in message
+    assert "checkpoint-3 (it has no manifest.json" in message and "checkpoint-2 (its file weights.bin" in message
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint: checkpoint-3 \(it has no manifest"):
+        checkpoints.resolve_resume(tmp_path, True)
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_a_checkpoint_without_digests_stays_readable_and_a_zeroed_file_in_it_does_not(tmp_path, stock):
+    """Stock TRL's, and those of releases before the digests."""
+    folder = tmp_path / "checkpoint-2"
+    staging = tmp_path / checkpoints.STAGING / folder.name
+    staging.mkdir(parents=True)
+    safetensors.torch.save_file({"w": torch.ones(4)}, staging / "adapter_model.safetensors")
+    torch.save({"step": 1}, staging / "optimizer.pt")
+    torch.save({"step": 1}, staging / "scheduler.pt", _use_new_zipfile_serialization=False)
+    (staging / "trainer_state.json").write_text('{"global_step": 2}')
+    checkpoints.commit(staging, folder, {})
+    if stock:
+        (folder / "manifest.json").unlink()
+    else:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["digests"]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoints.resolve_resume(tmp_path, "auto") == str(folder)
+    for name in ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(bytes(len(content)))
+        assert f"its file {name} cannot be read" in checkpoints.why_incomplete(folder)
+        assert checkpoints.resolve_resume(tmp_path, "auto") is None
+        (folder / name).write_bytes(content)
+    assert checkpoints.why_incomplete(folder) is None
+
+
+def test_no_flipped_bit_of_a_checkpoint_goes_unseen_or_raises(tmp_path):
+    """In any file; in the manifest itself only where it does not matter: the settings of the run, which are compared alone."""
+    folder = make(tmp_path, 2)
+    for path in (folder / "weights.bin", folder / "deep" / "more.bin", folder / "manifest.json"):
+        content = path.read_bytes()
+        unseen = []
+        for place in range(len(content)):
+            flip_a_bit(path, place)
+            if checkpoints.why_incomplete(folder) is None:
+                unseen.append(place)
+            path.write_bytes(content)
+        if path.name != "manifest.json":
+            assert unseen == []
+            continue
+        # "digests" under another name is an older checkpoint's manifest; else only whitespace and the run's settings are left.
+        text = content.decode()
+        harmless = {
+            *range(text.index('"digests"'), text.index('"digests"') + 9),
+            *range(text.index('"run"'), len(text)),
+        }
+        assert {place for place in unseen if not text[place].isspace()} <= harmless
 
 
 def test_a_checkpoint_written_anew_replaces_the_old_one(tmp_path):

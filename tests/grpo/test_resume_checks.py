@@ -28,10 +28,21 @@ def make(folder, data=None, at_step_end=None, **changes):
     settings = {"peft_config": lora(), "dataset": prompts(8) if data is None else data, **SETTINGS, **changes}
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, folder, **settings)
     if at_step_end is not None:
-        callback = TrainerCallback()
-        callback.on_step_end = lambda args, state, control, **_: (at_step_end(state), None)[1]
-        made.add_callback(callback)
+        made.add_callback(callback_at("on_step_end", at_step_end))
     return made
+
+
+def damage(path) -> None:
+    """One bit of the last weight, the size and header left as they are."""
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+
+
+def callback_at(event: str, call) -> TrainerCallback:
+    callback = TrainerCallback()
+    setattr(callback, event, lambda args, state, control, **_: (call(state), None)[1])
+    return callback
 
 
 def kept(folder) -> list[str]:
@@ -104,6 +115,25 @@ def test_a_checkpoint_is_pushed_when_whole_and_old_ones_go_but_the_best(tmp_path
     assert torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False).save_total_limit == 2
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+
+
+def test_auto_goes_on_from_the_newest_that_holds_what_was_written_and_starts_afresh_behind_none(run, caplog):
+    weights = "adapter_model.safetensors"
+    damage(run / "checkpoint-3" / weights)
+    made = make(run, max_steps=4)
+    steps = []
+    made.add_callback(callback_at("on_step_begin", lambda state: steps.append(state.global_step)))
+    made.train(resume_from_checkpoint="auto")
+    assert steps == [2, 3] and checkpoints.why_incomplete(run / "checkpoint-3") is None  # written anew
+    passed_over = [message for message in caplog.messages if "passing over" in message]
+    assert len(passed_over) == 1 and f"checkpoint-3 (its file {weights} is not what was written" in passed_over[0]
+    caplog.clear()
+    for folder in checkpoints.checkpoints_in(run):
+        damage(folder / weights)
+    made = make(run, max_steps=1)
+    assert made.train(resume_from_checkpoint="auto").global_step == 1
+    afresh = [message for message in caplog.messages if "starts at step 0" in message]
+    assert len(afresh) == 1 and all(f"checkpoint-{step} (" in afresh[0] for step in (1, 2, 3, 4))
 
 
 _UNSAFE = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

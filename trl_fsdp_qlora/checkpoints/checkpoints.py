@@ -1,7 +1,7 @@
 """The checkpoints of a run: written whole, found again, and what each rank keeps beside Transformers' files.
 
 A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
-`checkpoint-N` is whole. Its `manifest.json` has the sizes of its files and the settings of the run. Beside what
+`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files and the settings of the run. Beside what
 Transformers saves, each rank keeps the completions it has generated and not yet used, so a run resumed in the middle of
 a generation cycle goes on as the uninterrupted one did.
 """
@@ -12,12 +12,14 @@ import logging
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, is_peft_model, send_to_device
@@ -31,7 +33,7 @@ from ..compat.transformers import model_name
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.ranks import on_main
-from .disk import CheckpointError, read_json, write_json
+from .disk import CheckpointError, digest, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +70,14 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir() and _CHECKPOINT.fullmatch(path.name)), key=step_of)
 
 
-def why_incomplete(checkpoint: str | Path) -> str | None:
-    """Why `checkpoint` is not whole, or `None` where it is: files are compared by size.
+def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | None:
+    """Why `checkpoint` is not whole, or `None` if it is: its files have the sizes and digests of its manifest.
 
-    A folder that stock TRL wrote has no manifest; it is whole when its trainer state is there, which is written last.
+    A folder that stock TRL wrote has no manifest; it is whole if its trainer state is there, which is written last. In such a folder, and
+    in one of an earlier release, which has no digests, weights and states must have headers that can be read.
+
+    Args:
+        read_contents: without, headers are looked at in the place of digests, which takes no time whatever the size.
     """
     checkpoint = Path(checkpoint)
     if not checkpoint.is_dir():
@@ -81,25 +87,60 @@ def why_incomplete(checkpoint: str | Path) -> str | None:
             if any(checkpoint.glob("rollouts_*")) or not (checkpoint / TRAINER_STATE_NAME).exists():
                 return f"it has no {MANIFEST}: the run ended while it was being written or removed"
             read_json(checkpoint / TRAINER_STATE_NAME)
-            return None
-        if (content := read_json(checkpoint / MANIFEST)).get("format") != _FORMAT:
-            return f"its {MANIFEST} is of another version of this package"
-        for name, size in content["files"].items():
-            if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
-                return f"its file {name} has not {size} bytes"
+            return _unreadable_file(checkpoint)
+        manifest = read_json(checkpoint / MANIFEST)
     except CheckpointError as error:
         return str(error)
+    if manifest.get("format") != _FORMAT:
+        return f"its {MANIFEST} is of another version of this package"
+    sizes, digests = manifest.get("files"), manifest.get("digests")
+    if not isinstance(sizes, dict):
+        return f"its {MANIFEST} lists no files"
+    for name, size in sizes.items():
+        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
+            return f"its file {name} has not {size} bytes"
+    if not read_contents or digests is None:
+        return _unreadable_file(checkpoint)
+    for name, written in digests.items():
+        try:
+            if digest(checkpoint / name) != written:
+                return f"its file {name} is not what was written: another digest than in {MANIFEST}"
+        except OSError as error:
+            return f"its file {name} cannot be read: {error.strerror}"
     return None
+
+
+def _unreadable_file(checkpoint: Path) -> str | None:
+    """Which weights or states in `checkpoint` cannot be loaded, by their headers: `torch.save` writes ZIP archives, formerly pickles."""
+    for path in sorted(checkpoint.iterdir()):
+        try:
+            if path.suffix == ".safetensors":
+                with safetensors.safe_open(path, "pt"):
+                    pass
+            elif path.suffix in (".pt", ".pth"):
+                with path.open("rb") as file:
+                    is_pickle = file.read(1) == b"\x80"
+                if not is_pickle:
+                    zipfile.ZipFile(path).close()
+        except (OSError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
+            return f"its file {path.name} cannot be read: {error}"
+    return None
+
+
+def _find_complete(output_dir: str | Path, read_contents: bool) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, and `name (reason)` of each newer one."""
+    passed_over = []
+    for checkpoint in reversed(checkpoints_in(output_dir)):
+        reason = why_incomplete(checkpoint, read_contents)
+        if reason is None:
+            return checkpoint, passed_over
+        passed_over.append(f"{checkpoint.name} ({reason})")
+    return None, passed_over
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run; says which newer ones were passed over, and why."""
-    for checkpoint in reversed(checkpoints_in(output_dir)):
-        reason = why_incomplete(checkpoint)
-        if reason is None:
-            return checkpoint
-        logger.warning("passing over %s: %s", checkpoint, reason)
-    return None
+    """The newest checkpoint of a run that is whole by sizes and headers; at once, whatever its size."""
+    return _find_complete(output_dir, read_contents=False)[0]
 
 
 def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
@@ -109,11 +150,14 @@ def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
     return state["global_step"] if by_epochs or 0 < args.max_steps <= state["global_step"] else None
 
 
-def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | None:
+def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_contents: bool = True) -> str | None:
     """Turn `resume_from_checkpoint` into the folder to resume from, or `None` for a fresh start.
 
-    `True` is the newest whole checkpoint in `output_dir`, which must exist; `"auto"` the same, or a fresh start where there is none;
+    `True` is the newest whole checkpoint in `output_dir`, which must exist; `"auto"` the same, or a fresh start if there is none;
     a folder must be whole.
+
+    Args:
+        read_contents: compare the digests of files, and log which checkpoints are passed over; without, a quick and silent look.
 
     Raises:
         CheckpointError: nothing to resume from, or the named folder is not whole.
@@ -121,14 +165,24 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None) -> str | N
     if resume in _FRESH:
         return None
     if resume in (True, "auto", "true", "True"):
-        found = last_complete_checkpoint(output_dir)
-        if found is None and resume != "auto":
+        checkpoint, passed_over = _find_complete(output_dir, read_contents)
+        reasons = ", ".join(passed_over)
+        if checkpoint is None and resume != "auto":
+            because = f": {reasons}" if reasons else ""
             raise CheckpointError(
-                f"resume_from_checkpoint={resume}: {output_dir} holds no complete checkpoint; "
-                "use resume_from_checkpoint=auto to start afresh where there is none"
+                f"resume_from_checkpoint={resume}: {output_dir} holds no complete checkpoint{because}; "
+                "use resume_from_checkpoint=auto to start afresh if there is none"
             )
-        return None if found is None else str(found)
-    if (reason := why_incomplete(resume)) is not None:
+        if passed_over and read_contents:
+            if checkpoint is None:
+                logger.warning(
+                    "training starts at step 0 in %s, which holds an older run, since none of its checkpoints can be resumed "
+                    "from: %s", output_dir, reasons,
+                )  # fmt: skip
+            else:
+                logger.warning("going on from %s; passing over the newer %s", checkpoint, reasons)
+        return None if checkpoint is None else str(checkpoint)
+    if (reason := why_incomplete(resume, read_contents)) is not None:
         last = last_complete_checkpoint(Path(resume).parent)
         raise CheckpointError(f"checkpoint {resume} is not whole: {reason}; the last complete one beside it is {last}")
     return str(resume)
@@ -199,8 +253,8 @@ def _data(dataset: Any) -> str:
         return type(dataset).__name__
     every = range(0, len(dataset), max(1, len(dataset) // 64))
     rows = dataset.with_format("arrow").select(every)  # no image is decoded
-    digest = hashlib.sha256(repr([batch.to_pylist() for batch in rows.iter(64)]).encode()).hexdigest()[:12]
-    return f"{len(dataset)} rows of {', '.join(sorted(dataset.column_names))}, digest {digest}"
+    sampled = hashlib.sha256(repr([batch.to_pylist() for batch in rows.iter(64)]).encode()).hexdigest()[:12]
+    return f"{len(dataset)} rows of {', '.join(sorted(dataset.column_names))}, digest {sampled}"
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -211,12 +265,15 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
     """Give what was written into `staging` the name `checkpoint`. Call when every rank has written its files."""
-    files = [path for path in sorted(staging.rglob("*")) if path.is_file()]
-    for path in files:
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
-    write_json(staging / MANIFEST, {"format": _FORMAT, "files": sizes, "run": run})
+    sizes, digests = {}, {}
+    for path in sorted(staging.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(staging).as_posix()
+            digests[name] = digest(path)  # as long as the file is in the page cache
+            sizes[name] = path.stat().st_size
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    write_json(staging / MANIFEST, {"format": _FORMAT, "files": sizes, "digests": digests, "run": run})
     if checkpoint.exists():
         # Under another name first: a run killed in the middle leaves nothing that looks like a checkpoint.
         removed = staging.with_name(f"removed-{checkpoint.name}")

@@ -166,7 +166,7 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     check_script(script)
     check_training(config, model)
     if config.resume_from_checkpoint:
-        resolve_resume(config.output_dir, config.resume_from_checkpoint)
+        resolve_resume(config.output_dir, config.resume_from_checkpoint, read_contents=False)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
     check_model(model)
     return tokenizer
