@@ -4,18 +4,24 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     Gemma2Config,
     GenerationConfig,
+    GenerationMixin,
     GptOssConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     Phi3Config,
     Qwen2MoeConfig,
     Qwen3Config,
+    RecurrentGemmaConfig,
 )
 from transformers.generation import WatermarkingConfig
 
@@ -161,6 +167,74 @@ def test_models_with_a_cache_of_their_own_or_none_are_refused(name):
         auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
         model = auto.from_config(AutoConfig.for_model(name))
     assert why_stock(model, GenerationConfig(do_sample=True)) is not None
+
+
+def test_recurrent_gemma_keeps_transformers_loop():
+    """Its recurrent states are attributes of its layers: repeating a cache does not repeat them, and it returns none."""
+    sizes = {
+        name: value for name, value in SIZES.items() if name not in ("max_position_embeddings", "initializer_range")
+    }
+    config = RecurrentGemmaConfig(**sizes | {"num_hidden_layers": 3, "intermediate_size": 96}, lru_width=32)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    assert "keeps recurrent states in its layers" in why_stock(model, greedy())
+    expected, _ = complete(model, PROMPTS, greedy(), compact=False)
+    assert complete(model, PROMPTS, greedy()) == (expected, None)
+
+
+class GeneratesItself(LlamaForCausalLM):
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, custom_generate=Decoding(), **kwargs)
+
+
+class SamplesItself(LlamaForCausalLM):
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        return torch.cat([input_ids, torch.full((len(input_ids), 2), 20)], 1)
+
+
+def generates_one_token(input_ids, **kwargs):
+    """Of every row it is given, in their order."""
+    return torch.cat([input_ids, input_ids[:, -1:]], 1)
+
+
+@pytest.mark.parametrize("replaced", ["class", "_sample", "object", "adapted object", "adapter", "GenerationMixin"])
+def test_generation_of_the_models_own_gets_what_stock_gives_it(replaced, monkeypatch):
+    classes = {"class": GeneratesItself, "_sample": SamplesItself}
+    torch.manual_seed(0)
+    model = classes.get(replaced, LlamaForCausalLM)(copy.deepcopy(MODELS["llama"])).eval()
+    if "adapte" in replaced:
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    if replaced not in classes:
+        assert why_stock(model, greedy()) is None
+        owner = model.get_base_model() if replaced == "adapted object" else model
+        if replaced == "GenerationMixin":
+            monkeypatch.setattr(GenerationMixin, "generate", staticmethod(generates_one_token))
+        else:
+            monkeypatch.setattr(owner, "generate", generates_one_token)
+    assert "not transformers' own" in why_stock(model, greedy())
+    found, work = complete(model, PROMPTS, greedy())
+    assert work is None and len(found) == len(PROMPTS)
+    if replaced == "_sample":
+        assert found == [[20, 20]] * len(PROMPTS)
+    elif replaced != "class":
+        assert found == [[prompt[-1]] for prompt in PROMPTS]
+    else:
+        plain = LlamaForCausalLM(copy.deepcopy(MODELS["llama"])).eval()
+        plain.load_state_dict(model.state_dict())
+        assert found == complete(plain, PROMPTS, greedy(), compact=False)[0]
+
+
+def test_fsdp_registers_generate_and_it_stays_transformers_own():
+    """As transformers' Trainer does at each `train()`."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = build()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        for _ in range(2):
+            register_fsdp_forward_method(model, "generate")
+        assert why_stock(model, greedy()) is None
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_nan_is_told_as_by_the_library():

@@ -1,5 +1,8 @@
 """Rollouts of training through the compact decoding loop; what runs otherwise does as with stock."""
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -90,6 +93,38 @@ def test_what_is_not_exact_runs_as_stock_and_says_so(tmp_path, changes, said):
     heading, line = next(feature for feature in made.features() if feature[1].startswith("rollouts:"))
     assert said in line and heading == ("off" if "compact_generation" in changes else "as stock TRL")
     assert goes_to_stock(made)
+
+
+def test_a_generate_of_the_models_own_gets_every_row(tmp_path):
+    """As TRL's tests of tools replace it: once the trainer is built, by something that answers each row of stock's call."""
+    made, stock = make(folder=tmp_path / "ours"), make(*STOCK, tmp_path / "stock")
+    calls = []
+    for each in (made, stock):
+
+        def answers(input_ids, each=each, **kwargs):
+            calls.append((type(each), input_ids, sorted(kwargs)))
+            return torch.cat([input_ids, torch.arange(3, 3 + len(input_ids))[:, None]], 1)
+
+        each.model.generate = answers
+    ours = history(made)
+    assert_equal_steps(ours, history(stock))
+    assert any("generate is not transformers' own" in line for _, line in made.features())
+    for (_, ids, given), (_, stock_ids, stock_given) in zip(calls[:3], calls[3:], strict=True):
+        assert torch.equal(ids, stock_ids) and given == stock_given and len(ids) == 8
+
+
+def test_a_trainer_without_init_draws_by_its_rollout_function():
+    """TRL's own tests build one so, with what TRL's `_generate` reads."""
+    made = object.__new__(EfficientGRPOTrainer)
+    made.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, gather=lambda tensor: tensor)
+    made.args, made.model = SimpleNamespace(report_to=[]), SimpleNamespace(training=True)
+    made.state = SimpleNamespace(global_step=2, num_input_tokens_seen=0)
+    made.use_vllm = made.use_transformers_continuous_batching = False
+    made.tools, made.eos_token_ids, made._tokenizer = None, [2], SimpleNamespace(eos_token_id=2, pad_token_id=0)
+    made.processing_class = SimpleNamespace(batch_decode=lambda rows, **_: ["text"] * len(rows))
+    made._metrics = {"train": defaultdict(list)}
+    made.rollout_func = lambda asked, trainer: {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-0.5]]}
+    assert made._generate(["prompt"])[:2] == ([[1]], [[2]])
 
 
 def test_text_of_a_processor_is_no_run_with_images(tmp_path):

@@ -5,9 +5,12 @@ differs, [`MISFIT`] says so and `generate` keeps its own loop.
 """
 
 import inspect
+from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel, PeftModelForCausalLM, PeftModelForSeq2SeqLM
+from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -27,6 +30,35 @@ _EXPECTED = {
 
 _problems = misfits(GenerationMixin, _EXPECTED)
 MISFIT = f"transformers {transformers.__version__} differs in {_problems[0]}" if _problems else None
+
+# What each of these methods is when this module is imported: a class, an object and a patch of `GenerationMixin` differ from it.
+# Our loop takes the place of `_sample`, so a model with one of its own keeps it.
+_LIBRARY_METHODS = {
+    "generate": [each.generate for each in (GenerationMixin, PeftModel, PeftModelForCausalLM, PeftModelForSeq2SeqLM)],
+    "_sample": [GenerationMixin._sample],
+}
+
+
+def foreign_generation(model: nn.Module) -> str | None:
+    """Name of a method of `model` that generates by other code than transformers' or PEFT's; `None` if there is none."""
+    for name, library_methods in _LIBRARY_METHODS.items():
+        method = _without_fsdp(getattr(model, name))
+        function = getattr(
+            method, "__func__", None
+        )  # of a bound method; whatever else stands there is not the library's
+        if not any(function is each for each in library_methods):
+            return f"{type(model).__name__}.{name}"
+    return None
+
+
+def _without_fsdp(method: Any) -> Any:
+    """The method behind FSDP2's wrappers: transformers' Trainer registers `generate` as a forward method at each `train()`."""
+    while True:
+        function = getattr(method, "__func__", None)
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        if not (module.startswith("torch.distributed.fsdp") and hasattr(function, "__wrapped__")):
+            return method
+        method = function.__wrapped__
 
 
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict):

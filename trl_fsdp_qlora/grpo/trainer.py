@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 
+import torch
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -71,6 +72,11 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     """
 
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
+
+    # What a trainer has that was built without `__init__`, as some tests of TRL do.
+    prefix_sharing = PrefixSharing("off")
+    clock = PhaseTimer(torch.device("cpu"), "off")
+    rollout = None
 
     @wraps(GRPOTrainer.__init__)
     def __init__(self, *positional, **named):
@@ -163,7 +169,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     def _generate(self, prompts):
         with self.prefix_sharing.set_aside(), self.clock.phase("generate"):
             drawn = super()._generate(prompts)
-        self._add_metrics(self.rollout.take_metrics())
+        if self.rollout is not None:
+            self._add_metrics(self.rollout.take_metrics())
         return drawn
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):

@@ -45,16 +45,20 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
     other = sorted(set(types) - _ATTENTION - _BOTH - _RECURRENT - _NEITHER)
     if other:
         return f"{name} has {', '.join(other)} layers, whose masks are their own"
-    recurrent = recurrent_layers(model)
-    served = {module.layer_idx for module in recurrent}
-    stateful = sum(kind in _BOTH | _RECURRENT for kind in types)
-    if len(served) < stateful or (getattr(model, "_is_stateful", False) and not served):
+    if keeps_states_itself(model):
         return (
             f"{name} has recurrent layers that do not keep their state in transformers' cache; it would run on from "
             "one completion into the next"
         )
-    unknown = [type(module).__name__ for module in recurrent if cache_name(module) is None]
+    unknown = [type(module).__name__ for module in recurrent_layers(model) if cache_name(module) is None]
     return f"{unknown[0]} takes its cache under a name that is not known" if unknown else None
+
+
+def keeps_states_itself(model: PreTrainedModel) -> bool:
+    """Whether recurrent layers keep their states somewhere else than in transformers' cache (RecurrentGemma: on the modules)."""
+    in_cache = {module.layer_idx for module in recurrent_layers(model)}
+    recurrent = sum(kind in _BOTH | _RECURRENT for kind in layer_types(model.config.get_text_config(decoder=True)))
+    return len(in_cache) < recurrent or (getattr(model, "_is_stateful", False) and not in_cache)
 
 
 def layer_types(text: PreTrainedConfig) -> list[str]:

@@ -17,6 +17,7 @@ from transformers.generation import GenerationMode
 from ..compat.generation import (
     MISFIT,
     effective_config,
+    foreign_generation,
     next_inputs,
     pad_token,
     prefill,
@@ -28,7 +29,7 @@ from ..compat.generation import (
 )
 from ..compat.trl import split_pixel_values_by_grid
 from ..prefix_sharing.images import PER_IMAGE, PER_TOKEN
-from ..prefix_sharing.support import position_limit
+from ..prefix_sharing.support import keeps_states_itself, position_limit
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable
@@ -57,9 +58,12 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
     peft_config = getattr(model, "active_peft_config", None)
     if getattr(peft_config, "is_prompt_learning", False):
         return f"{peft_config.peft_type.value} puts its own states in front of each row's cache"
+    unwrapped = model
     model = model.get_base_model() if peft_config is not None else model
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a PreTrainedModel"
+    if (method := foreign_generation(unwrapped) or foreign_generation(model)) is not None:
+        return f"{method} is not transformers' own"
     if model.config.is_encoder_decoder:
         return "it has an encoder"
     config = effective_config(model, config)
@@ -74,6 +78,8 @@ def why_stock(model: nn.Module, config: GenerationConfig, vision: dict[str, Any]
         return "stop_strings need the tokenizer, which TRL does not hand over"
     if not takes_dynamic_cache(model):
         return f"{type(model).__name__} keeps no cache, or one of its own"
+    if keeps_states_itself(model):
+        return f"{type(model).__name__} keeps recurrent states in its layers, not in transformers' cache"
     if (reason := unrepeatable(model.config.get_text_config(decoder=True))) is not None or not vision:
         return reason
     # Only the prefill gets images here, and of each distinct prompt its own.
