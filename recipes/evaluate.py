@@ -30,6 +30,7 @@ from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.datasets import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.recipe.record import kept_paths
 from trl_fsdp_qlora.recipe.runner import load_processing
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.redaction import portable
@@ -79,8 +80,8 @@ def settings_of_run() -> dict[str, Any]:
         if Path(folder, "metrics.json").is_file():
             settings = read_json(Path(folder, "metrics.json")).get("settings", {})
             if given.dataset is not None and portable(given.dataset) != settings.get("dataset"):
-                settings = {name: value for name, value in settings.items() if name not in OF_THE_DATA}
-            return settings
+                return {name: value for name, value in settings.items() if name not in OF_THE_DATA}
+            return settings | kept_paths(folder)
     return {}
 
 

@@ -22,7 +22,7 @@ from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir, resolve_res
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.datasets import load_problems, prompts_of
-from trl_fsdp_qlora.recipe.record import RunRecord
+from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.ranks import on_main
@@ -85,6 +85,7 @@ def main() -> None:
     RunRecord(config.output_dir).put(
         settings=measured_settings(script, config, model), history=trainer.state.log_history
     )
+    keep_paths(config.output_dir, script)
     say(f"model and tokenizer are in {config.output_dir}")
 
 

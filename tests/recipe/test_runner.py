@@ -7,11 +7,11 @@ import pytest
 from peft import get_peft_model
 from trl import ModelConfig
 
-from tests.tiny import lora, save_tiny_model, tiny_model, trainer
+from tests.tiny import config, lora, save_tiny_model, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.recipe import checks, runner
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.record import TimeLimit
+from trl_fsdp_qlora.recipe.record import TimeLimit, keep_paths, kept_paths
 
 
 def test_one_lora_target_is_a_name_and_an_expression_stays_one():
@@ -50,6 +50,27 @@ def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatc
     run(None, steps=2, output="free")
     limited, record = run(1, "auto", output="free")  # its checkpoint has no seconds
     assert (limited.state.global_step, record["limited_seconds"]) == (3, 1.0)
+
+
+def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatch):
+    data, loader = tmp_path / "data.jsonl", tmp_path / "my_data.py"
+    data.touch()
+    loader.touch()
+    monkeypatch.chdir(tmp_path)
+    for given, kept in (
+        ({"dataset": "addition", "eval_dataset": "owner/name"}, {}),
+        (
+            {"dataset": str(data), "eval_dataset": "my_data.py:load"},
+            {"dataset": str(data), "eval_dataset": f"{loader}:load"},
+        ),
+    ):
+        script = ScriptArguments(**given)
+        keep_paths("out", script)
+        assert kept_paths("out") == kept
+        settings = runner.measured_settings(script, config(EfficientGRPOConfig, "out"), ModelConfig())
+        assert str(tmp_path) not in str(settings)
+    data.unlink()
+    assert kept_paths("out").keys() == {"eval_dataset"}  # of another machine
 
 
 def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none():

@@ -1,5 +1,6 @@
 """What a run does beside training: held-out accuracy on the way, the record in `metrics.json`, and a limit of its seconds."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,35 @@ from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from .arguments import ScriptArguments
 from .evaluation import Evaluation, evaluate
+from .import_path import is_import_path
 from .script import say
+
+# Where this machine has the data of a run; Transformers uploads nothing that begins with an underscore.
+PATHS = "_paths.json"
+
+
+@nonfatal("the record of where the data lies")
+def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
+    """Note where files and folders with data lie, of which `metrics.json`, which may be published, has the name alone."""
+    paths = {}
+    for name in ("dataset", "eval_dataset"):
+        given = getattr(script, name) or ""
+        file, colon, function = given.rpartition(":") if is_import_path(given) else (given, "", "")
+        if os.path.exists(file):
+            paths[name] = f"{os.path.abspath(file)}{colon}{function}"
+    if paths and PartialState().is_main_process:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        disk.write_json(Path(output_dir) / PATHS, paths)
+
+
+def kept_paths(output_dir: str | Path) -> dict[str, str]:
+    """What [`keep_paths`] has noted in the folder of a run and is still there."""
+    if not Path(output_dir, PATHS).is_file():
+        return {}
+    paths = disk.read_json(Path(output_dir, PATHS))
+    return {
+        name: path for name, path in paths.items() if os.path.exists(path) or os.path.exists(path.rpartition(":")[0])
+    }
 
 
 class RunRecord:

@@ -1,6 +1,5 @@
 """A recipe's run: build the trainer, measure, train, measure again, save."""
 
-import os
 import shlex
 import sys
 import time
@@ -23,7 +22,7 @@ from ..run.one_line import take
 from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
-from .record import AccuracyCallback, RunRecord, TimeLimit, format_result
+from .record import AccuracyCallback, RunRecord, TimeLimit, format_result, keep_paths
 from .rewards import get_reward
 from .script import resumable, say
 
@@ -70,16 +69,14 @@ def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) 
     values = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED} | asdict(script)
     values |= {name: redaction.portable(values[name]) for name in ("dataset", "eval_dataset") if values[name]}
     left_out = ("rewards", "skip_accuracy", "stage")
-    return {name: value for name, value in values.items() if value is not None and name not in left_out}
+    kept = {name: value for name, value in values.items() if value is not None and name not in left_out}
+    return redaction.without_secrets(kept)
 
 
-def evaluate_line(output_dir: str, script: ScriptArguments, adapter: bool = True) -> str:
+def evaluate_line(output_dir: str, adapter: bool = True) -> str:
     """The command that measures a finished run again, as a line for a shell."""
-    words = ["trl-fsdp-qlora", "evaluate", "--adapter" if adapter else "--model_name_or_path", str(output_dir)]
-    for name in ("dataset", "eval_dataset"):  # which the folder does not hold
-        if os.path.isabs(getattr(script, name) or ""):
-            words += [f"--{name}", getattr(script, name)]
-    return shlex.join(words)
+    option = "--adapter" if adapter else "--model_name_or_path"
+    return shlex.join(["trl-fsdp-qlora", "evaluate", option, str(output_dir)])
 
 
 def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume: str | None) -> bool:
@@ -109,7 +106,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
             say(
                 f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and what it left stays as it is\n"
                 f"  train further:  the same command with a larger --{goal}\n"
-                f"  measure it:     {evaluate_line(args.output_dir, script, adapter)}"
+                f"  measure it:     {evaluate_line(args.output_dir, adapter)}"
             )
             return record.content
         if resume is None:
@@ -120,6 +117,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         about = {"dataset": script.dataset, "model": model_name(trainer.model), "seed": args.seed}
         about = redaction.portable(about) | {"processes": args.world_size, "settings": settings}
         record.put(hardware=hardware(), software=software(), **about)
+        keep_paths(args.output_dir, script)
         limit = None if script.max_train_seconds is None else TimeLimit(script.max_train_seconds)
         accuracy = None if script.skip_accuracy else AccuracyCallback(trainer, script, test, record)
         for callback in filter(None, (limit, accuracy)):
