@@ -9,6 +9,7 @@ from trl import ModelConfig
 
 from tests.tiny import config, lora, save_tiny_model, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.recipe import checks, runner
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.record import TimeLimit, keep_paths, kept_paths
@@ -50,6 +51,35 @@ def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatc
     run(None, steps=2, output="free")
     limited, record = run(1, "auto", output="free")  # its checkpoint has no seconds
     assert (limited.state.global_step, record["limited_seconds"]) == (3, 1.0)
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan")])
+def test_a_run_without_any_reward_names_the_function_and_is_no_success(tmp_path, nothing, caplog, capsys):
+    def silent(completions, **columns):
+        return [nothing for _ in completions]
+
+    def scores(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    base = save_tiny_model(tmp_path / "base")
+
+    def run(reward, output):
+        settings = {"peft_config": lora(), "max_steps": 2, "reward": reward}
+        made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / output, model=base, **settings)
+        return runner.run_recipe(made, ScriptArguments("addition", skip_accuracy=True), None, None)
+
+    with pytest.raises(UserError, match="nothing was learned: silent gave none of 16 completions a value"):
+        run(silent, "silent")
+    said = (
+        "the reward function silent gave none of 8 completions a value (None or NaN for all): nothing can be learned"
+    )
+    assert caplog.text.count(said) == 1 and "the run goes on" not in caplog.text
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[:2] for line in lines] == [["step 1/2", "reward -"], ["step 2/2", "reward -"]]
+    assert (tmp_path / "silent" / "adapter_model.safetensors").is_file()  # it is whole all the same
+    caplog.clear()
+    run([scores, silent], "both")  # of several functions one is enough to learn from
+    assert caplog.text.count(said) == 1 and "function scores" not in caplog.text
 
 
 def test_where_the_data_lies_is_kept_for_this_machine_alone(tmp_path, monkeypatch):

@@ -45,6 +45,7 @@ from ..scoring.request import Kind, PassRequest
 from ..telemetry.phases import PhaseTimer, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
 from ..telemetry.terminal import print_briefly
+from ..telemetry.unscored import ScoredCompletions
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
 from .passes import loss_pass, padded_batch, padded_pass, rollout_pass
@@ -97,6 +98,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         self.clock = PhaseTimer(self.accelerator.device, self.args.phase_metrics)
         self.telemetry = TelemetryCallback(self.clock, lambda: self._metrics["train"])
         self.add_callback(self.telemetry)
+        self.scored_completions = ScoredCompletions(self.reward_func_names)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
         policy = self.accelerator.unwrap_model(self.model)
@@ -210,7 +212,12 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         if isinstance(inputs, ScoredRows):
             return inputs.rewards_NK
         with self.clock.phase("reward"):
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.model.training:
+            scored_NK = ~rewards_NK.isnan()
+            drawn = scored_NK.new_ones(len(scored_NK), 1)
+            self.telemetry.later(torch.cat([drawn, scored_NK], 1).sum(0), self.scored_completions.add)
+        return rewards_NK
 
     def training_step(self, model, inputs, num_items_in_batch):
         with self.clock.phase("forward_backward"), fast_linears(self.model), casting_wide_sums():

@@ -15,6 +15,7 @@ from trl import ModelConfig, get_quantization_config
 
 from ..checkpoints.checkpoints import last_step, step_of
 from ..compat.transformers import model_name
+from ..errors import UserError
 from ..publishing.card import hardware, software
 from ..run import launch, redaction
 from ..run.nonfatal import nonfatal
@@ -95,6 +96,9 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         script: of the recipe.
         test: held-out prompts; `None` where `skip_accuracy` is set and nothing is held out.
         resume: `resume_from_checkpoint`.
+
+    Raises:
+        UserError: at the very end, where no completion of the whole run got a reward.
     """
     with trainer.checkpointing.alone():
         args, card = trainer.args, trainer.card_info
@@ -154,4 +158,10 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         say(f"adapter, card, metrics.json{' and ' + picture.name if picture else ''} are in {args.output_dir}")
         if results:
             say(results)
+        if trainer.scored_completions.nothing_scored:
+            raise UserError(
+                f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of "
+                f"{trainer.scored_completions.drawn:,} completions a value (None or NaN for all); look at the function and at the "
+                "columns that it reads"
+            )
         return record.content

@@ -35,9 +35,10 @@ PRINTED = {
 }
 
 
-def number(value: float) -> str:
-    """Three decimals, or four significant digits where those would show nothing; `-` for NaN, which was not measured."""
-    if math.isnan(value):
+def number(value: float | None) -> str:
+    """Three decimals, or four significant digits where those would show nothing; `-` for what was not measured: NaN, and `None`,
+    which transformers logs for it."""
+    if value is None or math.isnan(value):
         return "-"
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
 

@@ -1,0 +1,34 @@
+"""Reward functions that give no completion a value: nothing can be learned from `None` and NaN alone, whatever the loss says."""
+
+from collections.abc import Sequence
+
+from accelerate.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+class ScoredCompletions:
+    """Counts of the completions that each reward function called one of `names` gave a value, over all ranks."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names, self.drawn, self.scored = list(names), 0, [0] * len(names)
+        self._named: set[str] = set()
+
+    def add(self, counts: Sequence[float]) -> None:
+        """Of a generation batch: its completions, and how many of them each function scored. Logs once of each function that gave
+        none a value so far; of several tasks in one dataset, its own may come later."""
+        drawn, *scored = map(int, counts)
+        self.drawn += drawn
+        self.scored = [before + now for before, now in zip(self.scored, scored, strict=True)]
+        for name, count in zip(self.names, self.scored, strict=True):
+            if not count and name not in self._named:
+                self._named.add(name)
+                logger.warning(
+                    f"the reward function {name} gave none of {self.drawn:,} completions a value (None or NaN for all): nothing "
+                    "can be learned from it"
+                )
+
+    @property
+    def nothing_scored(self) -> bool:
+        """No function gave any completion of this run a value."""
+        return self.drawn > 0 and not any(self.scored)
