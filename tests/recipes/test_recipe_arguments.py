@@ -85,6 +85,8 @@ def test_every_recipe_parses_and_says_what_it_is(path):
     name, processes = launch_of(path)
     processes = processes or yaml.safe_load(accelerate_config(name).read_text())["num_processes"]
     assert config.per_device_train_batch_size * config.steps_per_generation * processes % config.num_generations == 0
+    # Groups that micro-batches split compute their prompt several times: the start-up block advises against it.
+    assert config.per_device_train_batch_size % config.num_generations == 0
     assert head(path, "expect")
     assert f"--config {recipe_name(path.relative_to(RECIPES).as_posix())}" in head(path, "launch")
     assert set(yaml.safe_load(path.read_text())) >= {"model_name_or_path", "dataset", "output_dir"}
