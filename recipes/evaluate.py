@@ -12,7 +12,7 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 
 # isort: split
 
-import argparse
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.record import kept_paths
 from trl_fsdp_qlora.recipe.runner import load_processing
 from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.run.one_line import take
 from trl_fsdp_qlora.run.redaction import portable
 
 # What of a run's settings says nothing about another dataset.
@@ -72,14 +73,14 @@ class EvaluateArguments:
 
 def settings_of_run() -> dict[str, Any]:
     """What the folder of the run that the command line names holds of how it measured; nothing where there is none."""
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--adapter", "--model_name_or_path", "--dataset"):
-        named.add_argument(name)
-    given, _ = named.parse_known_args()
-    for folder in filter(None, (given.adapter, given.model_name_or_path)):
+    given, _ = take(sys.argv[1:], ("--adapter", "--model_name_or_path", "--dataset"))
+    adapter, model, dataset = map(given.get, ("--adapter", "--model_name_or_path", "--dataset"))
+    if adapter is not None:  # or the first line would be of the data, which a run's folder names
+        checks.check_adapter(adapter)
+    for folder in filter(None, (adapter, model)):
         if Path(folder, "metrics.json").is_file():
             settings = read_json(Path(folder, "metrics.json")).get("settings", {})
-            if given.dataset is not None and portable(given.dataset) != settings.get("dataset"):
+            if dataset is not None and portable(dataset) != settings.get("dataset"):
                 return {name: value for name, value in settings.items() if name not in OF_THE_DATA}
             return settings | kept_paths(folder)
     return {}

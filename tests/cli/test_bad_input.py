@@ -50,6 +50,14 @@ def place(tmp_path_factory):
         ),
         ("grpo --config small-base/grpo/quikstart", "did you mean 'small-base/grpo/quickstart'?"),
         ("grpo --config", "--config: expected one argument"),
+        (
+            f"grpo {QUICK} --accelerate_config ddp_cpu --num_processes -1",
+            "--num_processes -1 is not a number of processes",
+        ),
+        ("launch --num_processes 0 x.py", "--num_processes 0 is not a number of processes"),
+        (f"plan {QUICK} --num_processes -1", "--num_processes -1 is not a number of processes"),
+        (f"plan {QUICK} --hardware h100\u00a0x0", "has no memory; write '24GB x2'"),
+        (f"plan {QUICK} --hardware 0GB", "has no memory; write '24GB x2'"),
         ("plan", "plan needs a recipe: --config FILE.yaml"),
         ("plan --config typo.yaml", "typo.yaml: unknown key 'lerning_rate'; did you mean 'learning_rate'?"),
         (f"plan {QUICK} --accelerate_config ddpp", "did you mean 'ddp'?"),
@@ -68,7 +76,7 @@ def test_one_line_names_what_is_meant_and_nothing_is_left(words, said, place, mo
     monkeypatch.setattr("sys.argv", ["trl-fsdp-qlora"])
     before = sorted(place.rglob("*"))
     with pytest.raises(SystemExit) as ended:
-        raise SystemExit(main(words.split()))
+        raise SystemExit(main([word.replace("\u00a0", " ") for word in words.split(" ")]))
     errors = capfd.readouterr().err
     assert ended.value.code == 2 and errors.splitlines()[-1].startswith("error: ") and said in errors, errors
     assert errors.count("error: ") == 1 and "Traceback" not in errors and sorted(place.rglob("*")) == before

@@ -52,7 +52,7 @@ def test_tags_and_grades_follow_the_blog():
 # Of a user's own; tests/cli/test_wheel.py trains with some.
 FILES = {
     "own_helper.py": "UNIT = 'm'\n",
-    "own_rewards.py": "from own_helper import UNIT\ndef has_unit(completions, **columns):\n    return [UNIT in c for c in completions]\n",
+    "own_rewards.py": "from own_helper import UNIT\nNOTF = 1\ndef has_unit(completions, **columns):\n    return [UNIT in c for c in completions]\n",
     "own_broken.py": "1 / 0\n",
     "json.py": "",
 }
@@ -79,6 +79,8 @@ def test_a_reward_of_ones_own_is_imported_once_and_what_is_not_there_is_named(fo
         assert not is_import_path(text)
     wrong = {
         "own_rewards.py:has_unitt": "own_rewards.py has no function 'has_unitt'; did you mean 'has_unit'?",
+        "own_rewards.py:NOTF": "'NOTF' in own_rewards.py is no function: it is of type int",
+        "own_rewards.py:NOTG": "own_rewards.py has no function 'NOTG'",
         "own_reward.py:f": "own_reward.py cannot be imported: ModuleNotFoundError: No module named 'own_reward'; did",
         "own_broken.py:f": "own_broken.py cannot be imported: ZeroDivisionError: division by zero",
         "json.py:loads": "there is another module 'json'; give the file another name",
@@ -87,3 +89,4 @@ def test_a_reward_of_ones_own_is_imported_once_and_what_is_not_there_is_named(fo
         with pytest.raises(UserError) as refused:
             load_function(text)
         assert said in str(refused.value) and "\n" not in str(refused.value)
+        assert "did you mean 'NOTF'" not in str(refused.value)

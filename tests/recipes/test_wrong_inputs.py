@@ -41,6 +41,9 @@ GRPO = [
     ("--attn_implementation flash", "model_name_or_path='base' cannot be built"),
     ("--resume_from_checkpoint true", "resume_from_checkpoint=true: out holds no complete checkpoint"),
     ("--output_dir taken", "output_dir=taken holds another run (checkpoint-5)"),
+    ("--learning_rate -1e-4", "learning_rate=-0.0001 can only be a mistake: "),
+    ("--learning_rate -inf", "learning_rate=-inf can only be a mistake: "),
+    ("--lora_dropout 1.0", "lora_dropout=1.0 can only be a mistake: "),
     ("--eval_problems 0", "eval_problems=0 must be at least 1"),
     ("--max_train_seconds nan", "max_train_seconds=nan must be positive"),
     ("--model_name_or_path ./bse", "model_name_or_path='./bse' cannot be loaded: "),
@@ -60,6 +63,8 @@ GRPO = [
 OTHERS = [
     ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),
     ("evaluate", "--adapter empty", "adapter='empty' cannot be loaded"),
+    ("evaluate", "--adapter nowhere", "adapter='nowhere' cannot be loaded: Can't find 'adapter_config.json'"),
+    ("evaluate", "--adapter", "trl-fsdp-qlora: --adapter: expected one argument"),
     ("evaluate", "--output base", "output='base' is a folder"),
     ("merge", "--adapter no_base", "base is not set; name a folder or a model on the Hub"),
 ]
@@ -133,6 +138,12 @@ def test_one_line_and_exit_status_2(script, words, line, run):
     lines = err.strip().splitlines()
     assert lines[-1].startswith(f"error: {line}"), err
     assert sum(said.startswith("error: ") for said in lines) == 1 and "Traceback" not in out + err
+
+
+def test_an_adapter_that_is_not_there_is_named_where_only_it_was_given(run, monkeypatch):
+    monkeypatch.setitem(GOOD, "evaluate", "--adapter nowhere")  # as the printed line has it: no data
+    status, _, err = run("evaluate")
+    assert status == 2 and "error: adapter='nowhere' cannot be loaded" in err and "dataset" not in err
 
 
 @pytest.mark.parametrize("script", GOOD)

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedConfig
 
@@ -12,6 +13,8 @@ from ..fsdp2_qlora.loading import load_quantized_base
 from ..rollout.adapter_sync import Sync, choose_sync
 from ..run import input_checks as checks
 from .config import EfficientGRPOConfig
+
+logger = get_logger(__name__)
 
 
 def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
@@ -47,6 +50,8 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     """
     model, args = call["model"], call.get("args")
     args = EfficientGRPOConfig.complete(args) or own_config(EfficientGRPOConfig, None, model, "GRPO")
+    for line in checks.mistakes(args):
+        logger.warning(line)  # what TRL takes is no error
     options = args.model_init_kwargs or {}
     peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"))
     call = call | {"peft_config": peft_config}

@@ -39,6 +39,7 @@ from ..rollout.correction import (
 )
 from ..rollout.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
 from ..rollout.rollout import GenerateSettings, Rollout
+from ..run.input_checks import too_long
 from ..scoring.contexts import share_values
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.request import Kind, PassRequest
@@ -115,6 +116,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         self.prefix_sharing.prepare("policy", policy)
         if self.ref_model is not None:
             self.prefix_sharing.prepare("reference", self.accelerator.unwrap_model(self.ref_model))
+        if line := too_long(self.args.max_completion_length, policy.config):
+            logger.warning(line)
         self._keeps_columns = position_limit(policy) != float("inf")
         terms = self._entropy_bonus_enabled, self.aux_loss_enabled
         self.budget = TokenBudget(self.args, self.accelerator.process_index, *terms)

@@ -45,10 +45,13 @@ def read_hardware(text: str | None, use_cpu: bool = False) -> Hardware:
         return Hardware(properties.name, properties.total_memory, torch.cuda.device_count())
     name, number = re.fullmatch(r"(.*?)(?:\s+[x×*]\s*(\d+))?", (text or "cpu").strip().lower()).groups()
     name, cards = re.sub(r"[\s_-]", "", name), number and int(number)
+    gigabytes = re.fullmatch(r"(\d+(?:\.\d+)?)gi?b?", name)
+    if cards == 0 or (gigabytes and not float(gigabytes[1])):
+        raise ConfigError(f"--hardware {text!r} has no memory; write '24GB x2' for two cards of 24 GB")
     if name == "cpu":
         available = psutil.virtual_memory().available + psutil.Process().memory_info().rss
         return Hardware("this machine's CPU", available, cards, gpu=False)
-    if gigabytes := re.fullmatch(r"(\d+(?:\.\d+)?)gi?b?", name):
+    if gigabytes:
         return Hardware(f"{gigabytes[1]} GB", int(float(gigabytes[1]) * GIB), cards)
     if name not in CARDS:
         raise ConfigError(f"--hardware {text!r} is not known; there are {', '.join(CARDS)}, cpu, or memory: '24GB x2'")

@@ -15,7 +15,7 @@ from trl import TrlParser
 
 from ..errors import UserError, did_you_mean, mistyped_path
 from ..run.config_fields import option
-from ..run.one_line import DEBUG_ERRORS, take
+from ..run.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, take
 
 
 class ConfigError(UserError):
@@ -68,6 +68,10 @@ class ScriptArguments:
 
 class _Parser(TrlParser):
     """TRL's parser, whose errors are exceptions instead of two pages of usage."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def error(self, message: str):
         # argparse names both spellings of an option: argument --max_steps/--max-steps: ...

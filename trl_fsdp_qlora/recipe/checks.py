@@ -22,7 +22,7 @@ from ..checkpoints.checkpoints import resolve_resume
 from ..compat.transformers import model_class
 from ..errors import mistyped_path
 from ..prefix_sharing.sharing import CHOICES
-from ..run.input_checks import language_model_only
+from ..run.input_checks import language_model_only, mistakes
 from .answers import extract_answer
 from .arguments import ConfigError, ScriptArguments
 from .datasets import check_template
@@ -47,7 +47,9 @@ def check_script(script: ScriptArguments) -> None:
 
 
 def check_training(config: Any, model: ModelConfig) -> None:
-    """Refuse what would end in an error only after the model is loaded; the [`ConfigError`] names what to write."""
+    """Refuse what can only be a mistake, or would end in an error after the model is loaded; the [`ConfigError`] names what to write."""
+    for line in (*mistakes(config), *mistakes(model)):
+        raise ConfigError(line)
     if config.prefix_sharing not in CHOICES:
         raise ConfigError(f"prefix_sharing={config.prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
     if config.use_vllm:

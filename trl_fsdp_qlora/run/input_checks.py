@@ -3,6 +3,9 @@
 import copy
 import os
 import re
+from collections.abc import Callable
+from math import inf, isfinite
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,6 +14,71 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..compat.transformers import model_class
 from ..errors import UserError
+
+# Numbers that TRL, PEFT or vLLM take and that can only be a mistake: what each field may be, and why. Most of the others end a
+# run by NaN or do the opposite of what was meant, without a word. Infinity switches some limits off, and 0 most terms: both stay.
+_MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
+    "learning_rate": (lambda x: 0 <= x < inf, "steps go down, at a finite rate; with LoRA 1e-5 to 1e-4 are usual"),
+    "beta": (lambda x: 0 <= x < inf, "the KL term would push the policy away from the reference; 0 leaves it out"),
+    "entropy_coef": (isfinite, "the loss would be none; 0 leaves the term out"),
+    "epsilon": (lambda x: x >= 0, "the clipping range would be empty; TRL's default is 0.2"),
+    "epsilon_high": (lambda x: x >= 0, "the clipping range would be empty; leave it out for epsilon's value"),
+    "delta": (lambda x: x > 0, "ratios are positive, and every one would be clipped; leave it out for no such limit"),
+    "sapo_temperature_pos": (lambda x: x > 0, "it must be positive; TRL's default is 1.0"),
+    "sapo_temperature_neg": (lambda x: x > 0, "it must be positive; TRL's default is 1.05"),
+    "ref_model_mixup_alpha": (lambda x: 0 <= x <= 1, "it is a share, from 0 to 1"),
+    "top_entropy_quantile": (lambda x: 0 <= x <= 1, "it is a share, from 0 to 1; 1 takes every token"),
+    "reward_weights": (isfinite, "every weighted reward would be none; 0 leaves a function out"),
+    "num_iterations": (lambda x: x >= 1, "a generation batch would be trained on never; 1 is on-policy"),
+    "num_train_epochs": (lambda x: x >= 0, "nothing would be trained; or set max_steps"),
+    "temperature": (lambda x: 0 < x < inf, "sampling divides by it; for nearly greedy completions take 0.01"),
+    "top_p": (lambda x: 0 < x <= 1, "it is the share of the probability to sample from; 1 is all of it"),
+    "min_p": (lambda x: 0 <= x <= 1, "it is a share of the likeliest token's probability, from 0 to 1"),
+    "repetition_penalty": (lambda x: 0 < x < inf, "logits are divided by it; 1 is none"),
+    "weight_decay": (lambda x: 0 <= x < inf, "weights would grow with every step; 0 is none"),
+    "max_grad_norm": (lambda x: x >= 0, "clipping would turn gradients around; 0 is none"),
+    "adam_beta1": (lambda x: 0 <= x < 1, "it is the share of the mean that stays, below 1; the default is 0.9"),
+    "adam_beta2": (lambda x: 0 <= x < 1, "it is the share of the mean that stays, below 1; the default is 0.999"),
+    "adam_epsilon": (lambda x: 0 <= x < inf, "updates are divided by it; the default is 1e-8"),
+    "vllm_gpu_memory_utilization": (lambda x: 0 < x <= 1, "it is a share of the GPU's memory, above 0 to 1"),
+    "vllm_importance_sampling_cap": (
+        lambda x: x > 0,
+        "every importance weight would be cut to it; the default is 3.0",
+    ),
+    "dynamic_sampling_max_rounds": (lambda x: x >= 0, "it is a number of generations; 0 draws nothing again"),
+    "show_completions": (lambda x: x >= 0, "it is a number of completions; 0 shows none"),
+    "beta2": (lambda x: 0 < x < inf, "it is the strength of A*-PO's KL term; the paper's is 1e-3"),
+    "value_tolerance": (lambda x: x >= 0, "it is the width of an interval; 0.2 is the default"),
+    "lora_r": (lambda x: x >= 1, "it is the rank of the adapter; 16 is usual"),
+    "lora_alpha": (lambda x: x > 0, "the adapter is scaled by lora_alpha / lora_r; 32 is usual"),
+    "lora_dropout": (lambda x: 0 <= x < 1, "it is a probability, below 1; 0 is none"),
+}
+
+
+def mistakes(config: Any) -> list[str]:
+    """A line for every number in the fields of `config` that can only be a mistake: its value, and what it should be."""
+    lines = []
+    for name, (is_meant, reason) in _MEANT.items():
+        value = getattr(config, name, None)
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(x, Real) and not isinstance(x, bool) and not is_meant(x) for x in numbers):
+            lines.append(f"{name}={value} can only be a mistake: {reason}")
+    return lines
+
+
+def too_long(max_completion_length: int | None, model_config: Any) -> str | None:
+    """A line where completions are longer than all positions of a model; `None` where they are not, or it states no number.
+
+    Rotary tables that are scaled reach further than the config says.
+    """
+    config = model_config.get_text_config(decoder=True)
+    positions, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    kinds = {each.get("rope_type", "default") for each in [rope, *rope.values()] if isinstance(each, dict)}
+    if not isinstance(positions, int) or kinds - {"default"} or (max_completion_length or 0) <= positions:
+        return None
+    return (
+        f"max_completion_length={max_completion_length} is more than all {positions} positions of the model; lower it"
+    )
 
 
 def check_processes(world_size: int) -> None:

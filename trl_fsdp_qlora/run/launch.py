@@ -12,7 +12,7 @@ from types import MethodType
 
 import psutil
 
-from .one_line import USER_ERROR, OneLineParser
+from .one_line import USER_ERROR, OneLineParser, check_processes
 from .shipped import accelerate_config
 
 _ENDING = 60.0  # seconds that processes have to end after Ctrl-C
@@ -40,6 +40,7 @@ def launch(words: Sequence[str]) -> int:
     parser.prog = "trl-fsdp-qlora launch"
     parser.error = MethodType(OneLineParser.error, parser)  # its own prints 200 lines
     given = parser.parse_args(list(words))
+    check_processes(given.num_processes)
     if given.config_file and not Path(given.config_file).exists():
         given.config_file = str(accelerate_config(given.config_file))
     os.environ["TRL_FSDP_QLORA_LAUNCHER"] = str(os.getpid())

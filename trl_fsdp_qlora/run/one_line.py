@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -79,11 +80,16 @@ def end_with(launcher: str) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, cleared in what this process starts
 
 
+# What argparse takes for the value of an option although a minus begins it; its own pattern knows no exponent.
+NEGATIVE_NUMBER = re.compile(r"-(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$|-(?:inf|nan)$")
+
+
 class OneLineParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` whose errors are a [`UserError`] instead of its whole usage."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message.removeprefix('argument ')}; --help has the options")
@@ -100,3 +106,9 @@ def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str]
         parser.add_argument(option)
     taken, rest = parser.parse_known_args(list(words))
     return {f"--{name}": value for name, value in vars(taken).items()}, rest
+
+
+def check_processes(number: int | None) -> None:
+    """Refuse a number of processes that is none, which accelerate takes."""
+    if number is not None and number < 1:
+        raise UserError(f"--num_processes {number} is not a number of processes; try 2")
