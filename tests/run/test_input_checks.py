@@ -148,7 +148,7 @@ def test_a_script_trains_on_with_a_warning_for_each_mistake(tmp_path, caplog):
     )
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     for text in ("beta=-0.1 can only be", "epsilon=-0.2 can only be", "max_completion_length=5000 is more than all"):
-        assert sum(line.startswith(text) for line in said) == 1, said
+        assert sum(text in line for line in said) == 1, said
     assert made.args.beta == -0.1
 
 
