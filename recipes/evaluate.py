@@ -35,6 +35,7 @@ from trl_fsdp_qlora.recipe.runner import load_processing
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.one_line import take
 from trl_fsdp_qlora.run.redaction import portable
+from trl_fsdp_qlora.run.threads import fit_threads
 
 # What of a run's settings says nothing about another dataset.
 OF_THE_DATA = ("dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "held_out", "validation")
@@ -116,9 +117,12 @@ def main() -> None:
     with experts_in_4bit():
         how = {"revision": args.model_revision, "dtype": dtype, **quantization}
         model = load_model(args.model_name_or_path, args.adapter, **how)
+    if not args.load_in_4bit:
+        model.to(state.device)
+    fit_threads(model)
     with torch.autocast(state.device.type, torch.bfloat16) if args.bf16 else nullcontext():
         result = evaluate(
-            model if args.load_in_4bit else model.to(state.device),
+            model,
             tokenizer,
             test,
             max_new_tokens=args.max_completion_length,

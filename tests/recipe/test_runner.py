@@ -4,6 +4,8 @@ import itertools
 import json
 
 import pytest
+import torch
+from datasets import Dataset
 from peft import get_peft_model
 from trl import ModelConfig
 
@@ -13,6 +15,11 @@ from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.recipe import checks, runner
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.recipe.record import TimeLimit, keep_paths, kept_paths
+
+
+def answered(rows: int = 8) -> Dataset:
+    prompts = [[{"role": "user", "content": f"{number}+1="}] for number in range(rows)]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(number + 1) for number in range(rows)]})
 
 
 def test_one_lora_target_is_a_name_and_an_expression_stays_one():
@@ -25,6 +32,19 @@ def test_one_lora_target_is_a_name_and_an_expression_stays_one():
     assert targeted(r".*\.1\..*q_proj") == q_proj[1:]
     assert len(targeted("all-linear")) == 14
     assert checks.lora_config(ModelConfig(use_peft=False)) is None
+
+
+def test_a_recipe_with_a_small_model_takes_one_thread(tmp_path):
+    base = save_tiny_model(tmp_path / "base")
+    model = ModelConfig(model_name_or_path=base, dtype="float32")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        arguments = config(EfficientGRPOConfig, tmp_path / "out")
+        runner.build_trainer(EfficientGRPOTrainer, ScriptArguments("addition"), arguments, model, answered())
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_run_stops_by_its_seconds_also_over_several_parts(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from trl_fsdp_qlora.recipe import small_base, small_vision
 from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.recipe.datasets import read_problems, without_overlap
 from trl_fsdp_qlora.recipe.small_base import TASKS, build_small_base, sum_without_carries, sum_without_carry
+from trl_fsdp_qlora.run.threads import fit_threads
 
 PAIRS = [(a, b) for a in range(10, 100) for b in range(10, 100)]
 
@@ -53,6 +54,25 @@ def test_the_addition_base_is_taught_what_it_always_was(monkeypatch):
     assert len(rows) == 1024
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     assert digest == "b6f9a9b5e341628b3af5cb62b3e524d2f49619c54b6883b6a610add2866087b1"
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_small_model_takes_one_thread_and_a_larger_one_what_there_is(two_threads, tmp_path, monkeypatch):
+    fit_threads(torch.nn.Linear(1, 10_000_000, bias=False))
+    assert torch.get_num_threads() == 2
+    with torch.device("meta"):
+        fit_threads(torch.nn.Linear(2, 2))
+    assert torch.get_num_threads() == 2  # not on the CPU
+    monkeypatch.setattr(small_base, "SFT_STEPS", 1)
+    build_small_base(tmp_path / "base")
+    assert torch.get_num_threads() == 1
 
 
 def test_the_multiplication_base_is_built_by_its_command_and_has_learned_something(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from ..publishing.card import hardware, software
 from ..run import launch, redaction
 from ..run.nonfatal import nonfatal
 from ..run.one_line import take
+from ..run.threads import fit_threads
 from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
@@ -57,6 +58,7 @@ def build_trainer(cls: type, script: ScriptArguments, config: Any, model: ModelC
     given = model_arguments(config, model, "images" in train.column_names)
     trainer = cls(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
     trainer.card_info.settings = (script, model)
+    fit_threads(trainer.model)
     return trainer
 
 

@@ -155,6 +155,8 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     """
     from trl import SFTConfig, SFTTrainer
 
+    from ..run.threads import fit_threads
+
     if task not in TAUGHT:
         raise ValueError(f"task={task!r} is unknown; the small base model can be taught: {', '.join(TAUGHT)}")
     output_dir = Path(output_dir)
@@ -168,11 +170,12 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     else:
         processing, more = character_tokenizer(), {}
         model, dataset = new_model(processing, seed), habit_dataset(TASKS[task], seed)
+    fit_threads(model)
     tokenizer = getattr(processing, "tokenizer", processing)
     settings = {
         "max_steps": len(dataset) // SFT_BATCH, "per_device_train_batch_size": SFT_BATCH, "lr_scheduler_type": "cosine",
         "learning_rate": 2e-3 if task == "shapes" else 1e-3, "warmup_steps": 30, "gradient_checkpointing": False, "bf16": False,
-        "use_cpu": True, "seed": seed, "logging_steps": 100, "save_strategy": "no", "report_to": "none",
+        "use_cpu": True, "seed": seed, "logging_steps": 50, "logging_first_step": True, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": not sys.stderr.isatty(),
     }  # fmt: skip
     output_dir.parent.mkdir(parents=True, exist_ok=True)

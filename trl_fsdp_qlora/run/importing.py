@@ -1,9 +1,16 @@
-"""Imported before the libraries by a script that ends in `run_main`: Ctrl-C meanwhile is one word, not their traceback."""
+"""Imported before the libraries by a script that ends in `run_main`: Ctrl-C meanwhile is one word, not their traceback.
+
+One line at once: on a busy machine the imports take half a minute, and nothing else is printed before them.
+"""
 
 import logging
+import os
+import sys
 
 from .one_line import stop_at_once
 
 # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 stop_at_once()
+if int(os.environ.get("RANK", "0")) == 0:
+    print("loading torch, transformers and TRL", file=sys.stderr, flush=True)
