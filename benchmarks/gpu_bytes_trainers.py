@@ -43,11 +43,11 @@ MEASURED_GROUPS = (4, 16)  # of the line from which the largest group is guessed
 TRAINERS = {"stock": (GRPOTrainer, GRPOConfig), "ours": (EfficientGRPOTrainer, EfficientGRPOConfig)}
 
 
-def empty_model(config, four_bit: bool, device: torch.device):
+def empty_model(config, four_bit: bool, device: torch.device, auto=AutoModelForCausalLM):
     """A model in bfloat16 whose weights are not filled; in 4 bits by bitsandbytes' own quantization, layer by layer."""
     quantizer = None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto.from_config(config, dtype=torch.bfloat16)
         if four_bit:
             wanted = BitsAndBytesConfig(
                 load_in_4bit=True,
@@ -59,7 +59,9 @@ def empty_model(config, four_bit: bool, device: torch.device):
             quantizer.preprocess_model(model=model, device_map={"": device}, dtype=torch.bfloat16)
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
-            data = torch.empty(old.shape, dtype=torch.bfloat16, device=device)
+            # Experts in 4 bits are bytes before anything is read.
+            dtype = torch.bfloat16 if old.is_floating_point() else old.dtype
+            data = torch.empty(old.shape, dtype=dtype, device=device)
             # A quantized parameter quantizes itself when it is moved.
             new = type(old)(data, requires_grad=False, **_settings(module, name, quantizer))
             setattr(module, name, new.to(device) if _settings(module, name, quantizer) else new)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("bitsandbytes")
@@ -16,6 +17,7 @@ from tests.fsdp2_qlora.runs import difference, mesh_environment, scenarios_of
 from tests.grpo.test_token_budget import assert_close, loss_and_gradients
 from tests.tiny import trainer as tiny_trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.fsdp2_qlora import experts
 from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
@@ -67,6 +69,21 @@ def checkpoint(request, tmp_path_factory):
     return save(tmp_path_factory.mktemp(request.param), request.param, torch.bfloat16)
 
 
+@pytest.fixture(params=["one by one", "in groups"])
+def way(request):
+    """How experts are computed: as on a CPU, and as on a GPU, where a product may dequantize some experts at once, but not all."""
+    if request.param == "one by one":
+        yield None
+        return
+    scratch = 2 * 96 * 64 * 4  # two of six experts
+    with (
+        patch.object(experts, "multiplies_groups", return_value=True),
+        patch.object(experts, "SCRATCH_BYTES", scratch),
+        patch.object(PackedExperts, "_in_groups", autospec=True, side_effect=PackedExperts._in_groups) as run,
+    ):
+        yield run
+
+
 def loaded(folder, dtype=torch.float32, **how):
     with experts_in_4bit():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=tiny.quantization(**how))
@@ -76,11 +93,11 @@ def dequantized(model, folder, dtype=torch.float32, **how):
     """The same 4-bit model, its experts as numbers: transformers' own module and forward."""
     quantized = tiny.quantization(**how, llm_int8_skip_modules=["lm_head", "shared_expert_gate"])
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantized)
-    experts = dense_experts(stock)
+    dense = dense_experts(stock)
     packed = packed_experts(model)
-    assert experts.keys() == packed.keys() and packed
+    assert dense.keys() == packed.keys() and packed
     with torch.no_grad():
-        for name, module in experts.items():
+        for name, module in dense.items():
             for projection in packed[name].layouts:
                 getattr(module, projection).copy_(packed[name].dense(projection))
     return stock.requires_grad_(False)
@@ -95,7 +112,7 @@ def of_embeddings(model, ids):
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested):
+def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested, way):
     """And the packed experts are the checkpoint's, rounded to nf4: normal weights are some 9% off.
 
     Rows of 48 weights: what bitsandbytes' own product on AVX-512 gets wrong.
@@ -117,10 +134,12 @@ def test_loss_and_gradient_are_those_of_the_dequantized_model(checkpoint, nested
         (loss, gradient), (wanted_loss, wanted) = of_embeddings(model, ids), of_embeddings(stock, ids)
         torch.testing.assert_close(loss, wanted_loss, atol=1e-5, rtol=0)
         assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    # 40 x 12 weights are no whole blocks: the loop on a GPU, too.
+    assert way is None or bool(way.call_count) == (model.config.hidden_size != 40)
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen3_moe", "gpt_oss"], indirect=True)
-def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint):
+def test_bf16_is_as_near_to_float32_as_transformers_own_experts_are(checkpoint, way):
     """Both round in another order: judged by float32 of the same dequantized weights."""
     ours = loaded(checkpoint, torch.bfloat16, compute=torch.bfloat16)
     stock = dequantized(ours, checkpoint, torch.bfloat16, compute=torch.bfloat16)
@@ -137,8 +156,37 @@ def test_an_expert_without_tokens_is_not_read(tmp_path):
     views = PackedExperts._views
     with patch.object(PackedExperts, "_views", autospec=True, side_effect=views) as read, torch.no_grad():
         model(torch.tensor([[5]]))
-    experts = {(id(module), expert) for module, _, expert in (call.args for call in read.call_args_list)}
-    assert len(experts) == len(packed_experts(model)) * 2  # a token goes to two experts of each layer
+    used = {(id(module), expert) for module, _, expert in (call.args for call in read.call_args_list)}
+    assert len(used) == len(packed_experts(model)) * 2  # a token goes to two experts of each layer
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are dispatched while this is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_groups_cost_as_many_calls_for_many_experts_as_for_few_and_the_host_reads_nothing(tmp_path):
+    counted = []
+    for number in (6, 24):
+        model = loaded(save(tmp_path / str(number), num_experts=number, num_local_experts=number))
+        module, hidden = next(iter(packed_experts(model).values())), torch.randn(40, 64)
+        chosen = torch.rand(40, number).topk(2)
+        for one_by_one in (True, False):
+            with patch.object(experts, "multiplies_groups", return_value=not one_by_one), Operations() as seen:
+                module(hidden, chosen.indices, chosen.values)
+            counted.append(len(seen.names))
+            # `bincount` waits for the device and `tolist` of what it counted copies; `aten::_local_scalar_dense` is `item`.
+            assert one_by_one == bool({"aten::bincount", "aten::_local_scalar_dense"} & set(seen.names))
+    loop_6, groups_6, loop_24, groups_24 = counted
+    assert groups_6 == groups_24
+    assert loop_24 > 2 * loop_6 > 4 * groups_6
 
 
 def test_dequantized_checkpoint(checkpoint, tmp_path):
@@ -164,7 +212,7 @@ def test_dequantized_checkpoint(checkpoint, tmp_path):
     [*((family, None) for family in CONFIGS), ("qwen3_moe", "reentrant"), ("qwen3_moe", "other")],
     indirect=["checkpoint"],
 )
-def test_lora_on_experts(checkpoint, tmp_path, checkpointing):
+def test_lora_on_experts(checkpoint, tmp_path, checkpointing, way):
     model = loaded(checkpoint)
     stock = dequantized(model, checkpoint)
     adapted = ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"]
@@ -185,7 +233,7 @@ def test_lora_on_experts(checkpoint, tmp_path, checkpointing):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_packed_rows_with_packed_experts(tmp_path, beta):
+def test_packed_rows_with_packed_experts(tmp_path, beta, way):
     """A GRPO loss with its router loss: packed rows route fewer tokens, and each expert computes those that it gets."""
     tokenizer = character_tokenizer()
     save(tmp_path / "model", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
@@ -225,9 +273,9 @@ def test_a_checkpoint_in_4_bits_whose_experts_are_numbers_is_packed_after_loadin
     for name, module in packed_experts(stored).items():
         assert all(torch.equal(getattr(module, p), getattr(at_once[name], p)) for p in module.layouts)
     # What a user loads with plain transformers is counted.
-    experts = sum(p.numel() for name, p in stock.named_parameters() if ".experts." in name)
+    weights = sum(p.numel() for name, p in stock.named_parameters() if ".experts." in name)
     line = experts_in_16_bit(stock)
-    assert line.startswith(f"{2 * experts / 2**30:.2f} GiB of experts stay in 16 bit") and "experts_in_4bit()" in line
+    assert line.startswith(f"{2 * weights / 2**30:.2f} GiB of experts stay in 16 bit") and "experts_in_4bit()" in line
     assert experts_in_16_bit(stored) is None
 
 

@@ -71,11 +71,10 @@ def lora_factors_beside_the_weight() -> None:
             del base.lora[self.parameter_name]
 
     def factors(self, adapter):
-        """By expert `(out, r)` and `(r, in)`, and the scaling; the same weights as `get_delta_weight` multiplies."""
+        """`(experts, out, r)`, `(experts, r, in)` and the scaling; the same weights as `get_delta_weight` multiplies."""
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         rhs = a.reshape(self.num_experts, -1, a.shape[-1])
         lhs = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
-        # Not by index: the backward of each would be as large as all experts' gradients.
-        return lhs.unbind(), rhs.unbind(), self.scaling[adapter]
+        return lhs, rhs, self.scaling[adapter]
 
     ParamWrapper._get_in_out_features, ParamWrapper._activate_lora = features, activate

@@ -6,26 +6,37 @@ Transformers holds the experts of a layer as one 3-D parameter per projection, a
 at a time, into a frozen uint8 parameter `(experts, bytes)`. A row is one expert's weight with its quantization state, see
 [`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2 shards the rows, gathers them with their layer and never casts them.
 
-The forward computes an expert that got tokens by bitsandbytes' own 4-bit product, and no other; nothing dense outlives it, in the
-backward neither. LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format; its
-update is computed on the tokens of each expert instead of being added to a dense copy of all experts.
+There are two ways to compute. On a CPU, and wherever a card has no grouped products, expert by expert: one that got tokens by
+bitsandbytes' own 4-bit product, and no other. That is a loop over 128 experts with a wait for the number of tokens of each, tens of
+thousands of kernel launches per forward of Qwen3-30B-A3B. On a GPU the experts of a layer are therefore
+dequantized in a few calls, as many at once as `SCRATCH_BYTES` hold, and multiplied with their tokens by
+`torch.nn.functional.grouped_mm`; the host never learns how many tokens an expert got. Nothing dense outlives a product either
+way, in the backward neither.
+
+LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format; its update is computed on
+the tokens of each expert instead of being added to a dense copy of all experts.
 """
 
+import math
 from functools import cache
 
 import torch
 from bitsandbytes.autograd._functions import matmul_4bit
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from ..compat.peft import lora_factors_beside_the_weight
-from .packed_linear import ByteLayout, from_bytes, state_to_bytes
+from .loading import SCRATCH_BYTES
+from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+# Grouped products want strides of whole multiples of so many bytes.
+_STRIDE_BYTES = 16
 
 
 def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -50,7 +61,7 @@ class PackedExperts(nn.Module):
     Attributes:
         layouts: by projection, where what lies in an expert's row; `shape` is `(out_features, in_features)`.
         compute_dtype: dtype of the products; that of the input where it is `None`.
-        lora: by projection, `(lhs, rhs, scaling)` of each active adapter, the first two by expert, while PEFT has them active.
+        lora: by projection, `(lhs_EOR, rhs_ERI, scaling)` of each active adapter, while PEFT has them active.
     """
 
     layouts: dict[str, ByteLayout]
@@ -61,24 +72,37 @@ class PackedExperts(nn.Module):
         """As transformers' `grouped_mm` experts: `(tokens, hidden)`, and the `(tokens, k)` experts of each with weights."""
         tokens, k = top_k_index.shape
         expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
-        counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
-        first = "gate_up_proj" if self.has_gate else "up_proj"
         inputs = hidden_states if self.compute_dtype is None else hidden_states.to(self.compute_dtype)
-        inputs = inputs[order_S // k]
-        outputs = [inputs[:0]]  # for no tokens at all
-        for expert, x in enumerate(inputs.split(counts)):
-            if len(x):
-                hidden = self._project(first, expert, x)
-                hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-                hidden = self._project("down_proj", expert, hidden)
-                outputs.append(self.post_expert_norm(hidden) if self.has_post_expert_norm else hidden)
-        out_S = torch.cat(outputs)
-        out_S = out_S * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
+        inputs_SH = inputs[order_S // k]
+        grouped = len(inputs_SH) > 0 and multiplies_groups(inputs.device) and self._fits_groups(inputs.dtype)
+        out_SH = (self._in_groups if grouped else self._one_by_one)(inputs_SH, expert_S)
+        out_SH = out_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
         # Each token's k results side by side, summed in a fixed order.
-        out = torch.empty_like(out_S).index_copy(0, order_S, out_S)
+        out = torch.empty_like(out_SH).index_copy(0, order_S, out_SH)
         return out.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
-    def _project(self, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    def _layer(self, project, x):
+        hidden = project("gate_up_proj" if self.has_gate else "up_proj", x)
+        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        out = project("down_proj", hidden)
+        return self.post_expert_norm(out) if self.has_post_expert_norm else out
+
+    # --- expert by expert
+
+    def _one_by_one(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
+        # Not by index: the backward of each would be as large as all experts' gradients.
+        lora = {
+            name: [(lhs_EOR.unbind(), rhs_ERI.unbind(), scaling) for lhs_EOR, rhs_ERI, scaling in factors]
+            for name, factors in self.lora.items()
+        }
+        outputs = [inputs_SH[:0]]  # for no tokens at all
+        for expert, x in enumerate(inputs_SH.split(counts)):
+            if len(x):
+                outputs.append(self._layer(lambda name, x, expert=expert: self._project(name, expert, x, lora), x))
+        return torch.cat(outputs)
+
+    def _project(self, name: str, expert: int, x: torch.Tensor, lora: dict[str, list]) -> torch.Tensor:
         weight, state = self._views(name, expert)
         bias = getattr(self, f"{name}_bias", None) if self.has_bias else None
         bias = None if bias is None else bias[expert].to(x.dtype)
@@ -86,13 +110,50 @@ class PackedExperts(nn.Module):
             out = nn.functional.linear(x, _dequantize(weight, state).to(x.dtype), bias)
         else:
             out = matmul_4bit(x, weight, bias=bias, quant_state=state)
-        for lhs, rhs, scaling in self.lora.get(name, ()):
+        for lhs, rhs, scaling in lora.get(name, ()):
             low = nn.functional.linear(x.to(rhs[expert].dtype), rhs[expert])
             out = out + scaling * nn.functional.linear(low, lhs[expert]).to(out.dtype)
         return out
 
     def _views(self, name: str, expert: int) -> tuple[torch.Tensor, QuantState]:
         return from_bytes(getattr(self, name).data[expert], self.layouts[name])
+
+    # --- all experts of a product at once
+
+    def _fits_groups(self, dtype: torch.dtype) -> bool:
+        """Whether the shapes can be multiplied in groups, and several experts dequantized in one call."""
+        return dtype in (torch.bfloat16, torch.float16, torch.float32) and all(
+            layout.shape[0] * layout.shape[1] % layout.blocksize == 0
+            and all(size * dtype.itemsize % _STRIDE_BYTES == 0 for size in layout.shape)
+            for layout in self.layouts.values()
+        )
+
+    def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
+        experts = torch.arange(self.num_experts, device=expert_S.device)
+        if len(expert_S) < self.num_experts:  # a step of decoding: every token's expert once, instead of all
+            chosen, ends = expert_S, experts[: len(expert_S)].int() + 1
+        else:
+            chosen, ends = None, torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+        return self._layer(lambda name, x: self._project_groups(name, x, expert_S, chosen, ends), inputs_SH)
+
+    def _project_groups(self, name: str, x_SI, expert_S, chosen, ends) -> torch.Tensor:
+        rows, layout = getattr(self, name).data, self.layouts[name]
+        out = _GroupedLinear4bit.apply(x_SI, rows if chosen is None else rows[chosen], layout, ends)
+        if self.has_bias and (bias := getattr(self, f"{name}_bias", None)) is not None:
+            out = out + bias.to(out.dtype)[expert_S]
+        for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
+            if chosen is not None:
+                lhs_EOR, rhs_ERI = lhs_EOR[chosen], rhs_ERI[chosen]
+            device = x_SI.device.type  # grouped products are none of autocast's operations
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rhs_ERI.dtype
+            # A rank that makes no whole stride is filled up with zeros.
+            fill = -rhs_ERI.shape[1] % (_STRIDE_BYTES // dtype.itemsize)
+            rhs_ERI = nn.functional.pad(rhs_ERI.to(dtype), (0, 0, 0, fill))
+            lhs_EOR = nn.functional.pad(lhs_EOR.to(dtype), (0, fill)).contiguous()
+            low = nn.functional.grouped_mm(x_SI.to(dtype), rhs_ERI.transpose(1, 2), offs=ends)
+            up = nn.functional.grouped_mm(low, lhs_EOR.transpose(1, 2), offs=ends)
+            out = out + scaling * up.to(out.dtype)
+        return out
 
     def dense(self, name: str) -> torch.Tensor:
         """A projection's weights as numbers, in transformers' own orientation: `(experts, out, in)`, or transposed."""
@@ -105,6 +166,79 @@ def _dequantize(weight: torch.Tensor, state: QuantState) -> torch.Tensor:
     # As one row: bitsandbytes 0.50's AVX-512 kernel gives wrong weights for rows of 16, 48 or 80, but not of 64.
     shape, state.shape = state.shape, torch.Size((1, state.shape.numel()))
     return dequantize_4bit(weight, state).view(shape)
+
+
+def multiplies_groups(device: torch.device) -> bool:
+    """Whether `grouped_mm` is worth its dense weights on a device: a CPU computes expert by expert, out of its cache."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class _GroupedLinear4bit(torch.autograd.Function):
+    """`x @ W.T` of every group of rows with its own expert's packed weight, which gets no gradient.
+
+    `(S, in)` rows in order of their experts, `(experts, bytes)` and the int32 ends of each expert's rows give `(S, out)`.
+    """
+
+    @staticmethod
+    def forward(ctx, x_SI, rows_EB, layout, ends):
+        # Not by save_for_backward: FSDP2 frees and refills the storage that these bytes are a view of.
+        ctx.rows, ctx.layout = rows_EB, layout
+        ctx.save_for_backward(ends)
+        return _multiply(x_SI, rows_EB, layout, ends, transposed=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_SO):
+        (ends,) = ctx.saved_tensors
+        return _multiply(grad_SO, ctx.rows, ctx.layout, ends, transposed=False), None, None, None
+
+
+def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torch.Tensor:
+    """Grouped product with the dequantized weights `(experts, out, in)` or, `transposed`, `(experts, in, out)`."""
+    x_SK, (out_features, in_features) = x_SK.contiguous(), layout.shape
+    at_once = max(1, SCRATCH_BYTES // (out_features * in_features * x_SK.dtype.itemsize))
+
+    def product(x, experts: slice, ends):
+        dense = dequantize_rows(rows_EB[experts], layout, x.dtype)
+        return nn.functional.grouped_mm(x, dense.transpose(1, 2) if transposed else dense, offs=ends)
+
+    if len(rows_EB) <= at_once:
+        return product(x_SK, slice(None), ends)
+    # Groups begin at the first row. The host does not know where those of these experts do, so the rows are turned until they do.
+    out = x_SK.new_empty(len(x_SK), out_features if transposed else in_features)
+    row_S, begin = torch.arange(len(x_SK), device=x_SK.device), torch.zeros_like(ends[0])
+    for first in range(0, len(rows_EB), at_once):
+        part = slice(first, first + at_once)
+        turned = product(x_SK[(row_S + begin) % len(x_SK)], part, ends[part] - begin)
+        end = ends[part][-1]
+        theirs = (row_S >= begin) & (row_S < end)
+        # What lies behind the last group was never written.
+        out = torch.where(theirs.unsqueeze(-1), turned[(row_S - begin) % len(x_SK)], out)
+        begin = end
+    return out
+
+
+def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtype) -> torch.Tensor:
+    """`(experts, out, in)` of `(experts, bytes)`, in a few calls however many there are; whole blocks of weights only."""
+    weight, absmax, *nested = (rows_EB[:, section] for section in layout.sections)
+    if layout.nested:
+        maxima, offset = (part.view(torch.float32).unsqueeze(-1) for part in nested)
+        maxima = maxima.expand(-1, -1, layout.nested_blocksize).flatten(1)[:, : absmax.shape[1]]
+        codes = codebook(layout.nested_code, rows_EB.device)
+        absmax = codes[absmax.int()].mul_(maxima).add_(offset.squeeze(-1))
+    else:
+        absmax = absmax.view(torch.float32)
+    shape = len(rows_EB), *layout.shape
+    state = QuantState(
+        absmax=absmax.flatten(),
+        # One row: see `_dequantize`.
+        shape=torch.Size((1, math.prod(shape))),
+        code=codebook(layout.code, rows_EB.device),
+        blocksize=layout.blocksize,
+        quant_type=layout.quant_type,
+        dtype=dtype,
+    )
+    return dequantize_4bit(weight.reshape(-1, 1), state).view(shape)
 
 
 @cache

@@ -29,7 +29,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 @cache
-def _code(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def codebook(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     # One codebook per device for all layers: a copy per layer would be 1 KiB times several hundred layers.
     return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -109,13 +109,13 @@ def from_bytes(flat: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, Qu
     weight, absmax, *nested = (flat[section] for section in layout.sections)
     state2, offset = None, None
     if layout.nested:
-        maxima, code = nested[0].view(torch.float32), _code(layout.nested_code, flat.device)
+        maxima, code = nested[0].view(torch.float32), codebook(layout.nested_code, flat.device)
         state2 = QuantState(absmax=maxima, blocksize=layout.nested_blocksize, code=code, dtype=torch.float32)
         offset = nested[1].view(torch.float32)[0]
     state = QuantState(
         absmax=absmax if layout.nested else absmax.view(torch.float32),
         shape=torch.Size(layout.shape),
-        code=_code(layout.code, flat.device),
+        code=codebook(layout.code, flat.device),
         blocksize=layout.blocksize,
         quant_type=layout.quant_type,
         dtype=layout.dtype,

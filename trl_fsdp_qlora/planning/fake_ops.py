@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from ..fsdp2_qlora.loading import SCRATCH_BYTES
 from ..scoring.frozen_head import TOKEN_TILE, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"
@@ -27,6 +28,29 @@ class FourBitMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad @ grad.new_empty(ctx.shape), None, None
+
+
+class FourBitExperts(torch.autograd.Function):
+    """`fsdp2_qlora.experts` on a GPU: as many experts as fit into its scratch memory are dense at once, beside a copy of their bytes."""
+
+    @staticmethod
+    def forward(ctx, x, packed, shape):
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        return x @ _dense_experts(x, packed, shape).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ _dense_experts(grad, *ctx.saved_tensors, ctx.shape), None, None
+
+
+def _dense_experts(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    one = shape[0] * shape[1]
+    at_once = max(1, min(2 * packed.numel() // one, SCRATCH_BYTES // (one * x.dtype.itemsize)))
+    copied = packed.new_empty(at_once * one // 2)
+    dense = x.new_empty(at_once, *shape)
+    del copied
+    return dense[0]
 
 
 class FourBitLinear(nn.Linear):
@@ -90,8 +114,9 @@ def replace_experts(experts: nn.Module) -> None:
     def project(self, name, x):
         weight = getattr(self, name)
         if weight.dtype == torch.uint8:
-            out = FourBitMatmul.apply(x, weight, shapes[name])
+            out = FourBitExperts.apply(x, weight, shapes[name])
             for lhs, rhs, scaling in self.lora.get(name, ()):
+                lhs, rhs = lhs.unbind(), rhs.unbind()
                 low = nn.functional.linear(x.to(rhs[0].dtype), rhs[0])
                 out = out + scaling * nn.functional.linear(low, lhs[0]).to(out.dtype)
             return out

@@ -1,0 +1,476 @@
+"""What a GPU would wait for: kernel launches, waits of the host and bytes moved, stock TRL's pass next to this package's.
+
+    python benchmarks/launches.py [--only Qwen3-4B ...] [--output benchmarks/results/launches.json]
+
+Runs on a GPU, or on an emulated one on which no kernel runs (docs/gpu.md): torch's own host code is the CUDA build's there, so
+launches and waits are real and nothing takes time. The models have their real shapes and no numbers. Counted is the second
+optimizer step on one group: `compute_loss`, the backward, clipping with the fused AdamW, and one step of decoding for the
+group, each trainer with its defaults (gradient checkpointing is one of them: the backward computes every layer again).
+
+    launches    kernels and copies on the device that the host asks for. On an emulated device: calls of the CUDA runtime's launch
+                functions, of cuBLAS (one each; some products take two kernels on a card), of Triton kernels, and copies. On a
+                card: what torch's profiler saw on the device.
+    waits       operations during which the host waited for the device.
+    bytes       what each operation reads and writes, each tensor once: no cache helps, no kernel is fused that is not.
+    operations  of matrix products and attention, two per multiplication and addition; attention without causality.
+    seconds     an estimate, not a measurement: launches at 5 microseconds each, and next to it what the device needs, each
+                operation as long as its bytes take or its products at the card's peak, whichever is longer. A step takes
+                at least the longer of both.
+
+Experts are given their tokens evenly, since a router without numbers would send all to the same ones. Each model and
+contestant has a process of its own; the file is written after each.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results"
+HEAD = "emulated device, no kernel ran"
+CONTESTANTS = ("stock", "ours")
+PHASES = ("loss", "backward", "update", "decode")
+LAUNCH_SECONDS = 5e-6
+# Bytes and bf16 operations per second, from the vendor's data sheets (dense, accumulated in float32).
+CARDS = {"RTX 4090": (1.008e12, 165.2e12), "H100 SXM": (3.35e12, 989.4e12)}
+PROMPT, COMPLETION, GROUP = 1024, 512, 16
+
+QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32, "max_position_embeddings": 40960}
+QWEN3_4B = {
+    **QWEN3,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
+QWEN3_VISION = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "out_hidden_size": 2560,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+# Type of the config, its fields, whether the base is in 4 bits, and what LoRA of rank 16 adapts.
+MODELS = {
+    "Qwen3-4B LoRA": ("qwen3", QWEN3_4B, False, "all-linear"),
+    "Qwen3-8B QLoRA": (
+        "qwen3",
+        {
+            **QWEN3,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": False,
+        },
+        True,
+        "all-linear",
+    ),
+    "Qwen3-30B-A3B QLoRA": (
+        "qwen3_moe",
+        {
+            **QWEN3,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+        True,
+        ATTENTION,
+    ),
+    "Qwen3.5-4B LoRA": (
+        "qwen3_5_text",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 248320,
+            "tie_word_embeddings": True,
+        },
+        False,
+        "all-linear",
+    ),
+    "Qwen3-VL-4B LoRA": ("qwen3_vl", {"text_config": QWEN3_4B, "vision_config": QWEN3_VISION}, False, ATTENTION),
+}
+
+
+# --- counting ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counts:
+    """What a phase asked of the device; `device_seconds` by card is the estimate of its kernels."""
+
+    launches: int = 0
+    waits: int = 0
+    bytes: int = 0
+    operations: int = 0
+    device_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CARDS, 0.0))
+
+
+def tensor_bytes(x: torch.Tensor) -> int:
+    """Bytes that an operation touches of `x`; what is expanded is read once."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+# Of these tensors only what comes out is read: the first argument is a table.
+TABLES = ("embedding", "index", "index_select", "gather")
+# Allocated and never written, or written by whoever asked for it.
+EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "detach")
+
+
+def traffic(function, arguments: list, out) -> int:
+    """Bytes that an operation reads and writes; none of a view."""
+    name = function._schema.name.rpartition("::")[2]
+    views = (
+        any(result.alias_info is not None for result in function._schema.returns) and not function._schema.is_mutable
+    )
+    if views or name in EMPTY:
+        return 0
+    on_device = [x for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda]
+    written = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda]
+    if name in TABLES and on_device:
+        return sum(map(tensor_bytes, [*on_device[1:], *written, *written]))
+    return sum(map(tensor_bytes, [*on_device, *written]))
+
+
+def products(function, args, kwargs, out) -> int:
+    """Operations of matrix products and attention, 0 of everything else."""
+    if function.namespace == "bitsandbytes":
+        if "gemm_4bit" in function._schema.name:
+            rows = args[0].numel() // args[0].shape[-1]
+            return 2 * rows * args[2][0] * args[2][1]
+        return 0
+    if function.overloadpacket is torch.ops.aten._grouped_mm:
+        left, right = args[:2]
+        # Rows by columns for every expert's rows; or, where both are two-dimensional, the gradients of all experts.
+        return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    formula = flop_registry.get(function.overloadpacket)
+    args = [x for x in args if not isinstance(x, torch.dtype)]  # of what comes out, which the formulas do not know
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+class Count(TorchDispatchMode):
+    """While entered, adds every operation on the device to `counts`, and to `by_operation` its launches."""
+
+    def __init__(self, device: "Emulated | Profiled"):
+        super().__init__()
+        self.device, self.counts, self.by_operation = device, Counts(), Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        before = self.device.read()
+        out = function(*args, **kwargs)
+        launches, blas, waits = (now - then for now, then in zip(self.device.read(), before, strict=True))
+        launches += blas > 0  # several functions of cuBLAS make one product
+        arguments = tree_leaves((args, kwargs))
+        waits = waits or self.device.hidden_wait(function, args)
+        moved, operations = traffic(function, arguments, out), 0
+        if moved:
+            operations = products(function, args, kwargs, out)
+        counts = self.counts
+        counts.launches += launches
+        counts.waits += bool(waits)
+        counts.bytes += moved
+        counts.operations += operations
+        for card, (bandwidth, peak) in CARDS.items():
+            counts.device_seconds[card] += max(moved / bandwidth, operations / peak)
+        self.by_operation[str(function)] += launches
+        return out
+
+
+class Emulated:
+    """Counters of the emulated device, which is the CUDA runtime that this process calls."""
+
+    def __init__(self):
+        from triton.runtime.interpreter import InterpretedFunction
+
+        emulate = sys.modules["emulate"]
+        self.emulate, self.triton = emulate, 0
+        self.library = ctypes.CDLL(None)
+        self.library.fake_blas_calls.restype = ctypes.c_long
+        self.sized_by_data = emulate.CPU_ONLY - {
+            torch.ops.aten._assert_async.msg,
+            torch.ops.aten._assert_async.default,
+        }
+
+        def launch(kernel, *args, grid, warmup, **kwargs):
+            self.triton += not warmup
+
+        InterpretedFunction.run = launch  # counted and not interpreted: there are no numbers
+        torch.backends.cudnn.enabled = False  # it wants a driver; torch has a convolution of its own
+
+    def read(self) -> tuple[int, int, int]:
+        """Launches and copies, calls of cuBLAS, and waits so far."""
+        counter, names = self.emulate.counter, self.emulate
+        copies = sum(counter(kind) for kind in (names.D2D, names.H2D, names.D2H))
+        return counter(names.LAUNCHES) + copies, self.library.fake_blas_calls(), counter(names.SYNCS)
+
+    def hidden_wait(self, function, args) -> bool:
+        """Operations whose size depends on data, which the emulated device runs on the host alone."""
+        return function in self.sized_by_data and any(isinstance(x, torch.Tensor) and x.is_cuda for x in args)
+
+    @contextmanager
+    def counting(self, into: Count):
+        before = self.triton
+        with into:
+            yield
+        into.by_operation["Triton"] += self.triton - before
+        into.counts.launches += self.triton - before
+
+
+class Profiled:
+    """A card: kernels and copies as torch's profiler saw them, waits as torch warns of them."""
+
+    def read(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    def hidden_wait(self, function, args) -> bool:
+        return False
+
+    @contextmanager
+    def counting(self, into: Count):
+        import warnings
+
+        from torch.profiler import ProfilerActivity, profile
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler, into:
+                yield
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+        into.counts.waits = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+        for event in profiler.events():
+            if event.device_type is torch.autograd.DeviceType.CUDA:
+                into.by_operation[event.name] += 1
+                into.counts.launches += 1
+
+
+# --- what is counted ---------------------------------------------------------------------------------------------------
+
+
+def route_evenly(model: torch.nn.Module) -> None:
+    """Give every expert of a layer the same number of tokens, whatever the router chose."""
+    from trl_fsdp_qlora.planning.fake_ops import is_experts
+
+    known = {}
+
+    def before(module, args):
+        hidden, index, weights = args
+        if index.shape not in known:
+            count = module.num_experts
+            known[index.shape] = (torch.arange(index.numel()) % count).view(index.shape).to(index.device, index.dtype)
+        return hidden, known[index.shape], weights
+
+    for module in model.modules():
+        if is_experts(module):
+            module.register_forward_pre_hook(before)
+
+
+def make_trainer(name: str, contestant: str, device: torch.device, layers: int | None):
+    """A trainer on an empty model, before its first step."""
+    from datasets import Dataset
+    from gpu_bytes_trainers import TRAINERS, empty_model
+    from peft import LoraConfig
+    from synthetic import small_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
+
+    kind, fields, four_bit, adapted = MODELS[name]
+    config = AutoConfig.for_model(kind, **fields)
+    if layers is not None:
+        config.get_text_config().num_hidden_layers = layers
+        if getattr(config.get_text_config(), "layer_types", None):
+            config.get_text_config().layer_types = config.get_text_config().layer_types[:layers]
+    auto = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    with experts_in_4bit() if contestant == "ours" else nullcontext():
+        model = empty_model(config, four_bit, device, auto)
+    route_evenly(model)
+    cls, config_cls = TRAINERS[contestant]
+    args = config_cls(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=GROUP,
+        num_generations=GROUP,
+        max_completion_length=COMPLETION,
+        bf16=True,
+        report_to=[],
+    )
+    return cls(
+        model,
+        lambda completions, **kwargs: [0.0] * len(completions),
+        args,
+        Dataset.from_dict({"prompt": ["a"] * GROUP}),
+        processing_class=small_tokenizer(),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=adapted, task_type="CAUSAL_LM"),
+    )
+
+
+def decoding(model, device: torch.device):
+    """One token for every completion of the group behind a prompt in the cache, as a function; no sampling."""
+    from transformers import DynamicCache
+
+    model.eval()
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids = torch.full((GROUP, PROMPT + 2), 5, device=device)
+    mask = torch.ones_like(ids)
+
+    def forward(begin: int, end: int) -> None:
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            model(
+                ids[:, begin:end],
+                attention_mask=mask[:, :end],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+
+    forward(0, PROMPT)
+    forward(PROMPT, PROMPT + 1)  # the first step may set something up
+    return lambda: forward(PROMPT + 1, PROMPT + 2)
+
+
+def measure(name: str, contestant: str, layers: int | None) -> dict:
+    """[`Counts`] by phase of the second optimizer step, and of a step of decoding."""
+    from gpu_bytes_trainers import ready, skip_the_comparison
+    from synthetic import make_batch
+
+    skip_the_comparison()
+    device = torch.device("cuda", 0)
+    counters = Emulated() if "emulate" in sys.modules else Profiled()
+    trainer = make_trainer(name, contestant, device, layers)
+    model = ready(trainer)
+    batch = make_batch(100_000, PROMPT, COMPLETION, GROUP, "equal", "cpu", seed=1)
+    # Without any padding stock TRL would build no mask, which is rare in training.
+    batch["completion_mask"][0, -1] = 0
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    batch = {key: value.to(device) for key, value in batch.items()}
+    found, operations = {}, {}
+
+    def run(phase: str, function):
+        counted = Count(counters)
+        torch.cuda.synchronize()
+        with counters.counting(counted):
+            result = function()
+        found[phase] = asdict(counted.counts)
+        operations[phase] = dict(counted.by_operation.most_common())
+        return result
+
+    def update():
+        trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        model.zero_grad()
+
+    for _ in range(2):  # the first step sets up the optimizer's state and what is cached
+        loss = run("loss", lambda: trainer.compute_loss(model, dict(batch)))
+        run("backward", lambda loss=loss: trainer.accelerator.backward(loss))
+        del loss
+        run("update", update)
+    if contestant == "ours" and not trainer.prefix_sharing.active():
+        raise RuntimeError("prefix sharing was off, so this is no count of it")
+    gc.collect()
+    run("decode", decoding(trainer.accelerator.unwrap_model(model), device))
+    return {"phases": found, "operations": operations}
+
+
+# --- the table ---------------------------------------------------------------------------------------------------------
+
+
+def seconds(counts: dict, card: str) -> float:
+    """At least this long: the host's launches or the device's kernels, whichever take longer."""
+    return max(counts["launches"] * LAUNCH_SECONDS, counts["device_seconds"][card])
+
+
+def table(rows: dict) -> str:
+    """A row for each model and phase that both contestants have, as Markdown: stock → ours."""
+    lines = [
+        "| stock → ours | launches | waits | GB moved | Tflop | " + " | ".join(f"s on {c}*" for c in CARDS) + " |"
+    ]
+    lines.append("|---" * (5 + len(CARDS)) + "|")
+    for name, row in rows.items():
+        if not all("phases" in row.get(contestant, {}) for contestant in CONTESTANTS):
+            continue
+        for phase in PHASES:
+            stock, ours = (row[contestant]["phases"][phase] for contestant in CONTESTANTS)
+            cells = [f"{stock['launches']:,} → {ours['launches']:,}", f"{stock['waits']} → {ours['waits']}"]
+            cells.append(f"{stock['bytes'] / 1e9:,.0f} → {ours['bytes'] / 1e9:,.0f}")
+            cells.append(f"{stock['operations'] / 1e12:,.1f} → {ours['operations'] / 1e12:,.1f}")
+            cells += [f"{seconds(stock, card):.2f} → {seconds(ours, card):.2f}" for card in CARDS]
+            lines.append(f"| {name}, {phase} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def apart(name: str, contestant: str, layers: int | None, limit: float) -> dict:
+    """Count in a process of its own: whatever it takes of memory goes with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        task = json.dumps([name, contestant, layers, str(out)])
+        command = [sys.executable, __file__, "--worker", task]
+        try:
+            code = subprocess.run(command, cwd=REPOSITORY, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            return {"error": f"out of time after {limit:.0f} s"}
+        return json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"error": f"exit code {code}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="models whose name has all of these words")
+    parser.add_argument("--layers", type=int, help="fewer layers than the models have, for a rehearsal")
+    parser.add_argument("--seconds", type=float, default=600.0, help="limit of a model and contestant")
+    parser.add_argument("--output", type=Path, default=RESULTS / "launches.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    from trl_fsdp_qlora.checkpoints.disk import write_json
+
+    if args.worker:
+        name, contestant, layers, out = json.loads(args.worker)
+        write_json(Path(out), measure(name, contestant, layers))
+        return
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device, emulated or not")
+    device = torch.cuda.get_device_name()
+    setting = {package: version(package) for package in ("torch", "transformers", "trl", "peft", "bitsandbytes")}
+    setting = {"device": HEAD if "no kernels run" in device else device, **setting, "layers": args.layers or "all"}
+    setting["group"] = f"{PROMPT}/{COMPLETION}/{GROUP}"
+    content = json.loads(args.output.read_text(encoding="utf-8")) if args.output.is_file() else {}
+    if content.get("setting") != setting:
+        content = {"setting": setting, "models": {}}
+    for name in MODELS:
+        if not all(word in name.split() for word in args.only):
+            continue
+        for contestant in CONTESTANTS:
+            content["models"].setdefault(name, {})[contestant] = apart(name, contestant, args.layers, args.seconds)
+            write_json(args.output, content)
+    print(json.dumps(setting), table(content["models"]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
