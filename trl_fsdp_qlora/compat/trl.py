@@ -13,6 +13,7 @@ from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import unwrap_model_for_generation
 from trl.trainer import grpo_trainer
+from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
@@ -46,6 +47,10 @@ SCORED_MEANS = ("entropy",)
 LEARNING_MEANS = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 PHI_MEAN = "vespo/phi_seq_mean"  # over completions
 GROUP_SPREAD = "frac_reward_zero_std"
+# Whether this TRL has MaxRL's `scale_rewards="mean"` itself, as it will after 1.16 (trl#5026).
+SCALES_BY_MEAN = "'mean'" in str(GRPOConfig.__dataclass_fields__["scale_rewards"].metadata.get("help")).replace(
+    '"', "'"
+)
 
 
 if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:

@@ -67,6 +67,12 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
             "dynamic_sampling draws single-turn completions of further text prompts, by their index in the dataset, and "
             f"there is {', '.join(found)}: set dynamic_sampling=False"
         )
+    found = [name for name in found if name != "a streaming dataset"]
+    if args.num_generations_first is not None and found:
+        raise ValueError(
+            f"num_generations_first draws single-turn completions of text prompts in two parts, and there is {', '.join(found)}: "
+            "set num_generations_first=None"
+        )
     quantization_config = call.get("quantization_config")
     # Refuses what vLLM cannot serve before anything is loaded.
     adapter, is_quantized = adapter_and_base(call)

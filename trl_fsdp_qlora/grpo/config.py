@@ -8,6 +8,7 @@ from trl import GRPOConfig
 
 from ..fsdp2_qlora.generation import MODES as GATHERS
 from ..rollout.adapter_sync import CHOICES as SYNCS
+from ..rollout.prompt_selection import CHOICES as SELECTIONS
 from ..run import redaction
 from ..run.config_fields import SWITCHES, documented, option, spelled
 from ..scoring.logprobs import HEAD_KERNELS
@@ -82,6 +83,35 @@ class EfficientGRPOConfig(GRPOConfig):
         "With dynamic_sampling: further generations per generation batch, at most; groups that are still equal "
         "then stay in it.",
     )
+    prompt_selection: str = option(
+        "off",
+        "Which prompts completions are drawn for: 'off', in the sampler's order; 'history', those whose completions had rewards that "
+        "differ, and a share of prompts never drawn. Changes which prompts are trained on.",
+        choices=SELECTIONS,
+    )
+    prompt_selection_column: str | None = option(
+        None,
+        "With prompt_selection: a column of the dataset, such as a difficulty, by whose values prompts that were never drawn are "
+        "told apart. Numbers may have any values, others at most 64.",
+    )
+    prompt_selection_explore: float = option(
+        0.25,
+        "With prompt_selection: share of the groups, in [0, 1], that always goes to prompts never drawn, or drawn longest ago.",
+    )
+    prompt_selection_half_life: float = option(
+        10.0,
+        "With prompt_selection: optimizer steps after which what a prompt taught counts half. Fewer for a policy that moves fast.",
+    )
+    num_generations_first: int | None = option(
+        None,
+        "Draw that many completions of a prompt first, and the rest of num_generations only where their rewards differ; a group that "
+        "does not grow is not trained on. With dynamic_sampling, further prompts are tried in the same way.",
+    )
+    scale_rewards: str = option(
+        "group",
+        "What advantages are divided by, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the group (MaxRL), for "
+        "rewards of 0 and more. Without effect, as in TRL, under multi_objective_aggregation='normalize_then_sum'.",
+    )
     rollout_sync: str = option(
         "auto",
         "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), 'merge' (every weight, "
@@ -133,10 +163,27 @@ class EfficientGRPOConfig(GRPOConfig):
             raise ValueError(f"num_generations={self.num_generations} must be at least 1; try 8")
         super().__post_init__()
         check_config(self)
+        self._check_choice()
         for item in fields(self):
             value, known = getattr(self, item.name), item.metadata.get("choices")
             if known and item.name not in GRPOConfig.__dataclass_fields__ and value not in known:
                 raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
+
+    def _check_choice(self) -> None:
+        first, explore, half_life = (
+            self.num_generations_first,
+            self.prompt_selection_explore,
+            self.prompt_selection_half_life,
+        )
+        if first is not None and not 2 <= first <= self.num_generations:
+            raise ValueError(
+                f"num_generations_first={first}: two completions or more can differ, and there are num_generations="
+                f"{self.num_generations} in all; use a number between 2 and that"
+            )
+        if not 0 <= explore <= 1:
+            raise ValueError(f"prompt_selection_explore={explore} is a share of the groups; use a number from 0 to 1")
+        if not half_life > 0:
+            raise ValueError(f"prompt_selection_half_life={half_life} is a number of optimizer steps; use one above 0")
 
     def _take_numpy(self) -> None:
         # An optimizer.pt with numpy's number as the learning rate could be written, but not read again.

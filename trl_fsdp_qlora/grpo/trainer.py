@@ -19,6 +19,7 @@ from ..compat.trl import (
     IMPORTANCE_RATIO,
     OLD_LOGPS,
     SAMPLED_LOGPS,
+    SCALES_BY_MEAN,
     counts_experts,
     joined_images,
 )
@@ -37,7 +38,9 @@ from ..rollout.correction import (
     sampling_figures,
     sampling_metrics,
 )
-from ..rollout.dynamic_sampling import DynamicSampling, ScoredRows, to_rows
+from ..rollout.dynamic_sampling import ChosenRows, DynamicSampling, ScoredRows, to_rows
+from ..rollout.group_statistics import GroupStatistics
+from ..rollout.prompt_selection import PromptSelection
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
 from ..scoring.contexts import share_values
@@ -49,6 +52,7 @@ from ..telemetry.terminal import print_briefly
 from ..telemetry.unscored import ScoredCompletions
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
+from .mean_scaled import mean_scaled_advantages
 from .passes import loss_pass, padded_batch, padded_pass, rollout_pass
 from .token_budget import TokenBudget, drop_missing
 
@@ -91,7 +95,13 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         self.card_info = CardInfo()
         self.checkpointing = WholeCheckpoints(self.args, self.accelerator, self._describe_run)
         self.rollout = Rollout(self.args, self.accelerator, self._dist)
-        self.dynamic_sampling = DynamicSampling(self.args, self.train_dataset, self.accelerator, self.reward_weights)
+        each = self.args.multi_objective_aggregation == "normalize_then_sum"
+        self.groups = GroupStatistics(self.reward_weights, each)
+        self.prompt_selection = PromptSelection.of(self.args, self.train_dataset, self.reward_weights)
+        further = None if self.prompt_selection is None else self._choose_further
+        self.dynamic_sampling = DynamicSampling(
+            self.args, self.train_dataset, self.accelerator, self.reward_weights, further
+        )
         judges = self.use_vllm and self.rollout_func is None and draws_from_policy(self.args)
         self.weight_sync_check = WeightSyncCheck(judges)
         for warning in warnings_for(self.args, self.sync):
@@ -151,21 +161,51 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         weighs = self.vllm_importance_sampling_correction and not self._weighs_in_loss
         with self.clock.phase("prepare"), self.weights_gathered():
             others = {"vllm_importance_sampling_correction": weighs}
-            if self.model.training and self.args.dynamic_sampling:
+            if self.model.training and self.prompt_selection is not None:
+                inputs = self._choose_rows(inputs)
+            if self.model.training and self.dynamic_sampling.is_on:
                 rows, metrics = self.dynamic_sampling.fill(inputs, self._draw_rows)
                 self._add_metrics(metrics)
                 self._pending_extra_logs.update(rows.extras())
                 # TRL's method asks for completions and rewards itself. It gets those of the rows.
                 inputs, others["_generate"] = rows, lambda prompts: rows.generated()
+            by_mean = self.scale_rewards == "mean" and not SCALES_BY_MEAN
+            if by_mean:
+                others["scale_rewards"] = "none"
             with replaced(self, **others):
                 batch = super()._generate_and_score_completions(inputs)
+            if by_mean:
+                self._scale_by_mean(batch)
+            if self.model.training and self.num_generations > 1:  # A*-PO's groups may be of one
+                self._add_metrics(self.groups.metrics(self.num_generations))
         if self.use_vllm and OLD_LOGPS in batch and SAMPLED_LOGPS in batch:
             self._compare_with_engine(batch, batch[OLD_LOGPS])
         return batch
 
-    def _draw_rows(self, rows: list[dict]) -> ScoredRows:
+    def _choose_rows(self, inputs: list[dict]) -> ChosenRows:
+        """Rows of the prompts that are chosen for a generation batch, in the place of the sampler's `inputs`."""
+        size, rank, ranks = self.num_generations, self.accelerator.process_index, self.accelerator.num_processes
+        chosen = self.prompt_selection.choose(len(inputs) * ranks // size, self.state.global_step)
+        return self.prompt_selection.rows(chosen, size, rank, ranks)
+
+    def _choose_further(self, count: int) -> list[int]:
+        return self.prompt_selection.choose(count, self.state.global_step, further=True)
+
+    def _scale_by_mean(self, batch: dict) -> None:
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        advantages_N = mean_scaled_advantages(self.groups.rewards_N(), size)
+        first = self.accelerator.process_index * len(batch["advantages"])
+        batch["advantages"] = advantages_N[first : first + len(batch["advantages"])]
+        logged = self._logs["advantages"]  # the last of them
+        for _ in range(min(len(logged), len(advantages_N))):
+            logged.pop()
+        logged.extend(advantages_N.tolist())
+
+    def _draw_rows(self, rows: list[dict], count: int) -> ScoredRows:
+        """Completions and rewards for these rows of this rank, `count` of each prompt on all ranks."""
         prompts = [row["prompt"] for row in rows]
-        generated = self._generate(prompts)
+        with replaced(self, num_generations=count):
+            generated = self._generate(prompts)
         rewards_NK = self._calculate_rewards(rows, prompts, generated[3], generated[1])
         drawn = to_rows(generated, self._pending_extra_logs)
         self._pending_extra_logs.clear()
@@ -213,14 +253,17 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         if isinstance(inputs, ScoredRows):
-            return inputs.rewards_NK
+            return self.groups.add(inputs.rewards_NK, drawn=0)
         with self.clock.phase("reward"):
             rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.model.training:
             scored_NK = ~rewards_NK.isnan()
             drawn = scored_NK.new_ones(len(scored_NK), 1)
             self.telemetry.later(torch.cat([drawn, scored_NK], 1).sum(0), self.scored_completions.add)
-        return rewards_NK
+        if isinstance(inputs, ChosenRows):
+            self.prompt_selection.observe(inputs.indices, rewards_NK, self.state.global_step)
+            self._add_metrics(self.prompt_selection.metrics())
+        return self.groups.add(rewards_NK, drawn=len(rewards_NK) if self.model.training else 0)
 
     def training_step(self, model, inputs, num_items_in_batch):
         with self.clock.phase("forward_backward"), fast_linears(self.model), casting_wide_sums():
@@ -324,7 +367,10 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
             trl_fsdp_qlora.checkpoints.disk.CheckpointError: see [`trl_fsdp_qlora.checkpoints.checkpoints.WholeCheckpoints`].
         """
         with self.checkpointing.alone():
-            return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
+            result = super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)
+        if self.prompt_selection is not None and self.is_world_process_zero():
+            self.prompt_selection.draw(Path(self.args.output_dir) / "prompt_selection.png")
+        return result
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *more):
         begins = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *more)
@@ -341,6 +387,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         rollouts = {"step": self._step, "buffer": self._buffered_inputs}
         rollouts["further"] = {"taken": self.dynamic_sampling.taken}
+        if self.prompt_selection is not None:
+            rollouts["prompt_selection"] = self.prompt_selection.state()
         with self.checkpointing.writing(folder, self.state, rollouts):
             super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
@@ -375,6 +423,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
             self.dynamic_sampling.taken = rollouts["further"]["taken"]
         elif checkpoint is not None:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps  # as far as the sampler is
+        if self.prompt_selection is not None and checkpoint is not None:
+            self.prompt_selection.load((rollouts or {}).get("prompt_selection"))
 
     def _load_best_model(self):
         self._last_loaded_step = -1  # the engine holds the last weights, not the best

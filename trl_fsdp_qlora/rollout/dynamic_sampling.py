@@ -1,8 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): further prompts in place of groups with zero variance.
+"""Dynamic sampling (DAPO, arXiv 2503.14476) and groups that grow: completions where rewards differ.
 
 A group whose rewards are all equal has zero advantage. Its place in the generation batch goes to another prompt's group, for a
 few rounds at most. The further prompts come from a stream of their own, which goes through the whole dataset in a random
-order before any prompt comes a second time.
+order before any prompt comes a second time, or from `prompt_selection`.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,6 +40,14 @@ def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
     columns = {name: values for name, values in extras.items() if len(values) == len(prompt_ids)}
     logged = [{name: values[i] for name, values in columns.items()} for i in range(len(prompt_ids))]
     return [DrawnRow(*row) for row in zip(prompt_ids, completion_ids, completions, logprobs, logged, strict=True)]
+
+
+class ChosenRows(list):
+    """Dataset rows of this rank, one for each completion to be drawn, and `indices`, the prompts of all ranks' groups in order."""
+
+    def __init__(self, rows: Sequence[dict], indices: Sequence[int]):
+        super().__init__(rows)
+        self.indices = list(indices)
 
 
 class ScoredRows(list):
@@ -81,18 +89,38 @@ def groups_with_variance(
 
 
 class DynamicSampling:
-    """Replaces zero-variance groups of a generation batch by groups of further prompts, of the rows of `dataset`.
+    """Builds the groups of a generation batch in rounds, on all ranks together.
+
+    - `num_generations_first`: a group first has that many completions, and grows to `num_generations` only if their rewards differ. One
+      that does not grow keeps its place with its completions repeated, whose advantages are zero.
+    - `dynamic_sampling`: a zero-variance group gives its place to another prompt's, which is drawn in the same way.
+
+    Which prompts are trained on depends on their first completions; the statistics of a group are those of all its completions. With
+    rewards of 0 and 1 the expected gradient of a prompt stays a multiple of ∇p whatever groups are left out by their rewards, since
+    E[∇ log π | reward] is one. Only the weight of that prompt is another: for groups whose first F differ it is higher at middling p.
 
     Attributes:
         taken: further prompts since the start of the run; a checkpoint keeps it, the same on every rank.
     """
 
-    def __init__(self, args: Any, dataset: Sequence[dict], accelerator: Accelerator, weights_K: torch.Tensor):
+    def __init__(
+        self,
+        args: Any,
+        dataset: Sequence[dict],
+        accelerator: Accelerator,
+        weights_K: torch.Tensor,
+        choose: Callable[[int], list[int]] | None = None,
+    ):
         self.args, self.dataset, self.accelerator, self.taken = args, dataset, accelerator, 0
+        self.next_prompts = choose or self.in_random_order
         each = args.multi_objective_aggregation == "normalize_then_sum"
-        self._varied = partial(groups_with_variance, weights_K=weights_K, group_size=args.num_generations, each=each)
+        self._varied = partial(groups_with_variance, weights_K=weights_K, each=each)
 
-    def next_prompts(self, count: int) -> list[int]:
+    @property
+    def is_on(self) -> bool:
+        return self.args.dynamic_sampling or self.args.num_generations_first is not None
+
+    def in_random_order(self, count: int) -> list[int]:
         """Indices of the next `count` further prompts."""
         found = []
         while len(found) < count:
@@ -104,47 +132,88 @@ class DynamicSampling:
             self.taken += len(part)
         return found
 
+    def _draw(
+        self, prompts: list[dict], indices: list[int] | None, count: int, draw: Callable
+    ) -> tuple[list, torch.Tensor]:
+        """`count` completions of each of `prompts` on all ranks, what was drawn and its rewards in order. Collective."""
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        wanted, groups = len(prompts) * count, list(range(len(prompts)))
+        while len(groups) * count % ranks:  # as many rows for every rank
+            groups.append(groups[-1])
+        mine = len(groups) * count // ranks
+        rows = [prompts[groups[i // count]] for i in range(rank * mine, (rank + 1) * mine)]
+        if indices is not None:
+            rows = ChosenRows(rows, [indices[group] for group in groups])
+        scored = draw(rows, count)
+        drawn = gather_object(scored.drawn) if ranks > 1 else scored.drawn
+        return drawn[:wanted], scored.rewards_NK[:wanted]
+
     def fill(
-        self, inputs: list[dict], draw: Callable[[list[dict]], ScoredRows]
+        self, inputs: list[dict], draw: Callable[[list[dict], int], ScoredRows]
     ) -> tuple[ScoredRows, dict[str, float]]:
         """Rows to train on, drawn for `inputs` or, in the place of a zero-variance group, for others; and metrics. Collective.
 
         Args:
             inputs: dataset rows of this rank; a group may lie on two ranks.
-            draw: completions and rewards for these rows of this rank; collective.
+            draw: completions and rewards for these rows of this rank, so many of each prompt; collective.
         """
         size, rank, ranks = self.args.num_generations, self.accelerator.process_index, self.accelerator.num_processes
-        batch = draw(inputs)
-        rows, drawn, rewards_NK = list(batch), list(batch.drawn), batch.rewards_NK.clone()
-        varied_G = self._varied(rewards_NK)
+        first = self.args.num_generations_first or size
+        indices = getattr(inputs, "indices", None)
+        prompts = (gather_object(list(inputs)) if ranks > 1 else list(inputs))[::size]
+        drawn, rewards_NK = self._draw(prompts, indices, first, draw)
+        places = [drawn[i : i + first] for i in range(0, len(drawn), first)]
+        rewards = list(rewards_NK.split(first))
+        varied = self._varied(rewards_NK, group_size=first).tolist()
         metrics = dict.fromkeys(("rounds", "further_prompts", "surplus_groups"), 0.0)
-        start = rank * len(rows)
-        while not varied_G.all() and metrics["rounds"] < self.args.dynamic_sampling_max_rounds:
-            groups = int((~varied_G).sum())
-            while groups * size % ranks:  # as many rows for every rank
+        rounds = self.args.dynamic_sampling_max_rounds if self.args.dynamic_sampling else 0
+        while not all(varied) and metrics["rounds"] < rounds:
+            groups = varied.count(False)
+            while groups * first % ranks:  # as many rows for every rank
                 groups += 1
-            further = [self.dataset[i] for i in self.next_prompts(groups)]
-            further = [{name: row[name] for name in inputs[0]} for row in further for _ in range(size)]
-            mine = len(further) // ranks
-            found = draw(further[rank * mine : (rank + 1) * mine])
-            all_drawn = gather_object(found.drawn) if ranks > 1 else found.drawn
-            sources = self._varied(found.rewards_NK).nonzero()[:, 0].tolist()
-            slots = (~varied_G).nonzero()[:, 0].tolist()
+            chosen = self.next_prompts(groups)
+            further = [{name: row[name] for name in prompts[0]} for row in (self.dataset[i] for i in chosen)]
+            drawn, rewards_NK = self._draw(further, None if indices is None else chosen, first, draw)
+            sources = self._varied(rewards_NK, group_size=first).nonzero()[:, 0].tolist()
+            slots = [slot for slot, is_varied in enumerate(varied) if not is_varied]
             for slot, source in zip(slots, sources, strict=False):
-                for k in range(size):
-                    to, of = slot * size + k, source * size + k
-                    rewards_NK[to] = found.rewards_NK[of]
-                    if 0 <= to - start < len(rows):
-                        rows[to - start], drawn[to - start] = further[of], all_drawn[of]
-                varied_G[slot] = True
+                prompts[slot], varied[slot] = further[source], True
+                places[slot] = drawn[source * first : (source + 1) * first]
+                rewards[slot] = rewards_NK[source * first : (source + 1) * first]
+                if indices is not None:
+                    indices[slot] = chosen[source]
             metrics["rounds"] += 1
             metrics["further_prompts"] += groups
             metrics["surplus_groups"] += max(0, len(sources) - len(slots))
-        metrics["frac_zero_variance"] = (~varied_G).float().mean().item()
-        if metrics["frac_zero_variance"]:
+        if first < size:
+            self._grow(places, rewards, prompts, indices, varied, draw)
+        metrics["frac_zero_variance"] = varied.count(False) / len(varied)
+        if metrics["frac_zero_variance"] and rounds:
             logger.warning_once(
-                f"dynamic_sampling: after {self.args.dynamic_sampling_max_rounds} rounds some groups still have equal "
+                f"dynamic_sampling: after {rounds} rounds some groups still have equal "
                 "rewards and stay in the batch; dynamic_sampling/frac_zero_variance says how many. Raise "
                 "dynamic_sampling_max_rounds for more; where it stays at 1, look at the rewards of a few completions"
             )
-        return ScoredRows(rows, drawn, rewards_NK), {f"dynamic_sampling/{k}": v for k, v in metrics.items()}
+        mine = range(rank * len(inputs), (rank + 1) * len(inputs))
+        rows = [prompts[i // size] for i in mine]
+        part = ScoredRows(rows, [places[i // size][i % size] for i in mine], torch.cat(rewards))
+        return part, {f"dynamic_sampling/{k}": v for k, v in metrics.items()}
+
+    def _grow(
+        self, places: list[list], rewards: list[torch.Tensor], prompts: list[dict], indices: list[int] | None,
+        varied: list[bool], draw: Callable,
+    ) -> None:  # fmt: skip
+        """Complete the groups in `places`: those that `varied` by further completions, the others by their own. Collective."""
+        size, first = self.args.num_generations, self.args.num_generations_first
+        slots = [slot for slot, is_varied in enumerate(varied) if is_varied]
+        if slots:
+            chosen = None if indices is None else [indices[slot] for slot in slots]
+            drawn, rewards_NK = self._draw([prompts[slot] for slot in slots], chosen, size - first, draw)
+            for k, slot in enumerate(slots):
+                places[slot] = places[slot] + drawn[k * (size - first) : (k + 1) * (size - first)]
+                rewards[slot] = torch.cat([rewards[slot], rewards_NK[k * (size - first) : (k + 1) * (size - first)]])
+        for slot, is_varied in enumerate(varied):
+            if not is_varied:
+                repeated = torch.arange(size, device=rewards[slot].device) % first
+                places[slot] = [places[slot][i] for i in repeated.tolist()]
+                rewards[slot] = rewards[slot][repeated]

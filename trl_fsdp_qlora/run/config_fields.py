@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 Config = TypeVar("Config", bound=type)
 
 # Fields of this package's configs that hold a word, `on` or `off` among the possible ones.
-SWITCHES = ("prefix_sharing", "phase_metrics")
+SWITCHES = ("prefix_sharing", "phase_metrics", "prompt_selection")
 
 
 def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:

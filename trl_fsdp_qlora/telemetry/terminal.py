@@ -24,7 +24,7 @@ SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 60, 100
 # Metrics that every run has beside stock TRL's, and those of them that a script prints. Metrics of an algorithm or an option that
 # the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed as stock TRL prints its own.
-_EVERY_RUN = ("efficiency/", "generation/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
+_EVERY_RUN = ("efficiency/", "generation/", "groups/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
 PRINTED = {
     "efficiency/prompt_redundancy",
     "memory/forward_backward_peak_mib",

@@ -1,0 +1,53 @@
+"""What the completions of a generation batch were worth: metrics `groups/...`."""
+
+import torch
+
+from .dynamic_sampling import combine, groups_with_variance
+
+
+class GroupStatistics:
+    """Counts the completions that are drawn for a generation batch, and what those trained on can teach.
+
+    Attributes:
+        rewards_NK: of the last completions that were scored, on all ranks.
+    """
+
+    def __init__(self, weights_K: torch.Tensor, each: bool):
+        self.weights_K, self.each = weights_K, each
+        self.drawn = 0
+        self.rewards_NK: torch.Tensor | None = None
+
+    def add(self, rewards_NK: torch.Tensor, drawn: int) -> torch.Tensor:
+        """Take note of rewards, for which `drawn` completions were generated; returns them."""
+        self.rewards_NK = rewards_NK
+        self.drawn += drawn
+        return rewards_NK
+
+    def rewards_N(self) -> torch.Tensor:
+        """The weighted sum of each completion's last rewards."""
+        return combine(self.rewards_NK, self.weights_K)
+
+    def metrics(self, group_size: int) -> dict[str, float]:
+        """Of the batch whose rewards came last, and starts counting anew.
+
+        `information` is 4 p (1 - p) per completion drawn for rewards of 0 and 1: the unbiased variance within the groups that are
+        trained on, in units of a quarter of the squared range of the batch's rewards.
+        """
+        drawn, self.drawn = self.drawn, 0
+        varied_G = groups_with_variance(self.rewards_NK, self.weights_K, group_size, self.each).cpu()
+        rewards_GN = self.rewards_N().double().cpu().unflatten(0, (-1, group_size))
+        given_GN = rewards_GN.isfinite()
+        count_G = given_GN.sum(1)
+        centred_GN = torch.where(given_GN, rewards_GN - rewards_GN.nanmean(1, keepdim=True), 0.0)
+        variance_G = centred_GN.square().sum(1) / (count_G - 1).clamp(min=1)
+        given_N = rewards_GN[given_GN]
+        extent = float(given_N.max() - given_N.min()) if len(given_N) else 0.0
+        taught = 4 * float(variance_G[varied_G].sum()) * group_size / extent**2 if extent else 0.0
+        trained = int(varied_G.sum()) * group_size
+        metrics = {
+            "groups/zero_variance_fraction": 1 - float(varied_G.double().mean()),
+            "groups/information": taught / drawn,
+        }
+        if trained:  # without any there is no such ratio
+            metrics["groups/drawn_per_trained"] = drawn / trained
+        return metrics
