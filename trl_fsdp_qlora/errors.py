@@ -1,4 +1,4 @@
-"""The one class of error that commands and recipes show as a line; everything else keeps its traceback."""
+"""The class of error whose text is all that a user needs; of others commands and recipes keep the traceback in a file."""
 
 import difflib
 from collections.abc import Iterable

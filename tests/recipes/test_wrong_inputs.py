@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -81,8 +82,8 @@ FILES = {
 }
 
 
-class WeightsLoaded(Exception):
-    """Raised in the place of loading weights."""
+class WeightsLoaded(BaseException):
+    """Raised in the place of loading weights; no `Exception`, which would end as a line."""
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +153,25 @@ def test_the_command_that_the_table_changes_gets_as_far_as_the_weights(script, r
         run(script)
 
 
-def test_tracebacks_are_of_a_users_own_code_or_asked_for(run, folder):
+def test_an_error_in_a_users_own_code_is_one_line_with_its_place_and_the_file_of_its_traceback(run, folder):
     (folder / "broken_data.py").write_text("def load():\n    one, two = (1, 2, 3)\n")
-    with pytest.raises(ValueError, match="too many values to unpack") as caught:
-        run("grpo", "--dataset broken_data.py:load")
-    assert not isinstance(caught.value, UserError)
+    status, out, err = run("grpo", "--dataset broken_data.py:load")
+    lines = [line for line in err.splitlines() if "error" in line]
+    assert status == 1 and len(lines) == 1 and "Traceback" not in out + err
+    said = "error: ValueError: too many values to unpack (expected 2), in broken_data.py, line 2; the traceback is in "
+    assert lines[0].startswith(said)
+    traceback = Path(lines[0].removeprefix(said).partition(" ")[0])
+    assert "one, two = (1, 2, 3)" in traceback.read_text()
+    assert traceback.stat().st_mode & 0o077 == 0
+    traceback.unlink()
+
+
+def test_tracebacks_are_printed_where_they_are_asked_for(run, folder, monkeypatch):
     with pytest.raises(UserError, match="unknown reward 'exact'"):
         run("grpo", "--rewards exact --debug_errors")
+    monkeypatch.setenv("TRL_FSDP_QLORA_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        run("grpo", "--dataset broken_data.py:load")
 
 
 def test_another_rank_leaves_the_word_to_the_first_and_speaks_where_it_was_silent(run, monkeypatch):

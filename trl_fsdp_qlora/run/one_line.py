@@ -1,4 +1,4 @@
-"""A command's words, and how it ends: what its user did wrong and Ctrl-C are a line each, a reader that is gone is none."""
+"""A command's words, and how it ends: an exception and Ctrl-C are a line each, a reader that is gone is none."""
 
 import argparse
 import ctypes
@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from ..errors import UserError
+from .error_line import error_line, wants_traceback
 
 USER_ERROR = 2  # exit status of a script that has said in one line what its user did wrong
+UNEXPECTED = 1  # of one that ended by any other exception, as Python's own
 INTERRUPTED = 128 + signal.SIGINT  # what a shell makes of the signal
 READER_GONE = 128 + 13  # SIGPIPE, which Windows has not
 DEBUG_ERRORS = "--debug_errors"
@@ -24,9 +26,9 @@ PATIENCE = 20.0
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Around a command or a script: a [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank and exit status 2, Ctrl-C
-    one line and 130; where nobody reads on (`| head -1`) no word and 141. Anything else keeps its traceback."""
-    rank = int(os.environ.get("RANK", "0"))
+    """Around a command or a script: a [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank and exit status 2, any other
+    exception one line with the path of its traceback ([`~trl_fsdp_qlora.run.error_line`]) and 1, Ctrl-C one line and 130; if
+    nobody reads on (`| head -1`) no word and 141. `TRL_FSDP_QLORA_TRACEBACK=1` leaves exceptions as they are."""
     try:
         yield
         sys.stdout.flush()
@@ -37,14 +39,17 @@ def in_one_line() -> Iterator[None]:
         # Else the interpreter's end would try again to write what is left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(READER_GONE)
-    except UserError as error:
-        if DEBUG_ERRORS in sys.argv:
+    except Exception as error:
+        if wants_traceback() or DEBUG_ERRORS in sys.argv:
             raise
+        is_users = isinstance(error, UserError)
+        rank = int(os.environ.get("RANK", "0"))
         if rank:
             time.sleep(PATIENCE)
         where = f" on rank {rank}" if rank else ""
-        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        sys.exit(USER_ERROR)
+        line = " ".join(str(error).split()) if is_users else error_line(error)
+        print(f"error{where}: {line}", file=sys.stderr, flush=True)
+        sys.exit(USER_ERROR if is_users else UNEXPECTED)
 
 
 def _print_stopped(text: str) -> None:
