@@ -41,6 +41,10 @@ def ended(monkeypatch, capsys, tmp_path):
         (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), FULL),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower per_device_train_batch_size"),
         (ModuleNotFoundError("No module named 'wandb.sdk'", name="wandb.sdk"), "pip install wandb"),
+        (
+            RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1662"),
+            "ended first, for the reason in its own",
+        ),
         (RuntimeError("x" * 5000), "x …; the traceback is in "),
     ],
 )

@@ -95,6 +95,8 @@ def _remedy(error: BaseException) -> str:
             return "lower per_device_train_batch_size or max_completion_length; `trl-fsdp-qlora plan` counts each phase, docs/out_of_memory.md has more"
         if isinstance(each, MemoryError):
             return "this machine's memory is full: `trl-fsdp-qlora plan` counts what a run takes"
+        if re.search("Connection closed by peer|remote process exited", str(each)):
+            return "another process of this run ended first, for the reason in its own line"
         if isinstance(each, ModuleNotFoundError) and each.name:
             return f"pip install {each.name.partition('.')[0]}, if that is the package's name"
     return ""
