@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import transformers as tf
 from datasets import Dataset
 from peft import LoraConfig
-from PIL import Image
+from PIL import Image, ImageDraw
 from trl import GRPOTrainer
 
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.compat.trl import joined_images, split_pixel_values_by_grid
+from trl_fsdp_qlora.grpo.groups import micro_batches
 from trl_fsdp_qlora.prefix_sharing import images
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
@@ -243,6 +246,58 @@ def test_the_same_words_about_another_picture_are_another_prompt():
     changed["pixel_values"][5, 7] += 1e-6  # the last bits of one number
     assert not torch.equal(images.fingerprints(changed)[0], numbers[0])
     assert torch.equal(images.fingerprints(changed)[1:], numbers[1:])
+
+
+def boards():
+    """All boards of tic-tac-toe after two moves of each player, as pictures: equal shapes, in other places."""
+    for crosses in itertools.combinations(range(9), 2):
+        for circles in itertools.combinations(sorted({*range(9)} - {*crosses}), 2):
+            picture = Image.new("RGB", (84, 84), "white")
+            draw = ImageDraw.Draw(picture)
+            for field in (*crosses, *circles):
+                x, y = 28 * (field % 3), 28 * (field // 3)
+                if field in crosses:
+                    draw.line((x + 5, y + 5, x + 22, y + 22), "black", 3)
+                    draw.line((x + 5, y + 22, x + 22, y + 5), "black", 3)
+                else:
+                    draw.ellipse((x + 5, y + 5, x + 22, y + 22), outline="black", width=3)
+            yield picture
+
+
+READERS = {
+    "qwen2_vl": lambda: tf.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=84 * 84),
+    "llava": lambda: tf.CLIPImageProcessorPil(size={"shortest_edge": 84}, crop_size={"height": 84, "width": 84}),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_two_boards_of_tic_tac_toe_count_as_one(name):
+    """By sums of their bits 756 of them had 357 fingerprints, and training put one board's pixels in another's place."""
+    pictures = list(boards())
+    vision = READERS[name]()(images=pictures, return_tensors="pt") | {"num_images": [1] * len(pictures)}
+    assert len(torch.unique(images.fingerprints(dict(vision)), dim=0)) == len(pictures) == 756
+    # Two of them in a prompt, in both orders: whose pixels a micro-batch has.
+    pairs = [(2 * i, 2 * i + 1) for i in range(378)]
+    both_ways = [pictures[i] for a, b in pairs[:20] for i in (a, b, b, a)]
+    flipped = {"prompt_ids": torch.arange(40), "num_images": [2] * 40}
+    flipped |= READERS[name]()(images=both_ways, return_tensors="pt")
+    assert len(torch.unique(images.fingerprints(flipped), dim=0)) == 40
+    (batch,) = micro_batches(flipped, 1, rank=0, count=1)
+    assert torch.equal(images.fingerprints(joined_images(batch)), batch["image_keys"])
+    pixels = split_pixel_values_by_grid(flipped)["pixel_values"]
+    assert all(torch.equal(x, pixels[i]) for x, i in zip(batch["pixel_values"], batch["prompt_ids"], strict=True))
+
+
+def test_the_cut_of_an_image_is_part_of_its_fingerprint():
+    """Of a frozen tower's features, kept by it, a wide white picture gets those of a high one no more."""
+    keys = [
+        images.fingerprints({"pixel_values": torch.ones(1, 3, *size), "num_images": [1]}) for size in ((2, 8), (4, 4))
+    ]
+    grids = [torch.tensor([[1, 2, 4]]), torch.tensor([[1, 4, 2]])]
+    keys += [
+        images.fingerprints({"pixel_values": torch.ones(8, 6), "image_grid_thw": x, "num_images": [1]}) for x in grids
+    ]
+    assert len(torch.unique(torch.cat(keys))) == 4
 
 
 def test_an_image_in_a_completion_runs_padded(caplog):

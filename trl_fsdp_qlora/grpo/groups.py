@@ -38,12 +38,14 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
     """`count` slices of this rank's part of a generation batch, its groups shuffled; as TRL slices it otherwise.
 
     Pixels are lists with an entry per row, to be put together by `joined_images` when a slice is used: TRL's
-    batch has them once per completion, this one once per prompt.
+    batch has them once per completion, this one once per prompt. What tells a row's images apart goes along (`image_keys`).
     """
-    apart, rows = split_pixel_values_by_grid(batch), len(batch["prompt_ids"])
+    apart, rows = dict(split_pixel_values_by_grid(batch)), len(batch["prompt_ids"])
+    if "pixel_values" in batch:
+        apart["image_keys"] = fingerprints(batch)
     if isinstance(apart.get("pixel_values"), list):
         kept: dict[tuple, torch.Tensor] = {}
-        keys = [tuple(key) for key in fingerprints(batch).tolist()]
+        keys = [tuple(key) for key in apart["image_keys"].tolist()]
         for name in PER_IMAGE:
             if isinstance(apart.get(name), list):
                 for key, one in zip(keys, apart[name], strict=True):

@@ -279,7 +279,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         # TRL does nothing with `model` but hand it to `_get_per_token_logps_and_entropies`: the request travels as it.
         micro_step = self._step % self.args.gradient_accumulation_steps
         choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
-        request = loss_pass(model, self.model.training)
+        request = loss_pass(model, self.model.training, image_keys=inputs.get("image_keys"))
         if choice is None:
             return super()._compute_loss(*self._weighed(request, inputs))
         request = replace(request, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)

@@ -10,6 +10,7 @@ image see each other in both directions (Gemma 3 and 4), a prompt's segment has 
 """
 
 import inspect
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,20 +37,49 @@ FEATURE_BYTES = 2**30
 
 
 def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
-    """`(B, 3)` numbers that two rows have in common where their pixels, and how these are cut, are the same."""
-    apart = split_pixel_values_by_grid(vision)
-    names = [name for name in PER_IMAGE if name in apart]
-    return torch.stack([sum(_sums(apart[name][row]) for name in names) for row in range(len(apart["pixel_values"]))])
+    """`(B, 1)` hashes of each row's images: of their pixels, in their order, and of how these are cut.
+
+    Two rows share a prompt, and a frozen tower's features, if theirs agree, so a sum of the pixels would not do: pictures whose
+    equal shapes stand in other places have equal sums. Each number is scrambled together with its place before it is added.
+    Nothing is read on the host but what TRL itself reads to cut the pixels into rows.
+    """
+    lines = {name: _line_hashes(vision[name]) for name in PER_IMAGE if isinstance(vision.get(name), torch.Tensor)}
+    # TRL reads from the grid how many patches an image has.
+    apart = split_pixel_values_by_grid({**vision, **{n: x for n, x in lines.items() if n != "image_grid_thw"}})
+    keys_B = torch.zeros(len(apart["pixel_values"]), dtype=torch.int64, device=lines["pixel_values"].device)
+    for name, lines_N in lines.items():
+        sizes = torch.tensor([1 if isinstance(apart[name], torch.Tensor) else len(part) for part in apart[name]])
+        row_N = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        place_N = torch.arange(len(row_N)) - (sizes.cumsum(0) - sizes)[row_N]
+        row_N, place_N = (to_device(x, keys_B.device) for x in (row_N, place_N))
+        sums_B = torch.zeros_like(keys_B).index_add_(0, row_N, _scrambled(lines_N + _scrambled(place_N)))
+        keys_B = _scrambled(keys_B + sums_B)
+    return keys_B.unsqueeze(1)
 
 
-def _sums(x: torch.Tensor) -> torch.Tensor:
-    """Three sums of a tensor's bits, which wrap around: a change of any one number changes the last."""
-    bits = x.detach().contiguous().flatten().view(torch.uint8)
-    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    kind = next(kind for kind in kinds if bits.numel() % kind.itemsize == 0)
-    bits = (bits.clone() if bits.storage_offset() % kind.itemsize else bits).view(kind)
-    odd = 2 * torch.arange(bits.numel(), device=x.device) + 1
-    return torch.stack([odd.new_tensor(bits.numel()), bits.sum(dtype=torch.int64), (bits * odd).sum()])
+# Of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers. Products of int64 wrap around.
+_STEP, _FIRST, _SECOND = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_HASHED_AT_ONCE = 2**22
+
+
+def _scrambled(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of int64 after which numbers that differ in anything differ in half of their bits."""
+    x = x * _STEP + _STEP
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor  # the shift of a signed number copies its sign
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _line_hashes(x: torch.Tensor) -> torch.Tensor:
+    """A hash `(N,)` of each entry of a tensor's first dimension: of its bits, its shape and its dtype."""
+    bits = x.detach().reshape(len(x), -1).contiguous()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
+    bits = bits.view(kind)
+    shape = zlib.crc32(repr((tuple(x.shape[1:]), x.dtype)).encode())
+    place = _scrambled(torch.arange(bits.shape[1], device=x.device) + (shape << 30))
+    # Scrambled numbers are as large as int64: of a whole batch they would be twice the pixels.
+    parts = bits.split(max(1, _HASHED_AT_ONCE // max(bits.shape[1], 1)))
+    return torch.cat([_scrambled(part.to(torch.int64) + place).sum(1) for part in parts])
 
 
 class Images:

@@ -67,7 +67,10 @@ class PackedModel:
             raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.position_limit}")
         if request.has_images and self.images.reason is not None:
             raise UnpackableBatch(self.images.reason)
-        pictures = (fingerprints(request.vision), self.images.token) if request.has_images else None
+        pictures = None
+        if request.has_images:
+            keys = fingerprints(request.vision) if request.image_keys is None else request.image_keys
+            pictures = keys, self.images.token
         batch = request.input_ids, request.attention_mask, request.logits_to_keep, request.scored_BC
         return read_batch(*batch, with_ids, pictures)
 

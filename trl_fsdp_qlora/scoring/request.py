@@ -46,6 +46,7 @@ class PassRequest:
         batch_size: rows that a padded forward would hold at once.
         compute_entropy, compute_aux_loss: what to return beside the log-probabilities.
         vision: TRL's further arguments that are not `None`, for classes that could take images.
+        image_keys: what tells the images of each row apart, where the batch was made with it.
         values: of this very pass, where it was made ahead of the loss (its weights needed the log-probabilities).
     """
 
@@ -62,6 +63,7 @@ class PassRequest:
     compute_entropy: bool = False
     compute_aux_loss: bool = False
     vision: dict[str, Any] = field(default_factory=dict)
+    image_keys: torch.Tensor | None = None
     values: LogProbs | None = None
 
     def __call__(self, *args, **kwargs):
@@ -87,7 +89,7 @@ class PassRequest:
         def pick(value):
             return value[index] if isinstance(value, torch.Tensor) and value.ndim and len(value) == batch else value
 
-        names = ("input_ids", "attention_mask", "scored_BC", "weight_BC")
+        names = ("input_ids", "attention_mask", "scored_BC", "weight_BC", "image_keys")
         picked = {name: pick(getattr(self, name)) for name in names}
         others = {name: pick(value) for name, value in self.vision.items()}
         images = rows_of_images(self.vision, index) if self.has_images else others
