@@ -155,6 +155,36 @@ def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, loss_type, 
     assert logged(half, batch)["entropy"] == pytest.approx(logged(half)["entropy"])
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_entropy_of_completions_of_one_token_is_that_of_those_in_the_mask(tmp_path, beta):
+    """With a KL term nothing is skipped. TRL divides a sum over one column by all rows: 1.90 was logged for stock's 4.27."""
+    ours = made(tmp_path, beta=beta, max_completion_length=1)
+    batch = batch_of(ours)
+    batch["completion_mask"][[1, 2, 3, 5, 6]] = 0
+    batch["advantages"][7] = 0.0
+    loss_and_gradients(ours, batch)
+    assert ours.prefix_sharing.active() and batch["completion_ids"].shape[1] == 1
+    entropies = GRPOTrainer._get_per_token_logps_and_entropies(
+        ours, ours.model, **padded_batch(batch), compute_entropy=True
+    )[1]
+    in_loss = [0, 4, 7] if beta else [0, 4]
+    assert ours._metrics["train"]["entropy"][-1] == pytest.approx(entropies[in_loss].mean().item(), rel=1e-5)
+
+
+def test_the_entropy_of_completions_that_are_all_masked_is_zero_as_in_stock(tmp_path):
+    ours = made(tmp_path)
+    batch = batch_of(ours)
+    batch["completion_mask"].zero_()
+    logged = []
+    for stock in (False, True):
+        ours._metrics["train"].clear()
+        loss_and_gradients(ours, batch, stock)
+        logs = {}
+        ours.log(logs)
+        logged.append(logs["entropy"])
+    assert logged == [0.0, 0.0]
+
+
 def test_scored_tokens_do_not_depend_on_how_many_ranks_share_a_batch(tmp_path):
     ours = made(tmp_path)
     batch = batch_of(ours)

@@ -57,8 +57,8 @@ class Choice(NamedTuple):
     scored_BC: torch.Tensor
     weight_BC: torch.Tensor | None  # where each is one
     inputs: dict[str, Any]  # with zeros in what the log-probabilities are compared with where nothing is scored
-    # Int64 `(5,)`: tokens of the loss, those of completions that were not skipped, those of the latter that are scored;
-    # completions, and those of them with a scored token.
+    # Int64 `(6,)`: tokens of the loss, those of completions that were not skipped, those of the latter that are scored;
+    # completions, those of them with a scored token; what TRL divides its means over tokens by.
     counts: torch.Tensor
 
 
@@ -113,7 +113,9 @@ class TokenBudget:
             scored_BC, weight_BC = select_tokens(learning_BC, self.strategy, **options)
         scored = scored_BC.sum()
         rows = scored.new_full((), len(mask_BC))  # filled in on the device: one from the host would be waited for
-        counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum()])
+        # TRL takes values of one column for one per completion, masked ones included.
+        divisor = rows if mask_BC.shape[1] == 1 else mask_BC.sum()
+        counts = torch.stack([mask_BC.sum(), learning_BC.sum(), scored, rows, scored_BC.any(1).sum(), divisor])
         compared = {key: inputs[key].masked_fill(~scored_BC, 0.0) for key in COMPARED if inputs.get(key) is not None}
         if (ratio := inputs.get(IMPORTANCE_RATIO)) is not None:  # one per token, or one per completion
             left_out = ~scored_BC if ratio.shape == scored_BC.shape else ~scored_BC.any(1, keepdim=True)
@@ -129,7 +131,7 @@ class TokenBudget:
         fraction, nothing = metrics["tokens/scored_fraction"], metrics["tokens/nothing_to_learn"]
 
         def finish(counts: list[float]) -> None:
-            valid, learning, scored, completions, scored_completions = counts
+            valid, learning, scored, completions, scored_completions, divisor = counts
             fraction.append(scored / max(valid, 1.0))
             nothing.append(float(learning == 0))
             if learning == 0:
@@ -139,11 +141,14 @@ class TokenBudget:
                 )
             # Zeros stand where nothing was computed. A skipped completion is never clipped, so its zeros are stock's; those of
             # tokens that a selection left out of a completion are made up for. Phi is one where nothing is scored.
-            for keys, over, of in ((SCORED_MEANS, valid, scored), (LEARNING_MEANS, learning, scored)):
+            for keys, over in ((SCORED_MEANS, divisor), (LEARNING_MEANS, learning)):
                 for key in keys:
-                    if key in last and (of or key in SCORED_MEANS):
+                    if key in last and scored:
                         values, i = last[key]
-                        values[i] = values[i] * over / of if of else float("nan")  # see `drop_missing`
+                        values[i] = values[i] * over / scored
+                    elif key in last and key in SCORED_MEANS and valid:  # skipped; of nothing it is zero, as in stock
+                        values, i = last[key]
+                        values[i] = float("nan")  # see `drop_missing`
             if scored_completions and PHI_MEAN in last:
                 values, i = last[PHI_MEAN]
                 values[i] = (values[i] * completions - (completions - scored_completions)) / scored_completions

@@ -43,7 +43,7 @@ from ..rollout.group_statistics import GroupStatistics
 from ..rollout.prompt_selection import PromptSelection
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
-from ..scoring.contexts import share_values
+from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.request import Kind, PassRequest
 from ..telemetry.phases import PhaseTimer, TelemetryCallback, token_counts
@@ -350,6 +350,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         if figures and self.top_entropy_quantile < 1.0 and values[1] is not None:  # a quantile may fall on a tie
             batch = request.input_ids, request.attention_mask, request.logits_to_keep
             values = values[0], share_values(values[1], *batch), values[2]
+        if figures and request.scored_BC is None and values[1] is not None and request.logits_to_keep == 1:
+            values = values[0], fill_masked_rows(values[1], request.attention_mask[:, -1:]), values[2]
         prefix = f"prefix_sharing/{'policy' if request.kind is Kind.POLICY else 'no_grad'}"
         self._add_metrics({f"{prefix}/{name}": value for name, value in figures.items()})
         return request.narrow(values)

@@ -1,4 +1,4 @@
-"""Tokens predicted from the same context, of which a batch with several completions per prompt has many."""
+"""Values of tokens as TRL reads them: equal ones of equal contexts, and those of completions of one token."""
 
 import torch
 
@@ -28,3 +28,13 @@ def share_values(
         same = torch.cat([same_prompt, contexts[: row + 1] == contexts[row]], dim=1).int().cumprod(1).bool()
         first_BC[row] = (same & computed_BC[: row + 1]).int().argmax(0)  # a computed token is equal to itself
     return torch.where(computed_BC, values_BC.gather(0, first_BC), values_BC)
+
+
+def fill_masked_rows(values_B1: torch.Tensor, completion_mask_B1: torch.Tensor) -> torch.Tensor:
+    """`values_B1` with the mean of the rows in the mask for each of the others.
+
+    TRL takes values of one column for one per completion, and divides their sum by all rows. On a packed row nothing is computed
+    of a masked one, so its zero would count.
+    """
+    mask_B1 = completion_mask_B1.bool()
+    return torch.where(mask_B1, values_B1, (values_B1 * mask_B1).sum() / mask_B1.sum().clamp(min=1))
