@@ -195,11 +195,32 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
             assert found and {x.device for x in found} == {device}
 
 
+def refusal_on_cuda(size, capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 4, 8, size))
+    return cascade.refuses(SimpleNamespace(query=query, value=query, window=None, softcap=None, sinks=None))
+
+
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
 def test_cascade_asks_for_the_compute_capability(capability, served, monkeypatch):
     """Volta and Turing have no flash kernel in torch: `auto` must take another backend before it is called."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, shape=(1, 4, 8, 64))
-    reason = cascade.refuses(SimpleNamespace(query=query, value=query, window=None, softcap=None, sinks=None))
+    reason = refusal_on_cuda(64, capability, monkeypatch)
     assert (reason is None) == served
     assert served or f"has {capability[0]}.{capability[1]}" in reason
+
+
+def test_cascade_leaves_heads_whose_backward_torch_refuses_and_rocm(monkeypatch):
+    """Heads of 193 to 224 run forward everywhere; their backward raises on consumer cards, after the first forward."""
+    served = {
+        (size, capability)
+        for size in (192, 200, 224, 232, 256)
+        for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))
+        if refusal_on_cuda(size, capability, monkeypatch) is None
+    }
+    assert {capability for size, capability in served if size == 192} == {
+        capability for size, capability in served if size == 256
+    }
+    for size in (200, 224):
+        assert {capability for other, capability in served if other == size} == {(8, 0), (9, 0), (10, 0)}
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in refusal_on_cuda(64, (9, 4), monkeypatch)

@@ -34,12 +34,18 @@ def refuses(call) -> str | None:
     if call.query.shape[-1] != call.value.shape[-1]:
         return f"keys of size {call.query.shape[-1]} with values of size {call.value.shape[-1]}"
     if call.query.device.type == "cuda":
+        if torch.version.hip is not None:
+            return "torch calls a ROCm device CUDA too, and this merge was not checked with its kernels"
         size = call.query.shape[-1]
         if _compute_dtype(call.query) not in (torch.bfloat16, torch.float16) or size % 8 or size > 256:
             return f"CUDA flash attention takes half precision and heads of 8 to 256, got {call.query.dtype}, {size}"
         major, minor = torch.cuda.get_device_capability(call.query.device)
         if major < 8:
             return f"CUDA flash attention wants compute capability 8.0, this device has {major}.{minor}"
+        # torch's own list, `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`: the backward raises. A pass
+        # without gradients is refused as well, so that old and new log-probabilities are rounded alike.
+        if 192 < size <= 224 and ((8, 6) <= (major, minor) <= (8, 9) or (12, 0) <= (major, minor) <= (12, 1)):
+            return f"CUDA flash attention has no backward for heads of {size} on compute capability {major}.{minor}"
     if call.query.device.type not in ("cpu", "cuda"):
         return f"no flash kernel for {call.query.device.type}"
     return None
