@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.prefix_sharing import test_images
+from tests.prefix_sharing import helpers, test_images
 from tests.prefix_sharing.helpers import (
     COMPLETION,
     assert_equal_gradients,
@@ -148,6 +148,45 @@ def an_error_outside_of_attention(scene):
     scene.assert_right(logps)
 
 
+def out_of_memory_on_one_rank(scene):
+    """In the packed forward, in the padded one, or in the packed backward: both ranks end. Under FSDP2 they meet in each."""
+    if scene.wrapper == "fsdp2":
+        return
+
+    class FailingBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise torch.OutOfMemoryError("out of memory: backward")
+
+    def failing(original, where):
+        def run(*args):
+            if where == "packed backward":
+                return FailingBackward.apply(original(*args))
+            raise torch.OutOfMemoryError(f"out of memory: {where}")
+
+        return run if dist.get_rank() else original
+
+    places = {
+        "packed forward": (cascade, "attend"),
+        "packed backward": (cascade, "attend"),
+        "padded forward": (helpers, "stock_log_probs"),
+    }
+    for where, (owner, name) in places.items():
+        scene = Scene("ddp", "qwen3")  # a forward that has ended early leaves DDP's ranks out of step
+        with mock.patch.object(owner, name, failing(getattr(owner, name), where)):
+            try:
+                scene.run()
+            except torch.OutOfMemoryError as error:
+                assert ("out of memory: " if dist.get_rank() else "another rank ran out of memory") in str(error)
+            else:
+                raise AssertionError(f"{where}: this rank went on")
+        assert all(p.grad is None for p in scene.model.parameters())
+
+
 def nothing_to_score_on_one_rank_at_first(scene):
     """Both ranks count the first pass as compared, row by row: a rank that did something else would be alone."""
     scene.run(scored_BC=scene.batch[1][:, -COMPLETION:].bool() & (dist.get_rank() == 0)).sum().backward()
@@ -165,7 +204,7 @@ def fewer_rows_on_one_rank_at_first(scene):
 EVERY = (comparing_leaves_nothing, an_old_policy_pass_is_cut_differently_on_each_rank)
 ATTENTION = (
     between_micro_batches, a_kernel_error_on_one_rank, an_unpackable_batch_on_one_rank, a_wrong_gradient_on_one_rank,
-    an_error_outside_of_attention, nothing_to_score_on_one_rank_at_first, fewer_rows_on_one_rank_at_first,
+    an_error_outside_of_attention, out_of_memory_on_one_rank, nothing_to_score_on_one_rank_at_first, fewer_rows_on_one_rank_at_first,
 )  # fmt: skip
 
 

@@ -3,11 +3,15 @@
 In float32 the two agree to a few units in the last place, and fixed limits serve. In half precision (or TF32) single tokens
 differ by hundredths of a nat, by how much depends on the model. So it is measured: the same padded rows are computed again with
 their embeddings moved by as much as rounding moves numbers anyway, and every later rounding falls out differently. What is
-several times further off than that is no rounding. All ranks judge one set of sums, so that they decide alike.
+several times further off than that is no rounding. A fault of a few percent in every token (an attention scaled by 1.03) hides
+among single tokens and shows in the gradient's projection, where rounding averages out.
+
+No forward holds more tokens than the step's own ([`cut_sample`]). All ranks judge one set of sums, so that they decide alike.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -17,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
-from ..scoring.request import LogProbs, PassRequest
 from ..scoring.transfer import to_device
 from .scope import is_out_of_memory, reason_of
 
@@ -29,9 +32,13 @@ MEAN_DIFFERENCE_HALF, FIRST_DIFFERENCE_HALF = 0.05, 0.03
 # Norm of the difference of the gradients over the norm of the gradient.
 GRADIENT_DIFFERENCE_FP32, GRADIENT_DIFFERENCE_HALF = 1e-3, 0.25
 # Beyond that, so many times what rounding moved the padded pass by, twice as many for a single token (docs/LOG.md).
-OVER_NOISE, NOISE_PASSES = 3.0, 4
-# Rows to compare. Where single tokens say little, more of them.
+OVER_NOISE, NOISE_PASSES = 3.0, 5
+# How far the packed gradient's projection on the padded one may be from 1. Beyond that, so many times what rounding changed in it,
+# and in the gradient, of which it leaves 1 / sqrt(tokens) in a projection (10,000 healthy starts, docs/LOG.md).
+PROJECTION_OFF, PROJECTION_OVER_NOISE = 0.01, 4.0
+# Rows to compare. Where single tokens say little, more of them; where there are fewer, rounding is measured more often.
 ROWS_FP32, ROWS_HALF = 4, 8
+MOST_NOISE_PASSES = 16
 # One token counts for no more than this many nats: rounding can move a very unlikely one by any amount.
 MOST_PER_TOKEN = 1.0
 # A log-probability of exactly zero where the padded pass has one below this is missing.
@@ -71,58 +78,134 @@ def compares_gradients(model: torch.nn.Module) -> bool:
     return torch.is_grad_enabled() and is_known and not any(hasattr(p, "ds_id") for p in model.parameters())
 
 
+class Cut(NamedTuple):
+    """Rows of one forward of the comparison; `counts` is 0 where it only keeps this rank in step with the others."""
+
+    rows: slice
+    counts: int = 1
+
+
+class Cuts(NamedTuple):
+    """The forwards of one packed and of one padded pass over the rows to compare, equally many on every rank."""
+
+    packed: list[Cut]
+    padded: list[Cut]
+
+
+def cut_sample(packed: list[tuple[int, int]], rows: int, width: int, tokens: int, device: torch.device) -> Cuts:
+    """Cut the passes over `rows` rows so that no forward holds more tokens than the step's own. Every rank has to call it.
+
+    Args:
+        packed: this rank's rows `[first, last)` of each packed forward.
+        width: columns of the padded batch.
+        tokens: of the step's own forward on this rank.
+    """
+    most, at_once = reduced_over_ranks([len(packed), -max(1, tokens // width)], device)
+    cuts = [Cut(slice(*ends)) for ends in packed]
+    cuts += [Cut(cuts[-1].rows, 0)] * (int(most) - len(cuts))
+    at_once = int(-at_once)
+    return Cuts(cuts, [Cut(slice(first, min(first + at_once, rows))) for first in range(0, rows, at_once)])
+
+
 def compare(
-    request: PassRequest,
-    packed: Callable[[PassRequest], torch.Tensor],
-    padded: Callable[[PassRequest], LogProbs],
+    model: torch.nn.Module,
+    packed: Callable[[slice], torch.Tensor],
+    padded: Callable[[slice], torch.Tensor],
+    scored_BC: torch.Tensor,
+    cuts: Cuts,
     embeddings: torch.nn.Module,
     unit: float,
 ) -> str | None:
-    """What is wrong with the packed pass over the rows of `request`, judged alike by every rank; `None` for nothing.
+    """What is wrong with the packed pass over a few rows, judged alike by every rank; `None` for nothing.
 
-    Every rank has to call it, with equally many rows. The packed pass is one forward of all rows, the padded one goes row by row,
-    so neither holds more tokens than a step's own pass. Gradients are those of a sum over the completion tokens with random
-    weights; each pass is added to the others' with its sign, so there is never more than one copy of them.
-    `packed` gives log-probabilities `(R, C)` or raises what goes wrong; what `embeddings` give is moved by [`rounding_unit`].
+    Every rank has to call it, with equally many rows. Gradients are those of a sum over the scored tokens with random weights; each
+    pass is added to the others' with its sign, so there is never more than one copy of them. Where one rank runs out of memory,
+    all end, unless ranks meet in the passes themselves: there the others wait until its launcher ends them.
+
+    Args:
+        model: the root module, wrappers included.
+        packed: log-probabilities `(n, C)` of some of the rows from one packed forward; it raises what goes wrong.
+        padded: the same from one padded forward.
+        scored_BC: `(R, C)`, the completion tokens to compare.
+        cuts: of [`cut_sample`].
+        embeddings, unit: what `embeddings` give is moved by [`rounding_unit`].
     """
-    device, problem, noise_NBC = request.input_ids.device, None, []
-    rows = [request.rows([row]) for row in range(len(request.input_ids))]
-    scored_BC = request.attention_mask[:, -request.logits_to_keep :].bool()
-    with _gradients_aside(request.model) as squared_norm:
-        try:
-            packed_BC = packed(request)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            problem = reason_of(error)
-        if any(reduced_over_ranks([int(problem is not None)], device)):
-            return problem or "another rank's packed pass failed"
-        draw = torch.Generator().manual_seed(0)  # not signs: equal rows would cancel
-        weight_BC = torch.where(scored_BC, torch.randn(scored_BC.shape, generator=draw).to(device), 0.0)
+    device, sharded = scored_BC.device, _meet_in_passes(model)
+    draw = torch.Generator().manual_seed(0)  # not signs: equal rows would cancel
+    weight_BC = torch.where(scored_BC, torch.randn(scored_BC.shape, generator=draw).to(device), 0.0)
 
-        def backward(values_BC: torch.Tensor, weight_BC: torch.Tensor) -> torch.Tensor:
-            if torch.is_grad_enabled():
-                (values_BC * weight_BC).sum().backward()
-            return values_BC.detach()
+    def backward(values_BC: torch.Tensor, cut: Cut, sign: float) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            (values_BC * (sign * cut.counts * weight_BC[cut.rows])).sum().backward()
+        return values_BC.detach()
 
-        def row_by_row(sign: float) -> torch.Tensor:
-            return torch.cat([backward(padded(row)[0], sign * weight_BC[i : i + 1]) for i, row in enumerate(rows)])
+    def whole_pass(forward: Callable[[slice], torch.Tensor], parts: list[Cut], sign: float) -> torch.Tensor:
+        values_BC = torch.zeros_like(weight_BC)
+        for cut in parts:
+            values_BC[cut.rows] = backward(forward(cut.rows), cut, sign)
+        return values_BC
 
-        packed_BC = backward(packed_BC, weight_BC)
-        squares = {"gradient": squared_norm(), "gradient_noise": 0.0}
-        padded_BC = row_by_row(-1.0)
-        squares["gradient_off"] = squared_norm()
-        if torch.is_grad_enabled() and unit:
-            backward(packed(request), -weight_BC)
-            with moved(embeddings, unit, seed=0):
-                row_by_row(1.0)
-            squares["gradient_noise"] = squared_norm()
-    for seed in range(NOISE_PASSES if unit else 0):
-        with torch.no_grad(), moved(embeddings, unit, seed + 1):
-            noise_NBC.append(padded(request)[0] - padded_BC)
-    found = statistics(packed_BC, padded_BC, noise_NBC, scored_BC) | squares
+    def against_padded(packed_BC: torch.Tensor, gradients: "_Gradients") -> dict[str, float]:
+        found = {"gradient": gradients.squared_norm(), "gradient_noise": 0.0}
+        padded_BC, noise_NBC = whole_pass(padded, cuts.padded, -1.0), []
+        found["gradient_off"] = gradients.squared_norm()
+        passes = NOISE_PASSES * max(1, ROWS_HALF // len(scored_BC)) if unit else 0
+        for seed in range(min(passes, MOST_NOISE_PASSES)):
+            if seed == 0 and torch.is_grad_enabled():
+                whole_pass(packed, cuts.packed, -1.0)  # what is left is the padded gradient
+                found["gradient_padded"] = gradients.squared_norm()
+            else:
+                gradients.clear()
+            with moved(embeddings, unit, seed):
+                noise_NBC.append(whole_pass(padded, cuts.padded, 1.0) - padded_BC)
+            # Of the first what rounding changed in the gradient, of the others how long it is then.
+            found[f"gradient_moved_{seed}" if seed else "gradient_noise"] = gradients.squared_norm()
+        return found | statistics(packed_BC, padded_BC, noise_NBC, scored_BC)
+
+    with _gradients_aside(model) as gradients:
+        packed_BC = torch.zeros_like(weight_BC)
+        for cut in cuts.packed:
+            values_BC, error = _attempt(sharded, packed, cut.rows)
+            if problem := _agree(error, device):
+                return problem
+            values_BC, error = _attempt(sharded, backward, values_BC, cut, 1.0)
+            if problem := _agree(error, device):
+                return problem
+            packed_BC[cut.rows] = values_BC
+        found, error = _attempt(sharded, against_padded, packed_BC, gradients)
+        if problem := _agree(error, device):
+            return problem
     found = dict(zip(found, reduced_over_ranks(list(found.values()), device, "SUM"), strict=True))
     return verdict(found, exact=not unit)
+
+
+def _meet_in_passes(model: torch.nn.Module) -> bool:
+    """Whether the weights of `model` are gathered in its passes, so that a rank that leaves one leaves the others waiting."""
+    is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
+    return not is_known or any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+
+
+def _attempt(sharded: bool, work: Callable, *args: Any) -> tuple[Any, Exception | None]:
+    """What `work` gives, or the error that ended it, for [`_agree`]; raised at once if ranks would wait in the pass anyway."""
+    try:
+        return work(*args), None
+    except Exception as error:
+        if sharded and is_out_of_memory(error):
+            raise
+        return None, error
+
+
+def _agree(error: Exception | None, device: torch.device) -> str | None:
+    """Why a rank could not go on, on all of them; if one ran out of memory, all raise. Every rank has to call it."""
+    out_of_memory = error is not None and is_out_of_memory(error)
+    failed, ended = reduced_over_ranks([float(error is not None), float(out_of_memory)], device)
+    if out_of_memory:
+        raise error
+    if ended:
+        raise torch.OutOfMemoryError("another rank ran out of memory while packed rows were compared with padded ones")
+    if error is not None:
+        return reason_of(error)
+    return "another rank's packed pass failed" if failed else None
 
 
 def statistics(
@@ -147,8 +230,9 @@ def statistics(
 def verdict(found: dict[str, float], exact: bool) -> str | None:
     """What is wrong with a packed pass; `None` where rounding explains the difference, or where fixed limits hold (`exact`).
 
-    `found`: [`statistics`], and of the packed pass's gradient, its difference from the padded one's and what rounding changed in
-    that, the squares of the norms, which add up over shards and ranks.
+    `found`: [`statistics`], and squares of norms, which add up over shards and ranks: of the packed gradient, of its difference from
+    the padded one, of what rounding changes in that (`gradient_noise`), of the padded one, and of it as rounding moves it
+    (`gradient_moved_1`, ...).
     """
     if found["missing"]:
         return f"{found['missing']:.0f} log-probabilities are missing or not finite: a difference in log-probability"
@@ -164,6 +248,26 @@ def verdict(found: dict[str, float], exact: bool) -> str | None:
     limit = GRADIENT_DIFFERENCE_FP32 if exact else GRADIENT_DIFFERENCE_HALF
     if not off <= max(limit * size, OVER_NOISE * moved_by):  # NaN is wrong as well
         return f"gradients differ from the padded pass by {off:.2g} of a norm of {size:.2g} (limit {limit:.2g} of it)"
+    return None if exact else _projection_verdict(found)
+
+
+def _projection_verdict(found: dict[str, float]) -> str | None:
+    """What is wrong with the length of the packed gradient p along the padded one d; `None` if rounding explains it.
+
+    Rounding moves both at random, which makes <p, d> / |d|² less than 1 by the square of what it moved d by. |p - d|² / 2 |d|²
+    makes up for that if it moved p as far, and what is left is (1 + |p|² / |d|²) / 2.
+    """
+    padded = found.get("gradient_padded", 0.0)
+    if not padded:
+        return None
+    off = (found["gradient"] / padded - 1) / 2
+    moved_off = [(value / padded - 1) / 2 for name, value in found.items() if name.startswith("gradient_moved_")]
+    noise, tokens = found["gradient_noise"] / padded, max(found["tokens"], 1)
+    by_rounding = max((sum(x**2 for x in moved_off) / max(len(moved_off), 1)) ** 0.5, (noise / tokens) ** 0.5)
+    # The last is for one of the two having no rounding at all.
+    limit = max(PROJECTION_OFF, PROJECTION_OVER_NOISE * by_rounding) + noise / 2
+    if not abs(off) <= limit:
+        return f"the gradient is {1 + off:.3f} times as long as the padded pass's along it (limit 1 ± {limit:.2g})"
     return None
 
 
@@ -185,36 +289,43 @@ def moved(embeddings: torch.nn.Module, unit: float, seed: int) -> Iterator[None]
         handle.remove()
 
 
-@contextlib.contextmanager
-def _gradients_aside(model: torch.nn.Module) -> Iterator[Callable[[], float]]:
-    """Gradients start from nothing inside and are what they were afterwards; none where they are not compared.
+class _Gradients:
+    """What the passes of a comparison leave in `.grad`; nothing where gradients are not compared."""
 
-    Gives the square of the norm of all of them together, of this rank's shards where they are sharded.
-    """
+    def __init__(self, parameters: list[torch.nn.Parameter]):
+        self.parameters = parameters
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def squared_norm(self) -> float:
+        """Of all of them together, of this rank's shards where they are sharded."""
+        grads = (parameter.grad for parameter in self.parameters if parameter.grad is not None)
+        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
+        wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
+        return sum(float(torch.linalg.vector_norm(grad, dtype=wide)) ** 2 for grad in grads)
+
+
+@contextlib.contextmanager
+def _gradients_aside(model: torch.nn.Module) -> Iterator[_Gradients]:
+    """Gradients start from nothing inside and are what they were afterwards; none where they are not compared."""
     if not compares_gradients(model):
         with torch.no_grad():
-            yield lambda: 0.0
+            yield _Gradients([])
         return
     # Under DDP each rank compares its own; FSDP2's unreduced gradients would be whole ones, kept until the next backward.
     reduction = model.no_sync() if isinstance(model, DistributedDataParallel) else reducing(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # has the optimizer's parameters while it is sharded
             module.reshard()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before = [parameter.grad for parameter in parameters]
-
-    def squared_norm() -> float:
-        grads = (parameter.grad for parameter in parameters if parameter.grad is not None)
-        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-        # Summed in float32 without a copy in a wider type: the gradient of an embedding has gigabytes.
-        wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-        return sum(float(torch.linalg.vector_norm(grad, dtype=wide)) ** 2 for grad in grads)
-
+    gradients = _Gradients([parameter for parameter in model.parameters() if parameter.requires_grad])
+    before = [parameter.grad for parameter in gradients.parameters]
     try:
-        for parameter in parameters:
-            parameter.grad = None
+        gradients.clear()
         with reduction:
-            yield squared_norm
+            yield gradients
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
+        for parameter, gradient in zip(gradients.parameters, before, strict=True):
             parameter.grad = gradient

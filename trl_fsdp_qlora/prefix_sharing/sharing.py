@@ -16,7 +16,15 @@ from .attention import BACKENDS, UnsupportedAttention, set_aside
 from .dropout import attention_reason, other_dropout, without_dropout
 from .layout import BatchFacts, UnpackableBatch, cut_rows
 from .packed_model import PackedModel
-from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, reduced_over_ranks, rounding_unit
+from .self_check import (
+    ROWS_FP32,
+    ROWS_HALF,
+    compare,
+    compares_gradients,
+    cut_sample,
+    reduced_over_ranks,
+    rounding_unit,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -153,23 +161,57 @@ class PrefixSharing:
             model.images.share(request)
         with self.autocast():
             unit = rounding_unit(model.base, device)
-        sample = request.subsample(ROWS_HALF if unit else ROWS_FP32)
+        (rows,) = reduced_over_ranks([min(ROWS_HALF if unit else ROWS_FP32, len(request.input_ids))], device)
+        sample = request.subsample(int(rows))
         facts = self._read(sample)
         if not any(reduced_over_ranks([int(facts is not None and facts.scored_BC.any())], device)):
             return  # nothing to compare
-        # A padded pass in its place, for the ranks that meet in it.
-        sampled = self._packed_sample if facts is not None else lambda few: padded(few)[0]
         problem = attention_reason(model.base)  # somebody may have set dropout since
+        tokens = self._most_tokens(request)
         with without_dropout(request.model), model.images.in_every_forward():
             for nested in (False, True)[: 1 + nests]:
-                few, embeddings = replace(sample, nested=nested), model.base.get_input_embeddings()
-                problem = problem or compare(few, sampled, padded, embeddings, unit)
+                problem = problem or self._compare(replace(sample, nested=nested), facts, tokens, padded, unit)
         if problem is None:
             model.checked.update(product({False, gradients}, {False, nests}, {False, with_images}))
         elif with_images and self.choice == "auto":  # text may do
             model.images.reason = problem
         else:
             self._give_up(request.role, problem)
+
+    def _most_tokens(self, request: PassRequest) -> int:
+        """Tokens of a forward of this pass, if every completion token is scored."""
+        rows, width = request.input_ids.shape
+        if request.batch_size is not None and request.batch_size < rows:
+            return request.batch_size * width
+        facts = self._read(replace(request, scored_BC=None))
+        if facts is None:
+            return rows * width
+        return int(facts.prompt_lengths_B[facts.starts_group_B].sum() + facts.completion_lengths_B.sum())
+
+    def _compare(
+        self,
+        sample: PassRequest,
+        facts: BatchFacts | None,
+        tokens: int,
+        padded: Callable[[PassRequest], LogProbs],
+        unit: float,
+    ) -> str | None:
+        """What is wrong with the packed pass over these few rows, in forwards of so many tokens. Every rank has to call it."""
+        rows, width = sample.input_ids.shape
+        ends = [(0, rows)] if facts is None else cut_rows(facts, max(tokens, width), None)
+        cuts = cut_sample(ends, rows, width, tokens, sample.input_ids.device)
+
+        def padded_rows(part: slice) -> torch.Tensor:
+            return padded(sample.rows([*range(part.start, part.stop)]))[0]
+
+        def packed_rows(part: slice) -> torch.Tensor:
+            return self._packed_sample(sample.rows([*range(part.start, part.stop)]))
+
+        # A padded pass in its place, for the ranks that meet in it.
+        forward = padded_rows if facts is None else packed_rows
+        scored_BC = sample.attention_mask[:, -sample.logits_to_keep :].bool()
+        embeddings = self._models[sample.role].base.get_input_embeddings()
+        return compare(sample.model, forward, padded_rows, scored_BC, cuts, embeddings, unit)
 
     def _packed_sample(self, request: PassRequest) -> torch.Tensor:
         """Log-probabilities of a packed pass.

@@ -104,7 +104,8 @@ class PassRequest:
         every += every[-1:] * (count - len(every))
         first = next((row for row, images in enumerate(self.vision.get("num_images") or ()) if images), 0)
         first = min(first, len(every) - count)
-        few = self.rows(every[first : first + count // 2] + every[-(count // 2) :])
+        last = count // 2
+        few = self.rows(every[first : first + count - last] + every[len(every) - last :])
         return replace(few, scored_BC=None, weight_BC=None, compute_entropy=False, compute_aux_loss=False)
 
     def padded(self, stock: Callable[..., LogProbs]) -> LogProbs:
