@@ -34,6 +34,17 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     assert coming == prefill + prompts
 
 
+def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
+    """On a CPU TRL projects every position of a padded row: with a long prompt that is more than the packed row's."""
+    run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=4)
+    plan = make_plan(run, hardware=CPU)
+    rows, width = run.per_device_train_batch_size, 260
+    own = passes.measure(run, plan.config, passes.Shape(1, 256 * run.groups + 4 * rows, 4 * rows, True), False, True)
+    at_once = (256 * run.groups + 4 * rows) // width
+    compared = passes.measure(run, plan.config, passes.Shape(at_once, width, at_once * 259, False), False, True)
+    assert plan.phases["forward_backward"][module.ACTIVATIONS] == compared > own
+
+
 @pytest.mark.slow  # six plans
 def test_plans_for_other_numbers_of_ranks_measure_nothing_again(tmp_path):
     run, card = settings(folder(tmp_path), Launch("fsdp2", 2)), replace(CARD, cards=8)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..prefix_sharing.self_check import ROWS_HALF
 from ..prefix_sharing.support import keeps_keys, layer_types
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
@@ -34,6 +35,16 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
         return Shape(1, settings.groups * prompt + rows * length, rows * length, True)
     # On a CPU TRL's kernel projects every position.
     return Shape(rows, prompt + length, rows * (length if on_gpu else prompt + length - 1), False)
+
+
+def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
+    """The padded forward, with gradients, that the first packed pass is compared with (`prefix_sharing.self_check`).
+
+    It holds as many rows as the packed row has tokens for, but TRL's kernels and masks.
+    """
+    packed, width = loss_shape(settings, True, on_gpu), settings.prompt_tokens + settings.max_completion_length
+    rows = min(max(1, packed.length // width), settings.per_device_train_batch_size, ROWS_HALF)
+    return Shape(rows, width, rows * (settings.max_completion_length if on_gpu else width - 1), False)
 
 
 # Plans of one run (for other numbers of ranks, say) ask for the same again: the model and the passes, by what they depend on.

@@ -135,6 +135,8 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
     if settings.scores_again:
         phases["score"] = lies | {ACTIVATIONS: passes.measure(settings, config, shape, gpu)} | resting
     loss = passes.measure(settings, config, shape, gpu, grad=True)
+    if shape.packed and not launch.kind.startswith("zero"):  # under DeepSpeed without gradients
+        loss = max(loss, passes.measure(settings, config, passes.compared_shape(settings, gpu), gpu, grad=True))
     phases["forward_backward"] = lies | gradients | {ACTIVATIONS: loss} | resting
     # TRL's default updates in place.
     update = 0 if "fused" in optimizer_name(settings) else held[model.GRADIENTS]
