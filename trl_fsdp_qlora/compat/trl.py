@@ -1,13 +1,14 @@
 """Every name borrowed from TRL."""
 
+import inspect
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import trl
 from packaging.version import Version
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from trl.chat_template_utils import parse_response
 from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
@@ -18,6 +19,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import (
     FusedCausalLMOutput,
     RepeatSampler,
+    add_fused_lm_head,
     ensure_master_addr_port,
     maybe_gather_lm_head_ctx,
     shuffle_sequence_dict,
@@ -92,3 +94,31 @@ def counts_experts(text_config: PretrainedConfig) -> bool:
         names = ("num_local_experts", "n_routed_experts")
         text_config.num_experts = next(filter(None, (getattr(text_config, name, None) for name in names)), 0)
     return bool(text_config.num_experts)
+
+
+class FusedHead(NamedTuple):
+    """What `add_fused_lm_head` was asked for, and how the model transforms its logits."""
+
+    temperature: float
+    cast_lm_head_to_fp32: bool
+    outputs: tuple[str, ...]
+    softcap: float | None
+    logit_scale: float
+
+
+def fused_head(forward: Callable) -> FusedHead | None:
+    """The settings of TRL's fused head if `forward` is the method that `add_fused_lm_head` gave to a model, else `None`.
+
+    TRL keeps them in the closure of that method.
+    """
+    function = getattr(forward, "__func__", None)
+    if function is None or "final_logit_softcapping" not in function.__code__.co_freevars:
+        return None
+    settings = inspect.getclosurevars(function).nonlocals
+    return FusedHead(
+        settings["temperature"],
+        settings["cast_lm_head_to_fp32"],
+        tuple(settings["outputs"]),
+        settings["final_logit_softcapping"],
+        settings["logit_scale"],
+    )

@@ -1,6 +1,6 @@
-"""Each prompt once, no padding: the packed forward, exact for any transformer with causal attention."""
+"""Each token once, wherever it is shared, and no padding: exact for any transformer with causal attention."""
 
-from .sharing import CHOICES, PrefixSharing, PrefixSharingError
+from .door import CHOICES, Door, PrefixSharingError, open_door, share_prompts
 from .support import position_limit
 
-__all__ = ["CHOICES", "PrefixSharing", "PrefixSharingError", "position_limit"]
+__all__ = ["CHOICES", "Door", "PrefixSharingError", "open_door", "position_limit", "share_prompts"]

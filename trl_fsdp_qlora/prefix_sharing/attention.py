@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..compat.transformers import is_flash, under_own_name, unlike_flash
 from ..scoring.transfer import to_device
 from . import cascade, two_part
-from .layout import BatchFacts, PackedLayout, additive
+from .layout import PackedLayout, additive
 from .recurrent import looked_up
 from .scope import current, note
 from .support import attention_layers, layer_types
@@ -28,7 +27,7 @@ PREFIX = "prefix_sharing_"
 # The implementation underneath each name that `install` registered.
 _BASES: dict[str, str] = {}
 BACKENDS = {"cascade": cascade, "two_part": two_part}
-# "auto" takes the first that serves the layer, and for a nested row `tree`.
+# "auto" takes the first that serves the layer, and for a dense row `tree`.
 AUTO_ORDER = ("cascade", "two_part")
 # What takes a mask of all pairs of tokens.
 _MASKED = ("sdpa", "eager")
@@ -146,7 +145,7 @@ def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:
 
 
 def _attend(call: AttentionCall) -> tuple[str, torch.Tensor]:
-    if call.layout.end_T is not None:
+    if call.layout.forest.end_T is not None:
         return "tree", tree(call)
     reasons = []
     for name in AUTO_ORDER if call.layout.backend == "auto" else (call.layout.backend,):
@@ -189,7 +188,7 @@ def _implementation(model: PreTrainedModel) -> str:
 
 
 def can_nest(model: PreTrainedModel, choice: str) -> bool:
-    """Whether a model with [`install`]'s implementation can compute nested rows under a backend choice."""
+    """Whether a model with [`install`]'s implementation can compute dense rows under a backend choice."""
     return choice == "auto" and _BASES.get(_implementation(model)) in _MASKED
 
 
@@ -224,21 +223,22 @@ def no_mask(device: torch.device) -> torch.Tensor:
 
 
 def tree(call: AttentionCall) -> torch.Tensor:
-    """Attention output `(1, T, H, D_v)` on a nested row: the model's own function, once per group, with the mask of its trie."""
+    """Attention output `(1, T, H, D_v)` on a dense row: the model's own function, once per tree, with the mask of its prefixes."""
     parts = []
-    for start, length in zip(call.layout.starts.tolist(), call.layout.lengths.tolist(), strict=True):
+    forest = call.layout.forest
+    for start, length in zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True):
         q, k, v = (x.narrow(2, start, length) for x in (call.query, call.key, call.value))
         parts.append(call.run(q, k, v, tree_mask(call, start, length)))
     return torch.cat(parts, dim=1)
 
 
 def tree_mask(call, start: int, length: int) -> torch.Tensor:
-    """`(1, 1, length, length)`, added to the scores of a group of a nested row; kept for the next layer."""
+    """`(1, 1, length, length)`, added to the scores of a tree of a dense row; kept for the next layer."""
     layout, device, dtype = call.layout, call.query.device, call.query.dtype
     key = ("tree", call.window, start, dtype, device)
     if key not in layout.cache:
         place = torch.arange(start, start + length, device=device)
-        end = to_device(torch.from_numpy(layout.end_T[start : start + length]), device)
+        end = to_device(torch.from_numpy(layout.forest.end_T[start : start + length]), device)
         seen = (place <= place.unsqueeze(1)) & (place.unsqueeze(1) < end)
         if call.window is not None:
             position = layout.position_ids[0, start : start + length].to(device)
@@ -271,18 +271,19 @@ class DenseMask:
         return types <= {"full_attention", "indexed_attention"} and not by_place and not by_block
 
     @staticmethod
-    def pays(facts: BatchFacts, width: int) -> bool:
-        """Whether a row of this batch of `width` columns has no more pairs than stock computes."""
-        tokens = (facts.prompt_lengths_B[facts.starts_group_B] - 1).sum() + facts.completion_lengths_B.sum()
-        return int(tokens) ** 2 <= len(facts.new_prompt_B) * width**2
+    def pays(tokens: int, rows: int, width: int) -> bool:
+        """Whether a row of so many tokens has no more pairs than stock computes."""
+        return tokens**2 <= rows * width**2
 
     def of(self, layout: PackedLayout) -> torch.Tensor:
-        """`(1, 1, T, T)`, added to the scores: its segment so far, and the prompt of a completion."""
-        device = layout.input_ids.device
+        """`(1, 1, T, T)`, added to the scores: a segment so far, and all of its ancestors."""
+        device, forest = layout.input_ids.device, layout.forest
         layout.layer_calls = ["dense"] * self.layers
-        segment_S = np.arange(len(layout.lengths))
-        prompt_S = np.concatenate([segment_S[: layout.num_roots], layout.prompt_of_child])
-        segment_T, prompt_T = (torch.from_numpy(np.repeat(x, layout.lengths)) for x in (segment_S, prompt_S))
-        segment_T, prompt_T = to_device(segment_T, device), to_device(prompt_T, device)
-        seen = ((segment_T[:, None] == segment_T) | (prompt_T[:, None] == segment_T)).tril()
-        return additive(seen, self.dtype)
+        seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
+        for segment, (start, length) in enumerate(zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)):
+            queries = slice(start, start + length)
+            seen[queries, queries] = torch.ones(length, length, dtype=torch.bool).tril()
+            for ancestor in forest.path(segment):
+                first = int(forest.starts[ancestor])
+                seen[queries, first : first + int(forest.lengths[ancestor])] = True
+        return additive(to_device(seen, device), self.dtype)

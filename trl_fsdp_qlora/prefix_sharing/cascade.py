@@ -1,13 +1,13 @@
-"""`cascade`: every segment attends to itself, completions also to their prompt, and the two are merged.
+"""`cascade`: every segment attends to itself and to each of its ancestors, and what comes out is merged.
 
-With (o_s, l_s) the output and log-sum-exp of a completion over itself (causal) and (o_p, l_p) over its prompt (full),
+With (o_s, l_s) the output and log-sum-exp of a segment over itself (causal) and (o_a, l_a) over an ancestor (full),
 
-    l = log(exp l_s + exp l_p),    o = exp(l_s - l) o_s + exp(l_p - l) o_p
+    l = log(exp l_s + exp l_a),    o = exp(l_s - l) o_s + exp(l_a - l) o_a
 
-is softmax attention over both. The backward needs no new kernel. Writing P for the probabilities of the *merged*
-softmax, dS = P * (dO V^T - rowsum(dO * o)), and P = exp(S - l): with the merged o and l put in, a flash backward over
-either part computes that part's columns of dS exactly. So it runs once per part, dQ is the sum, and dK and dV of a
-prompt add up over its own rows and its completions.
+is softmax attention over both. Merging is associative, so it goes on over any number of ancestors. The backward needs no new
+kernel. Writing P for the probabilities of the *merged* softmax, dS = P * (dO V^T - rowsum(dO * o)), and P = exp(S - l): with
+the merged o and l put in, a flash backward over any part computes that part's columns of dS exactly. So it runs once per part,
+dQ is the sum, and dK and dV of an ancestor add up over its own queries and those of all its descendants.
 
 It wins wherever it applies (full attention, no softcap, no sinks, one head size): keys and values are never copied or
 repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and there is no mask. torch's public
@@ -17,7 +17,7 @@ repeated for grouped queries, nothing but q, k, v, o and l is kept for backward,
 import numpy as np
 import torch
 
-from .layout import PackedLayout, cumulative, equal_runs, fold, gather, join, padded
+from .layout import PackedLayout, cumulative, fold, gather, join, padded_batches
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -59,14 +59,14 @@ def attend(call) -> torch.Tensor:
     return _Cascade.apply(q, k, v, call.layout, call.scaling)
 
 
-def merge(own_out, own_lse, prompt_out, prompt_lse) -> torch.Tensor:
+def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
     """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, in at least float32.
 
     A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike.
     """
-    dtype = torch.promote_types(own_out.dtype, torch.float32)
-    share = torch.sigmoid(prompt_lse.to(dtype) - own_lse.to(dtype)).unsqueeze(-1)
-    return torch.lerp(own_out.to(dtype), prompt_out.to(dtype), share)
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    share = torch.sigmoid(ancestor_lse.to(dtype) - lse.to(dtype)).unsqueeze(-1)
+    return torch.lerp(out.to(dtype), ancestor_out.to(dtype), share)
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -96,24 +96,17 @@ class _Cascade(torch.autograd.Function):
 def _parts(layout: PackedLayout) -> tuple[list[tuple], list[tuple]]:
     """What to batch: `(own, cross)`, derived from the layout once.
 
-    `own`: neighbouring segments of equal length as `(start, count, length)`; completions of unequal length, the last ones,
-    as `(index, real)`, their `(segments, longest)` positions in the row and the flat ones of these that are no padding.
-    `cross`: the completions of a family and their prompt, each as `(start, 1, length)`.
+    `own`: neighbouring segments, see [`layout.padded_batches`].
+    `cross`: what attends to an ancestor, and that ancestor, each as `(start, 1, length)`.
     """
     if "cascade" not in layout.cache:
-        roots, lengths, starts = layout.num_roots, layout.lengths, layout.starts
-        children = lengths[roots:]
-        ragged = len(children) > 0 and (children != children[0]).any()
-        own = equal_runs(starts[: roots if ragged else None], lengths)
-        if ragged:
-            own.append(padded(starts[roots:], children, layout.tokens))
-        families = np.cumsum(layout.children_per_family) + roots
-        ends = [*starts, layout.tokens]
-        first, cross = roots, []
-        for prompt, last in enumerate(families, start=layout.num_singles):
-            queries = int(ends[first]), 1, int(ends[last] - ends[first])
-            cross.append((queries, (int(starts[prompt]), 1, int(lengths[prompt]))))
-            first = last
+        forest, own, cross = layout.forest, [], []
+        for stretch in forest.stretches():
+            own += padded_batches(forest.starts[stretch], forest.lengths[stretch], layout.tokens)
+        for crossing in forest.crossings():
+            for start, length, ancestor in zip(*(part.tolist() for part in crossing), strict=True):
+                keys = int(forest.starts[ancestor]), 1, int(forest.lengths[ancestor])
+                cross.append(((start, 1, length), keys))
         layout.cache["cascade"] = own, cross
     return layout.cache["cascade"]
 
@@ -138,13 +131,13 @@ class _batched:
         found = [_cpu_forward(*(_take(x, part) for x in (q, k, v)), 0.0, True, scale=scale) for part in own]
         out = join([_rows(out, part) for (out, _), part in zip(found, own, strict=True)])
         lse = join([_rows(lse, part) for (_, lse), part in zip(found, own, strict=True)])
-        for queries, prompt in cross:
-            prompt_kv = (fold(x, *prompt) for x in (k, v))
-            out_p, lse_p = _cpu_forward(fold(q, *queries), *prompt_kv, 0.0, False, scale=scale)
-            own_out, own_lse = (x.narrow(0, queries[0], queries[2]) for x in (out, lse))
-            lse_p = _rows(lse_p, queries)
-            own_out.copy_(merge(own_out, own_lse, _rows(out_p, queries), lse_p))
-            torch.logaddexp(own_lse, lse_p, out=own_lse)
+        for queries, ancestor in cross:
+            ancestor_kv = (fold(x, *ancestor) for x in (k, v))
+            out_a, lse_a = _cpu_forward(fold(q, *queries), *ancestor_kv, 0.0, False, scale=scale)
+            so_far, lse_so_far = (x.narrow(0, queries[0], queries[2]) for x in (out, lse))
+            lse_a = _rows(lse_a, queries)
+            so_far.copy_(merge(so_far, lse_so_far, _rows(out_a, queries), lse_a))
+            torch.logaddexp(lse_so_far, lse_a, out=lse_so_far)
         return out.unsqueeze(0), lse.unsqueeze(0), ()
 
     @staticmethod
@@ -166,8 +159,9 @@ class _batched:
 
         parts = [call(part, part, True) for part in own]
         grads = [join(part) for part in zip(*parts, strict=True)]
-        for queries, prompt in cross:
-            for total, grad, part in zip(grads, call(queries, prompt, False), (queries, prompt, prompt), strict=True):
+        for queries, ancestor in cross:
+            parts = queries, ancestor, ancestor
+            for total, grad, part in zip(grads, call(queries, ancestor, False), parts, strict=True):
                 total.narrow(0, part[0], part[2]).add_(grad)
         return tuple(g.unsqueeze(0).transpose(1, 2) for g in grads)
 
@@ -176,24 +170,27 @@ class _batched:
 
 
 class _varlen:
-    """CUDA flash attention with cumulative lengths: one call for all segments, one for all completions on prompts."""
+    """CUDA flash attention with cumulative lengths: one call for all segments, one per stretch and level of its ancestors."""
 
     @staticmethod
     def _calls(layout: PackedLayout, device) -> list[tuple[slice, slice, tuple, bool]]:
         """For each call the queries and the keys in the row, their lengths as the kernel takes them, and whether it is causal."""
         key = ("varlen", device)
         if key not in layout.cache:
-            roots, lengths, tail = layout.num_roots, layout.lengths, layout.children_start
-            (cu, longest), every = cumulative(lengths, device), slice(0, layout.tokens)
+            forest = layout.forest
+            (cu, longest), every = cumulative(forest.lengths, device), slice(0, layout.tokens)
             calls = [(every, every, (cu, cu, longest, longest), True)]
-            if len(layout.children_per_family):
-                ends = np.append(layout.starts, layout.tokens)
-                per_family = np.diff(ends[np.cumsum([roots, *layout.children_per_family])])
-                (cu_q, max_q), (cu_k, max_k) = (
-                    cumulative(part, device) for part in (per_family, lengths[layout.num_singles : roots])
-                )
-                prompts = slice(int(layout.starts[layout.num_singles]), tail)
-                calls.append((slice(tail, layout.tokens), prompts, (cu_q, cu_k, max_q, max_k), False))
+            for crossing in forest.crossings():
+                # Neighbours in the row; those between them to which none of these queries attends get no queries.
+                ancestors = np.arange(crossing.ancestors[0], crossing.ancestors[-1] + 1)
+                query_lengths = np.zeros(len(ancestors), dtype=int)
+                query_lengths[crossing.ancestors - ancestors[0]] = crossing.lengths
+                cu_q, max_q = cumulative(query_lengths, device)
+                cu_k, max_k = cumulative(forest.lengths[ancestors], device)
+                queries = slice(int(crossing.starts[0]), int(crossing.starts[0] + crossing.lengths.sum()))
+                keys_start = int(forest.starts[ancestors[0]])
+                keys = slice(keys_start, keys_start + int(forest.lengths[ancestors].sum()))
+                calls.append((queries, keys, (cu_q, cu_k, max_q, max_k), False))
             layout.cache[key] = calls
         return layout.cache[key]
 

@@ -9,12 +9,14 @@ Rows share a prompt where tokens *and pixels* agree: "How many are red?" is aske
 image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
 """
 
+import hashlib
 import inspect
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -22,7 +24,7 @@ from transformers.utils import ModelOutput
 
 from ..compat.trl import rows_of_images, split_pixel_values_by_grid
 from ..scoring.transfer import to_device
-from .layout import BatchFacts, PackedLayout, equal_runs
+from .layout import PackedLayout, Sequences, UnpackableBatch, equal_runs
 from .self_check import reduced_over_ranks
 
 # What a model takes per image, and per token of a row.
@@ -82,6 +84,34 @@ def _line_hashes(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([_scrambled(part.to(torch.int64) + place).sum(1) for part in parts])
 
 
+def content_keys(vision: dict[str, Any]) -> list[bytes]:
+    """What rows with the same pixels, cut in the same way, have in common, and no other rows; `vision` has `num_images`."""
+    apart = split_pixel_values_by_grid(vision)
+    names = [name for name in PER_IMAGE if name in apart]
+    keys = []
+    for row in range(len(apart["pixel_values"])):
+        digest = hashlib.blake2b(digest_size=16)
+        for name in names:
+            pixels = apart[name][row].detach().contiguous().cpu()
+            digest.update(repr((name, tuple(pixels.shape), pixels.dtype)).encode())
+            digest.update(pixels.flatten().view(torch.uint8).numpy())
+        keys.append(digest.digest())
+    return keys
+
+
+def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
+    """Rows of the batch whose images the packed row holds, in its order."""
+    forest, rows = layout.forest, []
+    first_B, last_B = sequences.spans_B2.T
+    for segment, row in enumerate(forest.source.tolist()):
+        if last_B[row] < 0:
+            continue
+        place = forest.place_BL[row, first_B[row]]
+        if forest.starts[segment] <= place < forest.starts[segment] + forest.lengths[segment]:
+            rows.append(row)
+    return rows
+
+
 class Images:
     """Images in the prompts of one model's packed rows.
 
@@ -92,6 +122,8 @@ class Images:
         reason: why batches with images run padded, or `None`.
         features: of a frozen tower, by what identifies a prompt's images.
     """
+
+    ARGUMENTS = (*PER_IMAGE, *PER_TOKEN)
 
     def __init__(self, model: PreTrainedModel):
         self.model, self.inner = model, model.base_model
@@ -115,46 +147,123 @@ class Images:
         tower = (p for p in self.model.parameters() if id(p) not in others)  # FSDP2 puts others in their place
         return any(p.requires_grad or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in tower)
 
-    def arguments(self, request, layout: PackedLayout, facts: BatchFacts, autocast) -> dict[str, Any]:
-        """The model's arguments, beside the tokens, for a row that was made from the batch of `request`, with these `facts`."""
-        given = {name: layout.take(request.vision[name]) for name in PER_TOKEN if name in request.vision}
-        layout.own_masks = own_masks(self.model, layout, given)
-        # The row holds each prompt's pixels once; none where nothing is scored in it.
-        rows = layout.row_T[layout.starts[: layout.num_roots]].tolist() if layout.tokens > 1 else []
-        if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
-            counts = request.vision.get("num_images")
-            rows = [row for row in rows if counts is None or counts[row]]
-            if rows:
-                keys = [tuple(facts.image_keys_BN[row]) for row in rows]
-                given["mm_encoder_outputs"] = self._encoded(request, rows, keys, autocast)
+    def mark(self, batch, sequences: Sequences) -> None:
+        """Give tokens that stand for other images other numbers, so that they are never taken for equal ones.
+
+        All images of a row stand in one segment, or their pixels could not be given to the model in the order of the row.
+
+        Raises:
+            UnpackableBatch: it is not known which images are a row's own, or some of them are not computed.
+        """
+        is_image_BL = sequences.tokens_BL == self.token
+        counts_B = is_image_BL.sum(1)
+        if batch.num_images is None:
+            batch.num_images = self._count_images(batch, counts_B)
+        if batch.image_keys is None:
+            batch.image_keys = content_keys({**batch.vision, "num_images": batch.num_images})
+        width = is_image_BL.shape[1]
+        has_images_B = counts_B > 0
+        first_B = np.where(has_images_B, is_image_BL.argmax(1), 0)
+        last_B = np.where(has_images_B, width - 1 - is_image_BL[:, ::-1].argmax(1), -1)
+        if (last_B >= np.where(sequences.needed_B > 0, sequences.needed_B, width)).any():
+            raise UnpackableBatch("an image stands behind the last label of its row")
+        numbers = {key: -2 - i for i, key in enumerate(dict.fromkeys(batch.image_keys))}
+        number_B = np.array([numbers[key] for key in batch.image_keys])
+        sequences.tokens_BL = np.where(is_image_BL, number_B[:, None], sequences.tokens_BL)
+        sequences.spans_B2 = np.stack([first_B, last_B], axis=1)
+        if hasattr(self.model, _MASKS):
+            # The mask of an image is made for roots alone: nothing is shared with rows that have other images.
+            sequences.tokens_BL[:, 0] += (-number_B) << 32
+
+    def _count_images(self, batch, tokens_B: np.ndarray) -> list[int]:
+        """How many images each row has, worked out from how many tokens stand for images."""
+        grids = batch.vision.get("image_grid_thw")
+        if grids is not None:
+            merge = getattr(self.model.config.vision_config, "spatial_merge_size", 1)
+            tokens_of_image = (grids.prod(-1) // merge**2).tolist()
         else:
-            chosen = rows_of_images(request.vision, rows)
-            given |= {name: chosen[name] for name in PER_IMAGE if name in chosen}
+            images = len(batch.vision["pixel_values"])
+            rows_with_images = int((tokens_B > 0).sum())
+            if images and tokens_B.sum() % images == 0:
+                tokens_of_image = [int(tokens_B.sum()) // images] * images
+            elif rows_with_images and images % rows_with_images == 0:  # tiles, as many in each row
+                return [images // rows_with_images if count else 0 for count in tokens_B]
+            else:
+                tokens_of_image = []
+        counts, image = [], 0
+        for wanted in tokens_B.tolist():
+            first, seen = image, 0
+            while seen < wanted and image < len(tokens_of_image):
+                seen += tokens_of_image[image]
+                image += 1
+            if seen != wanted:
+                raise UnpackableBatch("it is not known which images are those of a row")
+            counts.append(image - first)
+        return counts
+
+    def arguments(self, batch, layout: PackedLayout, sequences: Sequences) -> dict[str, Any]:
+        """The model's arguments, next to the tokens, for a row that was made from a batch."""
+        vision = {**batch.vision, "num_images": batch.num_images}
+        arguments = {name: layout.take(vision[name]) for name in PER_TOKEN if name in vision}
+        layout.own_masks = own_masks(self.model, layout, arguments)
+        # The row holds the pixels of each segment with images once; none if nothing is computed in it.
+        rows = [row for row in image_rows(layout, sequences) if batch.num_images[row]]
+        if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
+            if rows:
+                keys = [batch.image_keys[row] for row in rows]
+                arguments["mm_encoder_outputs"] = self._encoded(vision, rows, keys)
+        elif rows:
+            chosen = rows_of_images(vision, rows)
+            arguments.update({name: chosen[name] for name in PER_IMAGE if name in chosen})
         if hasattr(self.inner, "get_rope_index"):
-            given["position_ids"] = self._positions(request, layout, facts)
-        return given
+            arguments["position_ids"] = self._positions(batch, layout, sequences)
+        return arguments
 
-    def _positions(self, request, layout: PackedLayout, facts: BatchFacts) -> torch.Tensor:
-        """`(axes, 1, T)` rotary positions, worked out for one row of each group."""
-        heads = facts.starts_group_B.nonzero()[0]
-        ids, mask = request.input_ids[heads], request.attention_mask[heads].clone()
-        mask[:, -request.logits_to_keep :] = 1  # other completions of the group may be longer
+    def _positions(self, batch, layout: PackedLayout, sequences: Sequences) -> torch.Tensor:
+        """`(axes, 1, T)` rotary positions: the model's own for one row of each segment with images.
+
+        Text in front of an image counts tokens, and text behind it counts on from the first token there.
+        """
+        forest, device = layout.forest, batch.input_ids.device
+        first_B, last_B = sequences.spans_B2.T
+        segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
+        rows_with_images = np.flatnonzero((last_B >= 0) & (forest.place_BL[np.arange(len(last_B)), first_B] >= 0))
+        head_B = np.arange(len(last_B))  # the row whose positions another one takes up to its first token behind the images
+        for row in rows_with_images.tolist():
+            segment = segment_T[forest.place_BL[row, first_B[row]]]
+            head_B[row] = forest.source[segment]
+        heads = np.unique(head_B[rows_with_images])
+        depth_T = layout.column_T - sequences.offsets_B[layout.row_T]
+        positions = torch.from_numpy(depth_T).to(device).expand(3, 1, -1)
+        if not len(heads):
+            return positions
+        vision = {**batch.vision, "num_images": batch.num_images}
         wanted = *PER_TOKEN, "image_grid_thw"
-        more = {name: x for name, x in rows_of_images(request.vision, heads).items() if name in wanted}
-        position_ids, _ = self.inner.get_rope_index(ids, attention_mask=mask, **more)
-        group_B = torch.from_numpy(facts.starts_group_B.cumsum() - 1)
-        return layout.take(position_ids[:, to_device(group_B, position_ids.device)])
+        named = {name: x for name, x in rows_of_images(vision, heads).items() if name in wanted}
+        mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
+        index = to_device(torch.from_numpy(heads), device)
+        of_heads, _ = self.inner.get_rope_index(batch.input_ids[index], attention_mask=mask[index], **named)
+        head_T = head_B[layout.row_T]
+        last_T = last_B[layout.row_T]
+        column_T = sequences.offsets_B[head_T] + np.minimum(depth_T, last_T + 1)
+        behind_T = np.maximum(depth_T - last_T - 1, 0)
+        has_images_T = last_T >= 0
+        place_T = np.searchsorted(heads, head_T).clip(max=len(heads) - 1)
+        place_T, column_T = (to_device(torch.from_numpy(x), device) for x in (place_T, column_T))
+        behind_T, has_images_T = (to_device(torch.from_numpy(x), device) for x in (behind_T, has_images_T))
+        of_images = of_heads[:, place_T, column_T].unsqueeze(1) + behind_T
+        return torch.where(has_images_T, of_images, positions)
 
-    def _encoded(self, request, rows: list[int], keys: list[tuple[int, ...]], autocast) -> dict[str, ModelOutput]:
+    def _encoded(self, vision: dict[str, Any], rows: list[int], keys: list) -> dict[str, ModelOutput]:
         """`mm_encoder_outputs` for the images of some rows, in their order; the oldest are forgotten beyond `FEATURE_BYTES`."""
         for row, key in zip(rows, keys, strict=True):
             if key not in self.features:
-                with torch.no_grad(), autocast():
-                    self.features[key] = self._run_tower(rows_of_images(request.vision, [row]))
-        found = [self.features[key] for key in keys]
+                with torch.no_grad():
+                    self.features[key] = self._run_tower(rows_of_images(vision, [row]))
+        encoded = [self.features[key] for key in keys]
         while sum(x.nbytes for x in _tensors(self.features)) > FEATURE_BYTES and len(self.features) > 1:
             del self.features[next(iter(self.features))]
-        return {"image": _joined(found)}
+        return {"image": _joined(encoded)}
 
     def _run_tower(self, vision: dict[str, Any]) -> ModelOutput:
         """What the tower makes of the images among a batch's vision arguments."""
@@ -228,7 +337,8 @@ def own_masks(
     if name is None:
         return {}
     masks = {}
-    for start, count, length in equal_runs(layout.starts[: layout.num_roots], layout.lengths):
+    is_root = layout.forest.levels == 0
+    for start, count, length in equal_runs(layout.forest.starts[is_root], layout.forest.lengths[is_root]):
         types = given[name][0, start : start + count * length].view(count, length)
         masks[start] = make(
             config=model.config,

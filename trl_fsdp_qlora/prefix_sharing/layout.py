@@ -1,16 +1,11 @@
-"""From a padded batch to one packed row, and back.
+"""From a batch of sequences with labels to one packed row, and back.
 
-A packed row holds each prompt once and no padding:
+[`read_batch`] copies the batch to the host, [`forest.grow`] finds equal beginnings there, and [`lay_out`] makes what the model
+is called with. A row of the batch may be padded on either side. Tokens are counted from its first real one. The last token
+that has a label is only ever a target, so a row is computed up to the token before it.
 
-    [ single rows | prompt 1 | prompt 2 | … | c_11 … c_1G | c_21 … c_2G | … ]
-
-Every stretch is a *segment*: a run of columns `[first, first + length)` of one row of the padded batch. A shared prompt
-is its first P-1 tokens; each of its completions starts with a copy of the prompt's last token, because that position
-is where the first completion token is predicted, and stops before the last token to be scored, which is only ever a
-target. A prompt that occurs once is one plain causal segment with its completion ("single row"). Where completions begin
-alike and it pays, the row is a *nested* one instead ([`nested.nested_row`]).
-
-Positions are the columns of the padded batch: what stock TRL's forward uses, so every rotary table entry is the same.
+Positions are those that stock's forward gives: columns of the padded batch. Rows of one tree may stand in different columns
+if the model sees positions only by their differences ([`support.sees_distances`]). They then get the columns of one of them.
 """
 
 from collections.abc import Iterable
@@ -20,163 +15,112 @@ import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
-from .nested import Row, groups_of, nested_row
+from .forest import Forest
+
+IGNORED_LABEL = -100
 
 
 class UnpackableBatch(ValueError):
-    """The masks do not describe left-padded prompts followed by right-padded completions."""
+    """A batch that is no set of token sequences with something in front of each label; the message is the reason."""
 
 
 @dataclass
-class BatchFacts:
-    """The padded batch as the host sees it, read from the device in one transfer."""
+class Sequences:
+    """A batch as the host sees it: B rows of up to L tokens, each counted from its first real token.
 
-    prompt_lengths_B: np.ndarray
-    completion_lengths_B: np.ndarray
-    scored_BC: np.ndarray
-    new_prompt_B: np.ndarray  # row b has another prompt than row b - 1
-    completion_ids_BC: np.ndarray | None = None  # where they were asked for
-    image_keys_BN: np.ndarray | None = None  # what rows with the same images have in common
+    Attributes:
+        tokens_BL: token ids, and other numbers for tokens that must not be taken for equal ones.
+        offsets_B, lengths_B: column of the first real token, and number of tokens.
+        scored_BL: tokens that have a label.
+        width: columns of the padded batch.
+        spans_B2: first and last token that stands for an image, (0, -1) for none; `None` for a batch without images.
+    """
+
+    tokens_BL: np.ndarray
+    offsets_B: np.ndarray
+    lengths_B: np.ndarray
+    scored_BL: np.ndarray
+    width: int
+    spans_B2: np.ndarray | None = None
 
     @property
-    def starts_group_B(self) -> np.ndarray:
-        """`new_prompt_B`, and the first row whatever stands before it in a larger batch."""
-        return self.new_prompt_B | (np.arange(len(self.new_prompt_B)) == 0)
+    def needed_B(self) -> np.ndarray:
+        """Tokens of each row up to the one that predicts its last label."""
+        width = self.scored_BL.shape[1]
+        return np.where(self.scored_BL.any(1), width - 1 - self.scored_BL[:, ::-1].argmax(1), 0)
 
-    @property
-    def forward_B(self) -> np.ndarray:
-        """Positions of each completion that predict its tokens up to the last scored one."""
-        return np.where(self.scored_BC.any(1), self.scored_BC.shape[1] - self.scored_BC[:, ::-1].argmax(1), 0)
-
-    def rows(self, part: slice, scored: bool = True) -> "BatchFacts":
-        """The facts of some neighbouring rows; with `scored=False` as if nothing in them were to be scored."""
-        facts = BatchFacts(**{name: None if x is None else x[part] for name, x in vars(self).items()})
-        facts.scored_BC = facts.scored_BC & scored
-        return facts
+    def rows(self, rows: np.ndarray) -> "Sequences":
+        """Some rows of it."""
+        parts = self.tokens_BL[rows], self.offsets_B[rows], self.lengths_B[rows], self.scored_BL[rows]
+        return Sequences(*parts, self.width, None if self.spans_B2 is None else self.spans_B2[rows])
 
 
-def read_batch(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    score_mask_BC: torch.Tensor | None,
-    with_ids: bool = False,
-    images: tuple[torch.Tensor, int] | None = None,
-) -> BatchFacts:
-    """Lengths, scored positions and equal neighbouring prompts of a padded batch `(B, P + C)`; one host sync.
+def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> Sequences:
+    """Copy a batch to the host, in one transfer.
 
     Args:
-        input_ids, attention_mask, logits_to_keep, score_mask_BC: as in [`layout.pack`].
-        with_ids: completions' tokens as well, which nested rows are made from.
-        images: numbers `(B, N)` that rows with the same images have in common, and the token that stands for an image.
+        input_ids, attention_mask, labels: `(B, L)`; a label in column t is predicted from what stands in front of it.
 
     Raises:
-        UnpackableBatch: a mask has holes, a row has no prompt token, or an image's token stands where completions begin.
+        UnpackableBatch: a mask has holes, or a label has no token of its row in front of it.
     """
-    rows, width = input_ids.shape
-    prompt_width = width - logits_to_keep
-    mask = attention_mask.bool()
-    # Two rows share their prompt when padding and tokens agree; what stands under the padding does not matter.
-    prompt = input_ids[:, :prompt_width].masked_fill(~mask[:, :prompt_width], -1)
-    new_prompt = torch.ones(rows, 1, dtype=torch.bool, device=mask.device)
-    new_prompt[1:, 0] = (prompt[1:] != prompt[:-1]).any(1)
-    parts = {"mask": mask, "new_prompt": new_prompt}
-    if images is not None:
-        new_prompt[1:, 0] |= (images[0][1:] != images[0][:-1]).any(1)
-        # Each completion has a copy of the prompt's last token, and no pixels of its own.
-        parts["misplaced"] = ((input_ids == images[1]) & mask)[:, prompt_width - 1 :]
-        parts["image_keys"] = images[0]
-    if score_mask_BC is not None:
-        parts["scored"] = score_mask_BC.bool()
-    if with_ids:
-        parts["ids"] = input_ids[:, prompt_width:]
-    # In one transfer; what is true or false becomes a number beside others.
-    host = torch.cat(list(parts.values()), dim=1).cpu().numpy()
-    ends = np.cumsum([part.shape[1] for part in parts.values()])
-    read = dict(zip(parts, np.split(host, ends[:-1], axis=1), strict=True))
-    if images is not None and read["misplaced"].any():
-        raise UnpackableBatch("an image's token stands at a prompt's end or in a completion")
-    host_mask, new_prompt_B = read["mask"].astype(bool), read["new_prompt"][:, 0].astype(bool)
-    prompt_mask, completion_mask = host_mask[:, :prompt_width], host_mask[:, prompt_width:]
-    if (prompt_mask[:, 1:] < prompt_mask[:, :-1]).any() or (completion_mask[:, 1:] > completion_mask[:, :-1]).any():
-        raise UnpackableBatch("the attention mask is not left padding, prompt, completion, right padding")
-    prompt_lengths_B = prompt_mask.sum(1)
-    if (prompt_lengths_B == 0).any():
-        raise UnpackableBatch("a row has no prompt token to predict its first completion token from")
-    scored_BC = completion_mask if score_mask_BC is None else completion_mask & read["scored"].astype(bool)
-    return BatchFacts(
-        prompt_lengths_B, completion_mask.sum(1), scored_BC, new_prompt_B, read.get("ids"), read.get("image_keys")
-    )
-
-
-def cut_rows(facts: BatchFacts, budget: int, rows_at_once: int | None) -> list[tuple[int, int]]:
-    """Cut a batch into stretches of rows whose packed tokens stay within `budget`, between groups where possible.
-
-    With `rows_at_once` the stretches are just that many rows each (a router loss is a mean over stock's stretches).
-    """
-    rows = len(facts.new_prompt_B)
-    if rows_at_once is not None:
-        return [(i, min(i + rows_at_once, rows)) for i in range(0, rows, rows_at_once)]
-    group_starts, forward_B = np.flatnonzero(facts.starts_group_B), facts.forward_B
-    cuts, first, used = [], 0, 0
-    for start, end in zip(group_starts, [*group_starts[1:], rows], strict=True):
-        prompt = int(facts.prompt_lengths_B[start])
-        if used and used + prompt + forward_B[start:end].sum() > budget:
-            cuts.append((first, start))
-            first, used = start, 0
-        used += prompt
-        for row in range(start, end):
-            if row > first and used + forward_B[row] > budget:
-                cuts.append((first, row))
-                first, used = row, prompt
-            used += int(forward_B[row])
-    cuts.append((first, rows))
-    return [(int(a), int(b)) for a, b in cuts]
+    is_scored = labels != IGNORED_LABEL
+    is_scored[:, 0] = False  # nothing predicts it, and stock leaves it out as well
+    code = input_ids.long() * 2 + is_scored
+    if attention_mask is not None:
+        code = torch.where(attention_mask.bool(), code, -1 - is_scored.long())
+    host = code.cpu().numpy()
+    if (host == -2).any():
+        raise UnpackableBatch("a label stands where the attention mask has no token")
+    is_token, width = host >= 0, host.shape[1]
+    lengths_B = is_token.sum(1)
+    offsets_B = np.where(lengths_B > 0, is_token.argmax(1), 0)
+    ends_B = width - is_token[:, ::-1].argmax(1)
+    if ((ends_B - offsets_B != lengths_B) & (lengths_B > 0)).any():
+        raise UnpackableBatch("the attention mask of a row has holes")
+    if offsets_B.any():
+        columns = np.minimum(np.arange(width) + offsets_B[:, None], width - 1)
+        host = np.take_along_axis(host, columns, axis=1)
+    is_inside = np.arange(width) < lengths_B[:, None]
+    scored_BL = is_inside & (host % 2 == 1)
+    if scored_BL[:, 0].any():
+        raise UnpackableBatch("a row begins with a label, which no token of it predicts")
+    return Sequences(np.where(is_inside, host // 2, -1), offsets_B, lengths_B, scored_BL, width)
 
 
 @dataclass(eq=False)
 class PackedLayout:
     """One packed row of T tokens: what the model is called with, where each result goes, who attends to whom.
 
-    Layers find it in [`scope.current`]. Segments lie in row order: `num_singles` single rows, then a shared prompt for each
-    family, then the completions of each family in the same order (`children_per_family`). A completion attends to its
-    family's prompt and, causally, to itself; everything else attends causally to itself only.
+    Layers find it in [`scope.current`].
 
     Attributes:
+        forest: its segments.
         input_ids, position_ids: `(1, T)`.
-        score_index_N, score_targets_N, scatter_index_N: the N scored positions of the row, the token each has to
-            predict, and where its result belongs in the flattened `(B, C)`.
-        multiplicity_1T: how many tokens of the padded batch a token stands for (the router loss of MoE models counts
-            with it).
-        starts, lengths: offset in the row and token count of each segment.
-        completion_shape, width: `(B, C)` and P + C of the padded batch.
+        score_index_N, targets_N, scatter_index_N: for each of the N labels the place in the row that predicts it, the label,
+            and where its result belongs in the flattened `(B, L - 1)`.
+        multiplicity_1T: how many tokens of the batch a token stands for (the router loss of MoE models counts with it).
+        shape: `(B, L)` of the padded batch.
         row_T, column_T: where in it each token stands, on the host.
-        end_T: for a nested row, the place behind the last token that sees each one: token q attends to k where
-            k <= q < end_T[k]. Its groups count as single rows. `None` for every other row.
         backend: `"auto"` or the name of the attention backend to use.
         layer_calls: backend name for each attention layer that saw this layout, in order, recomputation included.
         problems: where this is a list, a layer that cannot be computed notes why and gives zeros, so that this rank meets
             the others in every collective of the forward; where it is `None`, such a layer raises.
         is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
-        own_masks: of prompts with images, see `images.py`.
+        own_masks: of roots with images, see `images.py`.
         cache: index tensors that a backend derived from the layout, kept for the next layer.
     """
 
+    forest: Forest
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     score_index_N: torch.Tensor
-    score_targets_N: torch.Tensor
+    targets_N: torch.Tensor
     scatter_index_N: torch.Tensor
     multiplicity_1T: torch.Tensor
-    starts: np.ndarray
-    lengths: np.ndarray
-    num_singles: int
-    children_per_family: np.ndarray
-    completion_shape: tuple[int, int]
-    width: int
+    shape: tuple[int, int]
     row_T: np.ndarray
     column_T: np.ndarray
-    end_T: np.ndarray | None = None
     backend: str = "auto"
     layer_calls: list[str] = field(default_factory=list)
     problems: list[str] | None = None
@@ -189,127 +133,61 @@ class PackedLayout:
         return len(self.row_T)
 
     @property
-    def num_roots(self) -> int:
-        """Segments without a prefix: single rows and shared prompts."""
-        return self.num_singles + len(self.children_per_family)
-
-    @property
-    def prompt_of_child(self) -> np.ndarray:
-        """The segment of each completion's prompt, for those that share one."""
-        return np.repeat(np.arange(self.num_singles, self.num_roots), self.children_per_family)
-
-    @property
-    def children_start(self) -> int:
-        """Offset of the first completion segment; T where nothing is shared."""
-        return int(self.starts[self.num_roots]) if len(self.starts) > self.num_roots else self.tokens
+    def width(self) -> int:
+        return self.shape[1]
 
     def take(self, x_BL: torch.Tensor) -> torch.Tensor:
-        """What the padded batch has at each token of the row: `(..., 1, T)` of `(..., B, P + C)`."""
+        """What the padded batch has at each token of the row: `(..., 1, T)` of `(..., B, L)`."""
         source_T = torch.from_numpy(self.row_T * x_BL.shape[-1] + self.column_T)
         return x_BL.flatten(-2)[..., to_device(source_T, x_BL.device)].unsqueeze(-2)
 
     def scatter(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Put one value per scored position back to `(B, C)`, zeros elsewhere; differentiable."""
-        flat = values_N.new_zeros(self.completion_shape[0] * self.completion_shape[1])
-        return flat.index_copy(0, self.scatter_index_N, values_N).view(self.completion_shape)
+        """Put one value per label back to `(B, L - 1)`, zeros elsewhere; differentiable."""
+        rows, width = self.shape
+        flat = values_N.new_zeros(rows * (width - 1))
+        return flat.index_copy(0, self.scatter_index_N, values_N).view(rows, width - 1)
 
 
-def pack(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    score_mask_BC: torch.Tensor | None = None,
-    whole_rows: bool = False,
-    facts: BatchFacts | None = None,
-    pairs_per_token: float | None = None,
-) -> PackedLayout:
-    """Pack a padded batch into one row.
-
-    Args:
-        input_ids, attention_mask, logits_to_keep: `(B, P + C)`, prompts left-padded, completions right-padded; C.
-        score_mask_BC: completion tokens whose log-probability is wanted; the completion mask where absent. What lies
-            behind the last of them stays out of the row. A batch without any gives one token, so that the forward still happens.
-        whole_rows: keep every token of the batch in the row (the router loss of MoE models counts all of them).
-        facts: what [`read_batch`] found, where it was already called.
-        pairs_per_token: compute equal beginnings of completions once, if the tokens saved are worth the wider
-            attention mask: how many query-key pairs cost a layer as much as one token does outside of attention. `None`
-            shares prompts only.
-
-    Raises:
-        UnpackableBatch: see [`read_batch`].
-    """
+def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences, forest: Forest) -> PackedLayout:
+    """The packed row of a forest that was grown from all rows of a batch; one transfer to its device."""
     rows, width = input_ids.shape
-    prompt_width = width - logits_to_keep
-    if facts is None:
-        with_ids = pairs_per_token is not None
-        facts = read_batch(input_ids, attention_mask, logits_to_keep, score_mask_BC, with_ids)
-    forward_B = facts.completion_lengths_B + 1 if whole_rows else facts.forward_B
-    row = _flat_row(facts, forward_B, prompt_width)
-    if pairs_per_token is not None and facts.completion_ids_BC is not None and len(row.lengths) > 1:
-        groups = facts.prompt_lengths_B, facts.new_prompt_B, prompt_width
-        nested = nested_row(facts.completion_ids_BC, forward_B, *groups)
-        saved = len(row.row_T) - len(nested.row_T)
-        row = nested if saved * pairs_per_token > nested.pairs - row.pairs else row
-    scored_row_N, scored_token_N = facts.scored_BC.nonzero()
-    # One transfer for all of them.
+    batch_row, token = (forest.place_BL >= 0).nonzero()
+    place = forest.place_BL[batch_row, token]
+    row_T = np.empty(forest.tokens, dtype=int)
+    depth_T = np.empty(forest.tokens, dtype=int)
+    # Backwards, so that the first of the rows that share a token is the one it is copied from.
+    row_T[place[::-1]] = batch_row[::-1]
+    depth_T[place] = token
+    column_T = depth_T + sequences.offsets_B[row_T]
+    # All tokens of a tree count from one row's offset.
+    segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
+    tree_offset = sequences.offsets_B[forest.source[forest.trees]]
+    position_T = depth_T + tree_offset[segment_T]
+    multiplicity_T = np.bincount(place, minlength=forest.tokens)
+    scored_row, scored_token = sequences.scored_BL.nonzero()
+    target_column = scored_token + sequences.offsets_B[scored_row]
     parts = [
-        row.row_T * width + row.column_T,
-        row.column_T,
-        row.weight_T,
-        row.index_BC[scored_row_N, scored_token_N],
-        scored_row_N * width + prompt_width + scored_token_N,
-        scored_row_N * logits_to_keep + scored_token_N,
+        row_T * width + column_T,
+        position_T,
+        multiplicity_T,
+        forest.place_BL[scored_row, scored_token - 1],
+        scored_row * width + target_column,
+        scored_row * (width - 1) + target_column - 1,
     ]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
-    source, column, weight, score_index, target, scatter_index = sent.split([len(part) for part in parts])
-    flat_ids = input_ids.reshape(-1)
-    segments = ("starts", "lengths", "num_singles", "children_per_family", "row_T", "column_T", "end_T")
+    source, position, multiplicity, score_index, target, scatter_index = sent.split([len(part) for part in parts])
     return PackedLayout(
-        input_ids=flat_ids[source].unsqueeze(0),
-        position_ids=column.unsqueeze(0),
+        forest=forest,
+        input_ids=input_ids.reshape(-1)[source].unsqueeze(0),
+        position_ids=position.unsqueeze(0),
         score_index_N=score_index,
-        score_targets_N=flat_ids[target],
+        targets_N=labels.reshape(-1)[target],
         scatter_index_N=scatter_index,
-        multiplicity_1T=weight.float().unsqueeze(0),
-        completion_shape=(rows, logits_to_keep),
-        width=width,
-        **{name: getattr(row, name) for name in segments},
+        multiplicity_1T=multiplicity.float().unsqueeze(0),
+        shape=(rows, width),
+        row_T=row_T,
+        column_T=column_T,
     )
-
-
-def _flat_row(facts: BatchFacts, forward_B: np.ndarray, prompt_width: int) -> Row:
-    """The row that shares prompts only; segments of equal length lie side by side, so that backends can batch them as views."""
-    prompt_B, singles, families = facts.prompt_lengths_B, [], []
-    for rows in groups_of(forward_B > 0, facts.new_prompt_B):
-        # A prompt of one token has nothing in front of its completions' own copy, so nothing to share.
-        if len(rows) > 1 and prompt_B[rows[0]] > 1:
-            families.append(rows)
-        else:
-            singles.extend(rows)
-    singles.sort(key=lambda row: prompt_B[row] + forward_B[row])
-    families.sort(key=lambda rows: prompt_B[rows[0]])
-    children_per_family = np.array([len(rows) for rows in families], int)
-    num_singles, num_roots = len(singles), len(singles) + len(families)
-    row_S = np.array([*singles, *(rows[0] for rows in families), *(row for rows in families for row in rows)], int)
-    first_S, length_S, weight_S = prompt_width - prompt_B[row_S], prompt_B[row_S] - 1, np.ones(len(row_S), int)
-    length_S[:num_singles] += forward_B[row_S[:num_singles]]
-    weight_S[num_singles:num_roots] = children_per_family
-    first_S[num_roots:], length_S[num_roots:] = prompt_width - 1, forward_B[row_S[num_roots:]]
-    if len(row_S) == 0:  # nothing is scored: one token, connected to the model, so that every rank meets every other
-        row_S, first_S, length_S, weight_S = (np.array([x]) for x in (0, prompt_width - 1, 1, 0))
-        num_singles = num_roots = 1
-    starts = np.cumsum(length_S) - length_S
-    segment_T = np.repeat(np.arange(len(row_S)), length_S)
-    column_T = np.arange(len(segment_T)) - starts[segment_T] + first_S[segment_T]
-    # Token t of row b stands in column P + t and is predicted one column before; not in the prompt's segment.
-    shift_B = np.zeros(len(forward_B), int)
-    own_S = np.r_[:num_singles, num_roots : len(row_S)]
-    shift_B[row_S[own_S]] = (starts - first_S)[own_S]
-    index_BC = shift_B[:, None] + prompt_width - 1 + np.arange(facts.scored_BC.shape[1])
-    prompt_of_child = np.repeat(length_S[num_singles:num_roots], children_per_family)
-    pairs = int((length_S**2).sum() + (length_S[num_roots:] * prompt_of_child).sum())
-    segments = starts, length_S, num_singles, children_per_family
-    return Row(row_S[segment_T], column_T, weight_S[segment_T], index_BC, pairs, *segments)
 
 
 def fold(x: torch.Tensor, start: int, count: int, length: int) -> torch.Tensor:
@@ -328,7 +206,7 @@ def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[tuple[int, int, int]]:
-    """Neighbouring segments of equal length as `(start, count, length)`; as many as there are `starts`."""
+    """Neighbouring segments of equal length as `(start, count, length)`."""
     runs = []
     for start, length in zip(map(int, starts), map(int, lengths), strict=False):
         if runs and runs[-1][2] == length:
@@ -343,6 +221,32 @@ def padded(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> tuple[torch.
     within = np.arange(lengths.max())
     index = np.minimum(starts[:, None] + within, tokens - 1)
     return torch.from_numpy(index), torch.from_numpy(np.flatnonzero(within < lengths[:, None]))
+
+
+# Padded tokens that a further call of a kernel is worth.
+TOKENS_PER_CALL = 128
+
+
+def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[tuple]:
+    """Neighbouring segments in as few batches as padding allows, in their order.
+
+    A batch is `(start, count, length)` if its segments are equally long, else `(index, real)` as [`padded`] returns them.
+    """
+    batches, first = [], 0
+    while first < len(starts):
+        last, longest, used = first + 1, int(lengths[first]), int(lengths[first])
+        while last < len(starts):
+            wider = max(longest, int(lengths[last]))
+            if wider * (last + 1 - first) > 1.25 * (used + int(lengths[last])) + TOKENS_PER_CALL:
+                break
+            longest, used, last = wider, used + int(lengths[last]), last + 1
+        part = slice(first, last)
+        if (lengths[part] == longest).all():
+            batches.append((int(starts[first]), last - first, longest))
+        else:
+            batches.append(padded(starts[part], lengths[part], tokens))
+        first = last
+    return batches
 
 
 def cumulative(lengths, device: torch.device) -> tuple[torch.Tensor, int]:

@@ -1,24 +1,27 @@
-"""Recurrent layers on a packed row: each layer's own forward, on the prompts first and then on their completions.
+"""Recurrent layers on a packed row: each layer's own forward, level by level.
 
 Linear attention, state space models and short convolutions carry a state from token to token, which on a packed row
-would run on from one completion into the next. So a layer is called twice: on the prompts, with a cache that keeps the
-states they end in, and on the completions as a batch, with a cache that answers the states of their prompts. Autograd
-adds up what the completions send back into a prompt. No kernel is touched, and no family of models has a line of its
+would run on from one segment into the next. So a layer is called on the roots first, with a cache that keeps the states they
+end in, and then on the segments of each further level as a batch, with a cache that answers the states of their parents.
+Autograd adds up what segments send back into their parents. No kernel is touched, and no family of models has a line of its
 own: a layer is served if it speaks the cache protocol of transformers (`cache_utils.LinearAttentionCacheLayerMixin`).
-Mamba-1 goes on from no state in transformers' code; such a layer gets each completion behind its prompt, whose output is kept
-once. Prompts are not padded, which would need a mask of each layer's own. Completions are, behind their last token.
+Mamba-1 goes on from no state in transformers' code; such a layer gets each leaf behind all of its ancestors, whose output is
+kept once. Segments that others go on from are not padded: that would need a mask of each layer's own. Leaves are, behind
+their last token.
 """
 
 import functools
 import inspect
 import types
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..scoring.transfer import to_device
-from .layout import PackedLayout, equal_runs, join
+from .forest import Forest
+from .layout import TOKENS_PER_CALL, PackedLayout, equal_runs, join
 from .scope import current, note
 
 # A layer that calls one of these keeps a state in its cache.
@@ -27,10 +30,8 @@ _KEEPS_A_STATE = {"update_conv_state", "update_recurrent_state"}
 _FIRST_STATES = {"initial_state", "initial_states"}
 # What a layer calls its cache.
 _CACHE_NAMES = ("cache_params", "past_key_values")
-# How many padded tokens a further call is worth, when completions are cut into batches of similar length.
-_TOKENS_PER_CALL = 128
 # A layer that gets one token and a state decodes: kernels without a backward, which write into the state.
-_SHORTEST = 2
+SHORTEST = 2
 
 
 class StateCache:
@@ -40,7 +41,7 @@ class StateCache:
         before: the states that the rows of this call go on from, by kind and index; `None` where they begin.
 
     Attributes:
-        after: the states in which they end, where they begin in this call.
+        after: the states in which they end.
     """
 
     def __init__(self, before: dict[tuple[str, int], torch.Tensor] | None = None):
@@ -57,7 +58,10 @@ class StateCache:
     def update_conv_state(self, conv_states, layer_idx, state_idx=0, conv_kernel_size=None, **kwargs) -> torch.Tensor:
         """The inputs of a convolution `(rows, channels, tokens)` with what came before them."""
         if self.before is not None:
-            return torch.cat([self.before["conv", state_idx], conv_states], dim=-1)
+            before = self.before["conv", state_idx]
+            conv_states = torch.cat([before, conv_states], dim=-1)
+            self.after["conv", state_idx] = conv_states[..., conv_states.shape[-1] - before.shape[-1] :]
+            return conv_states
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         conv_states = nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
         self.after["conv", state_idx] = conv_states[..., conv_states.shape[-1] - size :]
@@ -144,71 +148,137 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
 def _compute(forward, tokens: dict, takes_cache: str, layout: PackedLayout, whole: bool) -> torch.Tensor:
     """The layer's output `(1, T, ...)` from its arguments that have one entry per token, `(1, T, ...)`.
 
-    With `whole`, each completion is computed behind its prompt, without a state.
+    With `whole`, each leaf is computed behind its ancestors, without a state.
     """
-    root_runs, batches, order = _plan(layout, tokens["hidden_states"].device, whole)
-    parts, prompt_states = [], []
-    for start, count, length, are_prompts in root_runs:
-        cache = None if whole else StateCache()
-        run = {n: x[0].narrow(0, start, count * length).unflatten(0, (count, length)) for n, x in tokens.items()}
-        parts.append(forward(**run, **{takes_cache: cache}).flatten(0, 1))
-        if are_prompts:
-            prompt_states.append(cache.after)
-    states = {kind: torch.cat([one[kind] for one in prompt_states]) for kind in (prompt_states or [()])[0]}
-    for index, real, prompt in batches:
-        before = {kind: state.index_select(0, prompt) for kind, state in states.items()}
-        batch = {n: x[0].index_select(0, index.flatten()).unflatten(0, index.shape) for n, x in tokens.items()}
-        out = forward(**batch, **{takes_cache: None if whole else StateCache(before)}).flatten(0, 1)
-        parts.append(out if real is None else out.index_select(0, real))
+    batches, order = _plan(layout, tokens["hidden_states"].device, whole)
+    parts = []
+    states: dict[int, list[dict]] = {}  # of inner segments, by level
+    for batch in batches:
+        if batch.run is not None:
+            start, count, length = batch.run
+            inputs = {n: x[0].narrow(0, start, count * length).unflatten(0, (count, length)) for n, x in tokens.items()}
+        else:
+            flat = batch.index.flatten()
+            inputs = {n: x[0].index_select(0, flat).unflatten(0, batch.index.shape) for n, x in tokens.items()}
+        cache = None
+        if not whole:
+            before = None if batch.parents is None else _states_of(states[batch.level - 1], batch.parents)
+            cache = StateCache(before)
+        out = forward(**inputs, **{takes_cache: cache}).flatten(0, 1)
+        parts.append(out if batch.real is None else out.index_select(0, batch.real))
+        if batch.is_inner:
+            states.setdefault(batch.level, []).append(cache.after)
     out = join(parts)
     return (out if order is None else out.index_select(0, order)).unsqueeze(0)
 
 
-def _plan(layout: PackedLayout, device: torch.device, whole: bool):
-    """What to call a layer on; derived from the layout once. With `whole`, the first of a group gives its prompt's outputs.
+def _states_of(batches: list[dict], parents: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
+    """The states that segments go on from: `batches` hold those of a level, in order."""
+    return {kind: join([states[kind] for states in batches]).index_select(0, parents) for kind in batches[0]}
 
-    Returns:
-        `(root_runs, batches, order)`. `root_runs`: `(start, count, length, are prompts)` of neighbouring single rows, and of
-        prompts where they are called alone, of equal length. `batches`: `(index, real, prompt)` of completions of similar
-        length, namely their `(n, longest)` positions in the row, the flat ones of them that are no padding (`None` for all), and the prompt
-        that each goes on from. `order`: where each token of the row is among the outputs, `None` if in that order.
+
+class _Batch(NamedTuple):
+    """Segments that a layer computes in one call.
+
+    Attributes:
+        run: `(start, count, length)` of neighbouring ones of equal length, or `None`.
+        index: else their `(n, longest)` places in the row.
+        real: the flat ones of these whose output is kept; `None` for all.
+        parents: which inner segment of the level above each one goes on from, or `None`.
+        level, is_inner: of the segments; the states of inner ones are kept.
+    """
+
+    run: tuple[int, int, int] | None
+    index: torch.Tensor | None
+    real: torch.Tensor | None
+    parents: torch.Tensor | None
+    level: int
+    is_inner: bool
+
+
+def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list[_Batch], torch.Tensor | None]:
+    """What to call a layer on, derived from the layout once, and where each token of the row is among the outputs.
+
+    The latter is `None` if they come in the order of the row.
     """
     key = ("recurrent", device, whole)
     if key in layout.cache:
         return layout.cache[key]
-    starts, lengths, singles, roots = layout.starts, layout.lengths, layout.num_singles, layout.num_roots
-    prompts = slice(singles, singles if whole else roots)
-    root_runs = [(*run, False) for run in equal_runs(starts[:singles], lengths[:singles])]
-    root_runs += [(*run, True) for run in equal_runs(starts[prompts], lengths[prompts])]
-    prompt_of = layout.prompt_of_child
-    is_first = np.concatenate([[True], prompt_of[1:] != prompt_of[:-1]])[: len(prompt_of)] & whole
-    prompt_length = lengths[prompt_of] * whole
-    batches, places = [], [np.arange(starts[singles] if whole and roots > singles else layout.children_start)]
-    for children in _similar(prompt_length + lengths[roots:]):
-        start, before = starts[roots + children, None], prompt_length[children, None]
-        length = before + lengths[roots + children, None]
-        within = np.arange(max(int(length.max()), _SHORTEST))
-        index = np.where(within < before, starts[prompt_of[children], None] + within, start - before + within)
-        index = np.minimum(index, layout.tokens - 1)
-        is_real = (within < length) & ((within >= before) | is_first[children, None])
-        real = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real))
-        places.append(index[is_real])
-        batches.append((torch.from_numpy(index), real, torch.from_numpy(prompt_of[children] - singles)))
+    batches, places = _whole_batches(layout.forest) if whole else _batches_by_level(layout.forest)
     place = np.concatenate(places)
-    order = None if (place[1:] > place[:-1]).all() else torch.from_numpy(np.argsort(place))
-    batches = [tuple(None if x is None else to_device(x, device) for x in batch) for batch in batches]
-    layout.cache[key] = root_runs, batches, None if order is None else to_device(order, device)
+    order = None if (place[1:] > place[:-1]).all() else to_device(torch.from_numpy(np.argsort(place)), device)
+
+    def on_device(batch: _Batch) -> _Batch:
+        tensors = {name: getattr(batch, name) for name in ("index", "real", "parents")}
+        return batch._replace(
+            **{name: to_device(torch.from_numpy(x), device) for name, x in tensors.items() if x is not None}
+        )
+
+    layout.cache[key] = [on_device(batch) for batch in batches], order
     return layout.cache[key]
 
 
+def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
+    """Calls on inner segments and leaves, parents first, and the places of their outputs."""
+    batches, places = [], []
+    first_inner = {}  # of a level
+    for stretch in forest.stretches():
+        starts, lengths = forest.starts[stretch], forest.lengths[stretch]
+        level, is_inner = int(forest.levels[stretch.start]), not forest.is_leaf[stretch.start]
+        if is_inner:
+            first_inner[level] = stretch.start
+        parents = None if level == 0 else forest.parents[stretch] - first_inner[level - 1]
+        if is_inner or level == 0:
+            first = 0
+            for start, count, length in equal_runs(starts, lengths):
+                above = None if parents is None else parents[first : first + count]
+                batches.append(_Batch((start, count, length), None, None, above, level, is_inner))
+                places.append(np.arange(start, start + count * length))
+                first += count
+            continue
+        for leaves in _similar(lengths):
+            within = np.arange(max(int(lengths[leaves].max()), SHORTEST))
+            index = np.minimum(starts[leaves, None] + within, forest.tokens - 1)
+            is_real = within < lengths[leaves, None]
+            real = None if is_real.all() else np.flatnonzero(is_real)
+            batches.append(_Batch(None, index, real, parents[leaves], level, is_inner))
+            places.append(index[is_real])
+    return batches, places
+
+
+def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
+    """Calls on each leaf behind all of its ancestors; the first leaf below a segment gives that segment's outputs."""
+    leaves = np.flatnonzero(forest.is_leaf)
+    paths, seen = [], set()
+    for leaf in leaves.tolist():
+        segments = [*forest.path(leaf), leaf]
+        place = [np.arange(forest.starts[s], forest.starts[s] + forest.lengths[s]) for s in segments]
+        is_first = [np.full(forest.lengths[s], s not in seen) for s in segments]
+        seen.update(segments)
+        paths.append((np.concatenate(place), np.concatenate(is_first)))
+    batches, places = [], []
+    for batch in _similar(np.array([len(place) for place, _ in paths])):
+        longest = max(SHORTEST, *(len(paths[i][0]) for i in batch))
+        index = np.zeros((len(batch), longest), dtype=int)
+        is_real = np.zeros((len(batch), longest), dtype=bool)
+        for row, i in enumerate(batch):
+            place, is_first = paths[i]
+            index[row, : len(place)] = place
+            is_real[row, : len(place)] = is_first
+        real = None if is_real.all() else np.flatnonzero(is_real)
+        batches.append(_Batch(None, index, real, None, 0, False))
+        places.append(index[is_real])
+    return batches, places
+
+
 def _similar(length_S: np.ndarray) -> list[np.ndarray]:
-    """Completions of these lengths in batches, such that padding them and calling a layer for each costs least."""
+    """Segments of these lengths in batches, such that padding them and calling a layer for each costs least."""
     by_length = np.argsort(-length_S, kind="stable")
-    sorted_S = np.maximum(length_S[by_length], _SHORTEST)
+    sorted_S = np.maximum(length_S[by_length], SHORTEST)
     # best[i]: cost of the i longest; the last batch of them begins at cut[i], which is its longest.
     best, cut = np.zeros(len(sorted_S) + 1), np.zeros(len(sorted_S) + 1, int)
     for i in range(1, len(sorted_S) + 1):
-        costs = best[:i] + sorted_S[:i] * np.arange(i, 0, -1) + _TOKENS_PER_CALL
+        costs = best[:i] + sorted_S[:i] * np.arange(i, 0, -1) + TOKENS_PER_CALL
         cut[i] = costs.argmin()
         best[i] = costs[cut[i]]
     batches, end = [], len(sorted_S)

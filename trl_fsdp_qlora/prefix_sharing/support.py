@@ -118,3 +118,12 @@ def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Ten
     if "cumsum" in inspect.unwrap(type(model.get_decoder()).forward).__code__.co_names:
         return lambda _ids, mask: mask.cumsum(1) * mask - 1
     return None
+
+
+def sees_distances(model: PreTrainedModel) -> bool:
+    """Whether `model` sees positions only by their differences: rotary embeddings, and no table of absolute positions."""
+    config = model.config.get_text_config(decoder=True)
+    has_rotary = getattr(config, "rope_parameters", None) is not None
+    decoder = model.get_decoder()
+    tables = [m for m in decoder.modules() if isinstance(m, nn.Embedding)]
+    return has_rotary and len(tables) <= 1 and not position_tables(model) and stock_positions(model) is None

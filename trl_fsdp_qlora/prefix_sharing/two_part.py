@@ -1,17 +1,18 @@
-"""`two_part`: the model's own attention function, called once for prompts and once for completions.
+"""`two_part`: the model's own attention function, called once for roots and once for the segments below each parent.
 
-A completion's keys are its prompt's, expanded over the group, with its own behind them; queries are the completion's.
-Whatever the model's function does (softcap, sinks, a sliding window through its mask, grouped queries, any head size)
-it does here, so this backend serves every layer that takes a mask. The price is one copy of the prompt's keys and
-values per completion, of what a window sees at most, kept for backward, and a mask of (longest completion) x (prompt +
-longest completion).
+The keys of a segment are those of its ancestors, expanded over the segments that have them in common, with its own behind
+them; queries are its own. Whatever the model's function does (softcap, sinks, a sliding window through its mask, grouped
+queries, any head size) it does here, so this backend serves every layer that takes a mask. The price is one copy of the
+ancestors' keys and values per segment, of what a window sees at most, kept for backward, and a mask of (longest segment) x
+(ancestors + longest segment).
 """
 
+import numpy as np
 import torch
 
 from ..compat.transformers import is_flash
 from ..scoring.transfer import to_device
-from .layout import PackedLayout, additive, equal_runs, fold, gather, join, padded
+from .layout import PackedLayout, additive, equal_runs, fold, gather, join, padded_batches
 
 _MASKED_BASES = ("sdpa", "eager")
 
@@ -26,10 +27,12 @@ def refuses(call) -> str | None:
 def attend(call) -> torch.Tensor:
     """Attention output `(1, T, H, D_v)` of an [`AttentionCall`]."""
     parts = []
-    for start, count, length in equal_runs(call.layout.starts[: call.layout.num_roots], call.layout.lengths):
-        q, k, v = (fold(x, start, count, length) for x in (call.query, call.key, call.value))
-        parts.append(_own(call, q, k, v, call.own_masks.get(start)).flatten(0, 1))
-    parts += [_family(call, *family) for family in _families(call.layout, call.query.device)]
+    for path, batch in _batches(call.layout, call.query.device):
+        if path:
+            parts.append(_below(call, path, batch))
+        else:
+            q, k, v = (fold(x, *batch) for x in (call.query, call.key, call.value))
+            parts.append(_own(call, q, k, v, call.own_masks.get(batch[0])).flatten(0, 1))
     return join(parts).unsqueeze(0)
 
 
@@ -47,7 +50,7 @@ def _own(call, q, k, v, mask=None) -> torch.Tensor:
 def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
     """`(1, 1, queries, keys)`: causal from the last key backwards, cut by the window; kept for the next layer.
 
-    A completion stands right behind its prompt, so distances in keys are distances in positions.
+    A segment stands right behind its ancestors, so distances in keys are distances in positions.
     """
     key = ("mask", call.base, call.window, queries, keys, q.dtype, q.device)
     if key not in call.layout.cache:
@@ -59,35 +62,45 @@ def _mask(call, queries: int, keys: int, q: torch.Tensor) -> torch.Tensor:
     return call.layout.cache[key]
 
 
-def _family(call, prompt: tuple, children: tuple) -> torch.Tensor:
-    """Attention of one family's completions: `(their tokens, H, D_v)`."""
-    run, pad = children
-    start, length = prompt
-    # A completion stands right behind its prompt, so its first token sees furthest back, over all but itself of the window.
-    seen = length if call.window is None else min(length, call.window - 1)
+def _below(call, path: list[tuple[int, int]], batch: tuple) -> torch.Tensor:
+    """Attention of segments with the same ancestors: `(their tokens, H, D_v)`."""
+    # The first token of a segment sees furthest back, over all but itself of the window.
+    window = None if call.window is None else call.window - 1
+    seen_path = []
+    for start, length in reversed(path):
+        seen = length if window is None else min(length, window)
+        seen_path.insert(0, (start + length - seen, seen))
+        window = None if window is None else window - seen
 
-    def completions(x):
-        return fold(x, *run) if pad is None else gather(x, pad[0])
+    def segments(x):
+        return fold(x, *batch) if len(batch) == 3 else gather(x, batch[0])
 
     def keys(x):
-        own = completions(x)
-        return torch.cat([fold(x, start + length - seen, 1, seen).expand(len(own), -1, -1, -1), own], dim=2)
+        own = segments(x)
+        above = [fold(x, start, 1, seen).expand(len(own), -1, -1, -1) for start, seen in seen_path if seen]
+        return torch.cat([*above, own], dim=2)
 
-    out = _own(call, completions(call.query), keys(call.key), keys(call.value)).flatten(0, 1)
-    return out if pad is None else out.index_select(0, pad[1])
+    out = _own(call, segments(call.query), keys(call.key), keys(call.value)).flatten(0, 1)
+    return out if len(batch) == 3 else out.index_select(0, batch[1])
 
 
-def _families(layout: PackedLayout, device: torch.device) -> list[tuple]:
-    """For each family, the arguments of [`_family`]: its prompt and completions as stretches, and how unequal ones are padded."""
+def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[tuple[int, int]], tuple]]:
+    """What is computed in one call, in row order: the `(start, length)` of the ancestors, and the segments as a batch."""
     key = ("two_part", device)
     if key not in layout.cache:
-        layout.cache[key] = families = []
-        first = layout.num_roots
-        for prompt, size in enumerate(layout.children_per_family, start=layout.num_singles):
-            starts, lengths = layout.starts[first : first + size], layout.lengths[first : first + size]
-            is_ragged = (lengths != lengths[0]).any()
-            pad = [to_device(x, device) for x in padded(starts, lengths, layout.tokens)] if is_ragged else None
-            stretch = int(layout.starts[prompt]), int(layout.lengths[prompt])
-            families.append((stretch, ((int(starts[0]), int(size), int(lengths[0])), pad)))
-            first += size
+        forest, batches = layout.forest, []
+        for stretch in forest.stretches():
+            starts, lengths = forest.starts[stretch], forest.lengths[stretch]
+            if forest.levels[stretch.start] == 0:
+                batches += [([], run) for run in equal_runs(starts, lengths)]
+                continue
+            parents = forest.parents[stretch]
+            borders = [0, *(1 + np.flatnonzero(np.diff(parents))).tolist(), len(parents)]
+            for first, last in zip(borders[:-1], borders[1:], strict=True):
+                ancestors = forest.path(stretch.start + first)
+                path = [(int(forest.starts[a]), int(forest.lengths[a])) for a in ancestors]
+                for batch in padded_batches(starts[first:last], lengths[first:last], layout.tokens):
+                    on_device = batch if len(batch) == 3 else tuple(to_device(x, device) for x in batch)
+                    batches.append((path, on_device))
+        layout.cache[key] = batches
     return layout.cache[key]

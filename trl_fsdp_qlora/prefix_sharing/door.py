@@ -1,0 +1,461 @@
+"""`share_prompts(model)`: equal beginnings of a batch's rows are computed once, behind the call that every TRL trainer makes.
+
+TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. The [`Door`] stands in front of that forward, inside
+the root module's, so DDP, FSDP2, PEFT and autocast stay what they are. A pass goes through it in five steps: it is read
+([`layout.read_batch`]), laid out ([`forest.grow`], [`layout.lay_out`]), run, scored
+([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. Where that would not be exact it runs as in stock TRL, and
+one line says why.
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import extract_model_from_parallel
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fused_head, rows_of_images
+from ..errors import UserError
+from ..scoring.logprobs import score_with_head
+from ..scoring.transfer import to_device
+from . import support
+from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
+from .dropout import other_dropout
+from .forest import Forest, grow, sort_by_prefix
+from .images import Images
+from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, lay_out, read_batch
+from .recurrent import SHORTEST, recurrent_layers
+from .recurrent import install as install_recurrent
+from .scope import checkpointed, computing, place
+from .self_check import reduced_over_ranks
+
+logger = logging.getLogger(__name__)
+
+CHOICES = ("auto", "off", *BACKENDS)
+# Under this name the model (without wrappers) knows its door.
+_ATTRIBUTE = "prompt_sharing"
+# Arguments of a forward that say nothing about its values, and those that do only if they are set.
+_NEUTRAL = {"use_cache", "return_dict"}
+# A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
+_PAIRS_PER_TOKEN = 6.0
+
+
+class PrefixSharingError(UserError):
+    """A backend was asked for by name and cannot be exact for this model or batch."""
+
+
+def share_prompts(
+    model: nn.Module,
+    *,
+    attention: str = "auto",
+    temperature: float = 1.0,
+    outputs: tuple[str, ...] = ("log_probs", "entropy"),
+    lm_head_kernel: str = "auto",
+) -> nn.Module:
+    """Compute equal beginnings of a batch's rows once wherever `model` is called with `fused_lm_head=True`, as TRL does.
+
+        trainer = trl.DPOTrainer(...)
+        share_prompts(trainer.model)
+
+    What such a call returns is what it was: a `FusedCausalLMOutput` with the same fields, equal up to rounding. Every other
+    call (`generate`, a forward with logits) is the model's own. Calling this twice changes nothing, and
+    `attention="off"` takes it back.
+
+    Args:
+        model: a causal language model as TRL's trainers hold it: with PEFT on it or not, before or after it was wrapped.
+            A model without TRL's fused head gets one.
+        attention: `"auto"` (packed where that is exact, else as in stock TRL with one line that says why), `"off"`, or the
+            name of an attention backend, `"cascade"` or `"two_part"`, which then is used or is an error.
+        temperature, outputs: of the head, for a model that TRL gave none.
+        lm_head_kernel: what scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
+            [`trl_fsdp_qlora.scoring.logprobs.choose_head_kernel`].
+
+    Returns:
+        `model`.
+
+    Raises:
+        PrefixSharingError: `attention` is not known, or it names a backend that cannot serve this model.
+    """
+    open_door(
+        model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
+    )
+    return model
+
+
+def open_door(
+    model: nn.Module,
+    *,
+    attention: str = "auto",
+    temperature: float = 1.0,
+    outputs: tuple[str, ...] = ("log_probs", "entropy"),
+    lm_head_kernel: str = "auto",
+    entropy_gradient: bool = True,
+    compares: bool = True,
+) -> "Door":
+    """[`share_prompts`] for the trainers of this package.
+
+    Args:
+        entropy_gradient: somebody may ask for the entropy's gradient, which not every kernel has.
+        compares: let the door compare its first pass with stock's by itself. A trainer that compares gradients, too, does
+            it with [`self_check.compare`].
+    """
+    if attention not in CHOICES:
+        raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
+    base = causal_language_model(model)
+    door = vars(base).get(_ATTRIBUTE)
+    if door is None:
+        door = Door(base)
+        setattr(base, _ATTRIBUTE, door)
+    door.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
+    if attention != "off":
+        door.hang(temperature, outputs)
+    return door
+
+
+def causal_language_model(model: nn.Module) -> nn.Module:
+    """The causal language model inside all wrappers."""
+    model = extract_model_from_parallel(model)
+    # By class: transformers' models have an attribute `peft_config`, too.
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@dataclass
+class PassFigures:
+    """What a packed pass computed.
+
+    Attributes:
+        tokens, padded_tokens: tokens computed, and of the padded batch.
+        levels: tokens of each level of the forest.
+        seconds: until the forward returned (on CUDA: was queued).
+        layer_calls: names of the backends that served the attention layers.
+    """
+
+    tokens: int = 0
+    padded_tokens: int = 0
+    levels: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    layer_calls: list[str] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """By name: the fraction of tokens that was computed, seconds, and the share of layers of each backend."""
+        calls = self.layer_calls
+        metrics = {f"layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
+        metrics["tokens_fraction"] = self.tokens / max(self.padded_tokens, 1)
+        metrics["seconds"] = self.seconds
+        return metrics
+
+
+@dataclass(eq=False)
+class Batch:
+    """A call of the fused forward: B padded rows of L tokens.
+
+    Attributes:
+        input_ids, attention_mask, labels: `(B, L)`; the mask may be absent.
+        vision: the model's further arguments, of images and per token.
+        num_images: images of each row, if somebody counted them.
+        image_keys: what rows with the same images have in common, if somebody hashed them.
+        router_loss: the router loss of a mixture of experts is wanted.
+        num_items: what the loss is divided by; the number of labels if absent.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    labels: torch.Tensor
+    vision: dict[str, Any] = field(default_factory=dict)
+    num_images: list[int] | None = None
+    image_keys: list | None = None
+    router_loss: bool = False
+    num_items: Any = None
+
+    @property
+    def has_images(self) -> bool:
+        return any(name.startswith("pixel_values") for name in self.vision)
+
+    def rows(self, rows: np.ndarray) -> "Batch":
+        """Some rows of it."""
+        index = to_device(torch.from_numpy(rows), self.input_ids.device)
+        picked = {
+            name: None if x is None else x[index]
+            for name, x in (("attention_mask", self.attention_mask), ("labels", self.labels))
+        }
+        vision = self.vision
+        if vision:
+            counted = vision if self.num_images is None else {**vision, "num_images": self.num_images}
+            vision = rows_of_images(counted, rows)
+        keys = None if self.image_keys is None else [self.image_keys[row] for row in rows]
+        num_images = vision.pop("num_images", None) if vision else None
+        return replace(
+            self, input_ids=self.input_ids[index], vision=vision, num_images=num_images, image_keys=keys, **picked
+        )
+
+
+class Door:
+    """Stands in front of a causal language model's fused forward, see the module.
+
+    Attributes:
+        base: the causal language model, without wrappers.
+        reason: why passes run as in stock TRL, or `None`.
+        figures: of the last packed pass.
+        checked: kinds of passes that were compared with stock's.
+    """
+
+    def __init__(self, base: nn.Module):
+        self.base = base
+        self.attention = "off"
+        self.reason: str | None = None
+        self.figures = PassFigures()
+        self.checked: set = set()
+        self.is_aside = False
+        self._is_prepared = False
+        self._logged: set[str] = set()
+        self._own_forward = None
+
+    # --- once -------------------------------------------------------------------------------------------------------
+
+    def configure(
+        self, model: nn.Module, attention: str, lm_head_kernel: str, entropy_gradient: bool, compares: bool
+    ) -> None:
+        """Give the model layers that can compute packed rows, once; a backend by name that cannot serve it is an error."""
+        self.attention, self.lm_head_kernel = attention, lm_head_kernel
+        self.entropy_gradient, self.compares = entropy_gradient, compares
+        if attention == "off":
+            self.reason = "switched off"
+            return
+        if self.reason == "switched off":
+            self.reason = None
+        try:
+            if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+                raise UnsupportedAttention("prompt-learning adapters put virtual tokens in front of every row")
+            if not self._is_prepared:
+                self._prepare()
+        except (ValueError, ImportError) as error:
+            self.give_up(str(error))
+
+    def _prepare(self) -> None:
+        base = self.base
+        if (reason := support.unsupported_reason(base)) is not None:
+            raise UnsupportedAttention(reason)
+        self.dense = None
+        try:
+            install(base)
+        except (ValueError, ImportError):
+            if self.attention != "auto" or not DenseMask.serves(base):
+                raise
+            self.dense = DenseMask(base)
+        install_recurrent(base)
+        self.recurrent = bool(recurrent_layers(base))
+        self.layers = support.attention_layers(base) + len(recurrent_layers(base))
+        self.images, self.position_limit = Images(base), support.position_limit(base)
+        self.takes_positions, self.stock_positions = support.takes_positions(base), support.stock_positions(base)
+        self.sees_distances = support.sees_distances(base)
+        for table in () if self.takes_positions else support.position_tables(base):
+            place(table)
+        self.parameters_of_forward = set(inspect.signature(type(base).forward).parameters)
+        self.recomputed: list[nn.Module] | None = None  # by gradient checkpointing, see `scope.checkpointed`
+        self._is_prepared = True
+
+    def hang(self, temperature: float, outputs: tuple[str, ...]) -> None:
+        """Put the door in front of the model's fused forward, unless it stands there."""
+        if self._head() is None:
+            if not isinstance(self.base, PreTrainedModel):
+                return
+            add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
+        forward = vars(self.base)["forward"]
+        if forward is self._own_forward:
+            return
+        self._own_forward = self.base.forward = types.MethodType(_through_the_door(self.base, forward), self.base)
+
+    def _head(self) -> FusedHead | None:
+        """What TRL's fused head behind (or, given later, in front of) the door was asked for."""
+        # Accelerate's mixed precision wraps the forward, and keeps what it wraps under the second name.
+        forwards = [vars(self.base).get(name) for name in ("forward", "_original_forward")]
+        forwards += [getattr(forward, "behind_the_door", None) for forward in forwards]
+        return next((head for forward in forwards if (head := fused_head(forward)) is not None), None)
+
+    # --- what a trainer asks ----------------------------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Whether passes run packed."""
+        return self.reason is None
+
+    def describe(self) -> str:
+        """A line for a start-up report: what runs packed, or why not, and what draws differently there."""
+        if not self.is_active:
+            return f"prefix sharing: {self.reason}"
+        return "; ".join(filter(None, [f"prefix sharing: {self.attention}", other_dropout(self.base)]))
+
+    def set_aside(self) -> contextlib.AbstractContextManager:
+        """The model's own attention implementation inside, as generation expects it."""
+        return set_aside(self.base) if self._is_prepared else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Inside, passes run as in stock TRL."""
+        before, self.is_aside = self.is_aside, True
+        try:
+            yield
+        finally:
+            self.is_aside = before
+
+    def give_up(self, reason: str) -> None:
+        """From now on passes run as in stock TRL."""
+        self.reason = reason
+        self._log("The model", reason)
+
+    def _log(self, what: str, reason: str) -> None:
+        """Log once why something runs as in stock TRL; if a backend was named, that is an error."""
+        line = f"{what} runs padded as in stock TRL: {reason}"
+        if self.attention != "auto":
+            raise PrefixSharingError(f"prefix_sharing={self.attention!r}: {line}; use prefix_sharing='auto' to allow that")
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.warning("%s.", line)
+
+    # --- a pass: read, lay out, run, score, scatter -----------------------------------------------------------------
+
+    def score(self, stock, arguments: dict[str, Any]) -> FusedCausalLMOutput:
+        """What `stock`, the fused forward behind the door, gives for `arguments`, with equal beginnings computed once."""
+        start = time.perf_counter()
+        tokens_per_pass = arguments.pop("tokens_per_pass", None)
+        num_images, image_keys = arguments.pop("num_images", None), arguments.pop("image_keys", None)
+        try:
+            if self.is_aside or not self.is_active:
+                raise UnpackableBatch("")
+            batch = self._batch(arguments, num_images, image_keys)
+            sequences = self._read(batch)
+        except UnpackableBatch as error:
+            if str(error):
+                self._log("A batch", str(error))
+            return stock(fused_lm_head=True, **arguments)
+        layout = self._lay_out(batch, sequences)
+        hidden, router_logits = self._run(batch, layout, sequences)
+        values = score_with_head(
+            self.base,
+            hidden.flatten(0, 1)[layout.score_index_N.to(hidden.device)],
+            layout.targets_N,
+            self._head(),
+            self.entropy_gradient,
+            self.lm_head_kernel,
+        )
+        values = {name: None if x is None else layout.scatter(x) for name, x in values.items()}
+        self.figures = PassFigures(
+            layout.tokens,
+            batch.input_ids.numel(),
+            np.bincount(layout.forest.levels, layout.forest.lengths).astype(int).tolist(),
+            time.perf_counter() - start,
+            layout.layer_calls,
+        )
+        return self._output(batch, layout, values, router_logits)
+
+    def _batch(self, arguments: dict[str, Any], num_images, image_keys) -> Batch:
+        """A call's arguments by their meaning; those that are not known have to be left to stock."""
+        arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
+        for name in _NEUTRAL:
+            arguments.pop(name, None)
+        router_loss = arguments.pop("output_router_logits", False)
+        router_loss = router_loss or getattr(self.base.config.get_text_config(), "output_router_logits", False)
+        input_ids, labels = arguments.pop("input_ids", None), arguments.pop("labels", None)
+        mask, num_items = arguments.pop("attention_mask", None), arguments.pop("num_items_in_batch", None)
+        vision = {name: arguments.pop(name) for name in Images.ARGUMENTS if name in arguments}
+        if arguments:
+            raise UnpackableBatch(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
+        if input_ids is None or labels is None or labels.shape != input_ids.shape or input_ids.ndim != 2:
+            raise UnpackableBatch("it takes input_ids and labels of one shape (rows, tokens)")
+        if mask is not None and mask.shape != input_ids.shape:
+            raise UnpackableBatch(f"its attention mask has the shape {tuple(mask.shape)}")
+        return Batch(input_ids, mask, labels, vision, num_images, image_keys, bool(router_loss), num_items)
+
+    def _read(self, batch: Batch) -> Sequences:
+        """The batch as the host sees it. Tokens that must not be shared get numbers of their own."""
+        width = batch.input_ids.shape[1]
+        if width > self.position_limit:
+            raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.position_limit}")
+        if batch.has_images and self.images.reason is not None:
+            raise UnpackableBatch(self.images.reason)
+        sequences = read_batch(batch.input_ids, batch.attention_mask, batch.labels)
+        if batch.has_images:
+            self.images.mark(batch, sequences)
+        if not self.sees_distances:
+            # Rows in other columns have other positions.
+            sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
+        return sequences
+
+    def _grow(self, batch: Batch, sequences: Sequences) -> Forest:
+        lengths_B = sequences.lengths_B if batch.router_loss else sequences.needed_B
+        if not lengths_B.any():  # one token, connected to the model, so that every rank meets every other
+            lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
+        nests = can_nest(self.base, self.attention) and not (self.recurrent or self.dense or batch.has_images)
+        pairs_per_token = _PAIRS_PER_TOKEN * self.base.config.get_text_config().hidden_size if nests else None
+        min_length = SHORTEST if self.recurrent else 1
+        return grow(sequences.tokens_BL, lengths_B, sequences.spans_B2, True, min_length, pairs_per_token)
+
+    def _lay_out(self, batch: Batch, sequences: Sequences) -> PackedLayout:
+        forest = self._grow(batch, sequences)
+        layout = lay_out(batch.input_ids, batch.labels, sequences, forest)
+        layout.backend = self.attention
+        if self.stock_positions is not None:
+            mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
+            layout.position_ids = layout.take(self.stock_positions(batch.input_ids, mask))
+        return layout
+
+    def _run(self, batch: Batch, layout: PackedLayout, sequences: Sequences) -> tuple[torch.Tensor, Any]:
+        """The last hidden states `(1, T, H)` of the packed row, and the router's logits where they are wanted."""
+        if torch.is_grad_enabled() and self.recomputed is None:
+            self.recomputed = checkpointed(self.base)
+        device = batch.input_ids.device
+        arguments = {"input_ids": layout.input_ids, "use_cache": False}
+        arguments["attention_mask"] = no_mask(device) if self.dense is None else self.dense.of(layout)
+        if self.takes_positions:
+            arguments["position_ids"] = layout.position_ids
+        if batch.has_images:
+            arguments.update(self.images.arguments(batch, layout, sequences))
+        if batch.router_loss:
+            arguments["output_router_logits"] = True
+        with computing(layout, self.recomputed or ()):
+            outputs = self.base.base_model(**arguments)
+        layout.is_computed = True
+        return outputs.last_hidden_state, getattr(outputs, "router_logits", None)
+
+    def _output(self, batch: Batch, layout: PackedLayout, values: dict, router_logits) -> FusedCausalLMOutput:
+        """TRL's output, made of values `(B, L - 1)`."""
+        config = self.base.config.get_text_config()
+        mask = batch.labels[:, 1:] != IGNORED_LABEL
+        count = mask.sum().clamp(min=1) if batch.num_items is None else batch.num_items
+        loss, aux_loss = -values["log_probs"].sum() / count, None
+        if batch.router_loss:
+            from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+            experts = config.num_experts, config.num_experts_per_tok
+            aux_loss = load_balancing_loss_func(router_logits, *experts, layout.multiplicity_1T)
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **values)
+
+
+def _through_the_door(base: PreTrainedModel, stock):
+    """A forward that sends fused calls through the model's door, and everything else to `stock`."""
+    names = list(inspect.signature(type(base).forward).parameters)[1:]
+    # The function and not the bound method: a copy of the model has to call itself.
+    function = getattr(stock, "__func__", None) or (lambda self, *args, **kwargs: stock(*args, **kwargs))
+
+    # The signature stays: `generate` validates its arguments against it.
+    @functools.wraps(type(base).forward)
+    def forward(self, *args, **kwargs):
+        if not kwargs.pop("fused_lm_head", False):
+            return function(self, *args, **kwargs)
+        door = getattr(self, _ATTRIBUTE)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        return door.score(functools.partial(function, self), arguments)
+
+    forward.behind_the_door = stock
+    return forward

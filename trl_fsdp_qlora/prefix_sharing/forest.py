@@ -1,0 +1,385 @@
+"""Equal beginnings of token sequences, at any depth: a forest of segments.
+
+Each row of a batch is a sequence of tokens. Sorted by their tokens, rows that begin alike are neighbours, and the length of
+the longest common prefix (LCP) of each row with the row before it describes the whole prefix tree. Every node of that tree at
+which rows part *could* be computed once for all of them. Which ones are is decided by what they save: see [`choose_nodes`].
+
+A *segment* is a run of tokens `[depth, depth + length)` that a set of rows has in common and that is computed once. It attends
+to itself, causally, and to all of its ancestors. Segments lie in the packed row in *stretches*, one for each kind and level:
+
+    [ inner, level 0 | inner, level 1 | … | leaves, level 0 | leaves, level 1 | … ]
+
+A segment's level is the number of its ancestors, an inner segment has descendants. Inside a stretch, segments with a common
+ancestor are neighbours and come in the order in which these ancestors lie in the row. So what attends to an ancestor is at
+most one run of tokens in each stretch.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# A level beyond the first is made if it saves so many tokens ...
+MIN_SAVED_TOKENS = 8
+# ... and this share of the tokens that will have to attend to it in a call of their own.
+MIN_SAVED_FRACTION = 0.02
+# A dense mask computes every pair, and without a flash kernel: so many times what a pair costs otherwise.
+DENSE_PAIR_COST = 4.0
+
+
+class Node(NamedTuple):
+    """Rows `[first, last]` of the sorted ones have their first `depth` tokens in common, and not all of them more."""
+
+    depth: int
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> int:
+        return self.last - self.first + 1
+
+
+class Crossing(NamedTuple):
+    """Runs of queries `[starts, starts + lengths)` in the row, neighbours of each other, and the segment that each attends to."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    ancestors: np.ndarray
+
+
+@dataclass
+class Forest:
+    """Segments in the order of the packed row.
+
+    Attributes:
+        starts, lengths: place of the first token in the row, and number of tokens.
+        depths: how many tokens come before a segment in its sequences.
+        parents: index of the parent segment; -1 for none.
+        levels: number of ancestors.
+        is_leaf: whether no other segment attends to it.
+        source: a row of the batch that holds the segment's tokens.
+        trees: index of the root segment.
+        place_BL: where in the packed row token t of row b is computed; -1 where it is not. Tokens are counted from the
+            first real one of a row.
+        end_T: of a row with dense masks, the place behind the last token that sees each one, so token q attends to k
+            if k <= q < end_T[k] (and both are in one segment); else `None`.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    depths: np.ndarray
+    parents: np.ndarray
+    levels: np.ndarray
+    is_leaf: np.ndarray
+    source: np.ndarray
+    trees: np.ndarray
+    place_BL: np.ndarray
+    end_T: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def segments(self) -> int:
+        return len(self.lengths)
+
+    def stretches(self) -> list[slice]:
+        """Runs of segments of one kind and level."""
+        kinds = np.stack([self.is_leaf, self.levels])
+        borders = 1 + np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(0))
+        edges = [0, *borders.tolist(), self.segments]
+        return [slice(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+
+    def ancestors_at(self, level: int) -> np.ndarray:
+        """Each segment's ancestor at a level, itself if it is there; -1 for segments above it."""
+        ancestors = np.arange(self.segments)
+        while (is_below := self.levels[ancestors] > level).any():
+            ancestors = np.where(is_below, self.parents[ancestors], ancestors)
+        return np.where(self.levels >= level, ancestors, -1)
+
+    def crossings(self) -> list["Crossing"]:
+        """What attends to ancestors: one entry for each stretch below the roots and each level above it."""
+        ends = self.starts + self.lengths
+        crossings = []
+        for stretch in self.stretches():
+            for level in range(int(self.levels[stretch.start])):
+                ancestors = self.ancestors_at(level)[stretch]
+                first = np.flatnonzero(np.diff(ancestors, prepend=-1)) + stretch.start
+                last = np.append(first[1:], stretch.stop) - 1
+                keys = ancestors[first - stretch.start]
+                crossings.append(Crossing(self.starts[first], ends[last] - self.starts[first], keys))
+        return crossings
+
+    def path(self, segment: int) -> list[int]:
+        """A segment's ancestors, outermost first."""
+        path = []
+        while (segment := int(self.parents[segment])) >= 0:
+            path.append(segment)
+        return path[::-1]
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs that attention computes."""
+        return int((self.lengths * (self.depths + self.lengths)).sum())
+
+
+def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An order of rows in which equal prefixes are neighbours, and the LCP of each row with the row before it.
+
+    Args:
+        tokens_BL: numbers that are equal if and only if tokens are. What stands behind the end of a row does not matter.
+        lengths_B: tokens of each row that count.
+
+    Returns:
+        `(order, common)`, `(B,)` and `(B - 1,)`.
+    """
+    is_behind = np.arange(tokens_BL.shape[1]) >= lengths_B[:, None]
+    # A row that ends is parted from those that go on by a number that no token has.
+    tokens_BL = np.ascontiguousarray(np.where(is_behind, np.iinfo(tokens_BL.dtype).min, tokens_BL))
+    # Any order of whole tokens will do. That of their bytes is one.
+    keys = [row.tobytes() for row in tokens_BL]
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=int)
+    tokens_BL, lengths_B = tokens_BL[order], lengths_B[order]
+    differs = tokens_BL[1:] != tokens_BL[:-1]
+    first_difference = np.where(differs.any(1), differs.argmax(1), tokens_BL.shape[1])
+    return order, np.minimum(first_difference, np.minimum(lengths_B[1:], lengths_B[:-1])).astype(int)
+
+
+def prefix_nodes(common: np.ndarray) -> list[Node]:
+    """Every node of a prefix tree at which rows part, from the LCPs of its sorted rows; parents follow their children."""
+    nodes, open_nodes = [], []  # open: (depth, first row), depths increasing
+    for row, depth in enumerate([*common.tolist(), 0], start=1):
+        first = row - 1
+        while open_nodes and open_nodes[-1][0] > depth:
+            closed_depth, first = open_nodes.pop()
+            nodes.append(Node(closed_depth, first, row - 1))
+        if depth and (not open_nodes or open_nodes[-1][0] < depth):
+            open_nodes.append((depth, first))
+    return nodes
+
+
+def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) -> list[Node]:
+    """The nodes of a prefix tree that are computed once for their rows.
+
+    One level costs nothing worth mentioning: of all ways of computing at most one node per row once, the one that saves most
+    is taken. Each further node makes what lies below it attend once more, so it has to save [`MIN_SAVED_TOKENS`] and
+    [`MIN_SAVED_FRACTION`] of the tokens below it.
+
+    Args:
+        nodes: from [`prefix_nodes`].
+        lengths: tokens of each sorted row.
+        min_length: shortest segment that others may go on from.
+    """
+    children: dict[Node, list[Node]] = {node: [] for node in nodes}
+    parents: dict[Node, Node] = {}
+    waiting: list[Node] = []  # nodes without a parent so far, in row order
+    for node in nodes:
+        while waiting and waiting[-1].first >= node.first:
+            child = waiting.pop()
+            children[node].append(child)
+            parents[child] = node
+        waiting.append(node)
+    # The most that one level below and including a node saves, and the nodes that do it.
+    best: dict[Node, tuple[int, list[Node]]] = {}
+    for node in nodes:
+        alone = (node.rows - 1) * node.depth if node.depth >= min_length else 0
+        below = sum(best[child][0] for child in children[node])
+        chosen_below = [chosen for child in children[node] for chosen in best[child][1]]
+        best[node] = (alone, [node]) if alone and alone >= below else (below, chosen_below)
+    chosen = {node for root in waiting for node in best[root][1]}
+
+    def parts(node: Node) -> int:
+        """How many segments would go on from a node."""
+        count = node.rows
+        pending = list(children[node])
+        while pending:
+            child = pending.pop()
+            if child in chosen:
+                count -= child.rows - 1
+            else:
+                pending += children[child]
+        return count
+
+    def depth_above(node: Node) -> int:
+        node = parents.get(node)
+        while node is not None and node not in chosen:
+            node = parents.get(node)
+        return 0 if node is None else node.depth
+
+    def tops_below(node: Node) -> list[int]:
+        depths = []
+        pending = list(children[node])
+        while pending:
+            child = pending.pop()
+            if child in chosen:
+                depths.append(child.depth)
+            else:
+                pending += children[child]
+        return depths
+
+    # Top down, so that a node is compared with what is computed once above it.
+    for node in reversed(nodes):
+        if node in chosen:
+            continue
+        length = node.depth - depth_above(node)
+        nearest_below = min(tops_below(node), default=node.depth + min_length)
+        if length < min_length or nearest_below - node.depth < min_length:
+            continue
+        saved = (parts(node) - 1) * length
+        tokens_below = int((lengths[node.first : node.last + 1] - node.depth).sum())
+        if saved >= MIN_SAVED_TOKENS + MIN_SAVED_FRACTION * tokens_below:
+            chosen.add(node)
+    return [node for node in nodes if node in chosen]
+
+
+def grow(
+    tokens_BL: np.ndarray,
+    lengths_B: np.ndarray,
+    spans_B2: np.ndarray | None = None,
+    shares: bool = True,
+    min_length: int = 1,
+    pairs_per_token: float | None = None,
+) -> Forest:
+    """The forest of a batch of sequences.
+
+    Args:
+        tokens_BL: see [`sort_by_prefix`].
+        lengths_B: how many tokens of each row have to be computed; 0 leaves the row out. At least one row has some.
+        spans_B2: tokens `[first, last]` of a row that are not parted (those of its images); (0, -1) for none.
+        shares: whether equal beginnings are computed once at all.
+        min_length: shortest segment that others may go on from.
+        pairs_per_token: allows rows with dense masks, and says how many query-key pairs cost a layer as much as one token
+            costs it outside of attention; `None` for models that cannot compute them.
+    """
+    kept = np.flatnonzero(lengths_B)
+    order, common = sort_by_prefix(tokens_BL[kept], lengths_B[kept])
+    rows = kept[order]
+    lengths = lengths_B[rows]
+    if not shares:
+        common = np.zeros_like(common)
+    if spans_B2 is not None:
+        for i in range(len(common)):
+            for first, last in spans_B2[rows[i : i + 2]]:
+                if first < common[i] <= last:
+                    common[i] = first
+    nodes = choose_nodes(prefix_nodes(common), lengths, min_length)
+    forest = _segments(rows, lengths, nodes, tokens_BL.shape)
+    if pairs_per_token is not None and shares:
+        dense = _dense_segments(rows, lengths, common, tokens_BL.shape)
+        saved = (forest.tokens - dense.tokens) * pairs_per_token
+        if saved > DENSE_PAIR_COST * dense.pairs - forest.pairs:
+            return dense
+    return forest
+
+
+def _segments(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
+    """The forest in which `nodes` are computed once, for `rows` of the batch, sorted, with their `lengths`."""
+    # Outer nodes first, so that parents are known: (parent, level, depth, length, source row, first and last sorted row).
+    inner, pieces = sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)), []
+    path: list[int] = []  # indices of the pieces that contain the current one
+    covered_by = np.full(len(rows), -1)
+    for index, node in enumerate(inner):
+        while path and pieces[path[-1]][6] < node.first:
+            path.pop()
+        parent = path[-1] if path else -1
+        above = inner[parent].depth if path else 0
+        pieces.append((parent, len(path), above, node.depth - above, rows[node.first], node.first, node.last))
+        covered_by[node.first : node.last + 1] = index
+        path.append(index)
+    for row, length in enumerate(lengths.tolist()):
+        parent = int(covered_by[row])
+        above = inner[parent].depth if parent >= 0 else 0
+        level = pieces[parent][1] + 1 if parent >= 0 else 0
+        if length > above:
+            pieces.append((parent, level, above, length - above, rows[row], row, row))
+    columns = (np.array(column, dtype=int) for column in zip(*pieces, strict=True))
+    parents, levels, depths, segment_lengths, source, first, last = columns
+    is_leaf = np.arange(len(pieces)) >= len(inner)
+    # An inner piece below which nothing is left (equal rows) is a leaf.
+    is_leaf[: len(inner)] = ~np.isin(np.arange(len(inner)), parents)
+    order = _row_order(parents, levels, segment_lengths, is_leaf, first)
+    place = np.empty(len(order), dtype=int)
+    place[order] = np.arange(len(order))
+    parents = np.where(parents >= 0, place[parents], -1)[order]
+    starts = np.cumsum(segment_lengths[order]) - segment_lengths[order]
+    trees = np.arange(len(order))
+    for segment in np.argsort(levels[order], kind="stable"):
+        if parents[segment] >= 0:
+            trees[segment] = trees[parents[segment]]
+    place_BL = np.full(shape, -1)
+    for segment, piece in enumerate(order):
+        tokens = np.arange(starts[segment], starts[segment] + segment_lengths[piece])
+        columns = slice(depths[piece], depths[piece] + segment_lengths[piece])
+        place_BL[rows[first[piece] : last[piece] + 1], columns] = tokens
+    return Forest(
+        starts, segment_lengths[order], depths[order], parents, levels[order], is_leaf[order], source[order], trees, place_BL
+    )
+
+
+def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:
+    """Pieces in the order of the packed row, see the module."""
+    # Roots of equal length are neighbours, so that they can be computed as one batch; below them the order of tokens decides.
+    rank: dict[int, tuple] = {}
+
+    def key(piece: int) -> tuple:
+        if piece not in rank:
+            above = key(parents[piece]) if parents[piece] >= 0 else ()
+            rank[piece] = (*above, (int(lengths[piece]), int(first[piece])))
+        return rank[piece]
+
+    pieces = range(len(parents))
+    return np.array(sorted(pieces, key=lambda piece: (is_leaf[piece], levels[piece], key(piece))), dtype=int)
+
+
+def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, shape: tuple[int, int]) -> Forest:
+    """The forest in which every tree is one segment: its whole prefix tree, read row by row.
+
+    What a row adds to the rows before it are its tokens behind the LCP. Read one after the other, these are the tree in
+    preorder, so the tokens that may see token k are exactly those from k up to the end of its subtree.
+    """
+    added_from = np.concatenate([[0], common])
+    added = np.maximum(lengths - added_from, 0)
+    tails = np.concatenate([[0], np.cumsum(added)])  # where what a row adds begins; the end
+    width = int(lengths.max())
+    place = np.full((len(rows), width), -1)
+    for i in range(len(rows)):
+        if i:
+            place[i, : added_from[i]] = place[i - 1, : added_from[i]]
+        place[i, added_from[i] : lengths[i]] = np.arange(tails[i], tails[i + 1])
+    is_added = (np.arange(width) >= added_from[:, None]) & (np.arange(width) < lengths[:, None])
+    row_T, depth_T = is_added.nonzero()
+    # A node of depth d holds d + 1 tokens: a row with fewer in common has left it.
+    end_T = tails[rows_behind_subtree(common, width + 1)[row_T, depth_T + 1]]
+    first_rows = np.flatnonzero(added_from == 0)
+    starts = tails[first_rows]
+    segment_lengths = np.diff([*starts, tails[-1]])
+    count = len(starts)
+    place_BL = np.full(shape, -1)
+    place_BL[rows, :width] = place
+    zeros = np.zeros(count, dtype=int)
+    return Forest(
+        starts,
+        segment_lengths,
+        zeros,
+        zeros - 1,
+        zeros,
+        np.ones(count, dtype=bool),
+        rows[first_rows],
+        np.arange(count),
+        place_BL,
+        end_T,
+    )
+
+
+def rows_behind_subtree(common: np.ndarray, width: int) -> np.ndarray:
+    """`(B, width)`: for sorted row i and depth d, the first later row that has left i's node of depth d; B if none has.
+
+    Args:
+        common: LCP of each sorted row with the row before it.
+        width: number of depths.
+    """
+    rows = len(common) + 1
+    after = np.full((rows, width), rows)
+    after[:-1] = np.where(common[:, None] < np.arange(width), np.arange(1, rows)[:, None], rows)
+    return np.minimum.accumulate(after[::-1], axis=0)[::-1]
