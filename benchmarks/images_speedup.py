@@ -19,9 +19,9 @@ import transformers
 from synthetic import RESULTS, SavedBytes, cpu_name
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from trl_fsdp_qlora.prefix_sharing import PrefixSharing
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 IMAGE, VOCABULARY, TEXT, COMPLETION, GROUP, PATCH = 3, 512, 16, 64, 8, 16
 # Of the image, in patches: four patches are a token.

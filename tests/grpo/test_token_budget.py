@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 from tests.tiny import LOSS_TYPES, lora, tiny_model, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.grpo import token_budget
-from trl_fsdp_qlora.grpo.passes import padded_batch
+from trl_fsdp_qlora.grpo.scoring import padded_batch
 from trl_fsdp_qlora.scoring.token_selection import TokenSelection
 
 
@@ -95,8 +95,7 @@ def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective, monkeyp
     (rows, columns), *others = shapes
     prompt, whole = batch["prompt_ids"].shape[1], batch["completion_mask"].shape[1]
     assert rows == 2 and prompt < columns <= prompt + 4 and others == [(2, prompt + whole)]
-    padded = lambda stock, request, whole_rows: request.padded(stock)  # noqa: E731
-    monkeypatch.setattr("trl_fsdp_qlora.grpo.trainer.padded_pass", padded)
+    monkeypatch.setattr("trl_fsdp_qlora.grpo.scoring.call_on_scored_rows", lambda model, arguments, keeps: model(**arguments))
     assert_close(got, loss_and_gradients(ours, batch))
     model = tiny_model()
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}

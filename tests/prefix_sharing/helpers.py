@@ -1,6 +1,8 @@
 """Tiny models of every family, one awkward batch, and the padded reference (stock TRL)."""
 
+from contextlib import contextmanager
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import transformers as tf
@@ -9,11 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing
-from trl_fsdp_qlora.prefix_sharing.attention import no_mask
-from trl_fsdp_qlora.prefix_sharing.scope import checkpointed, computing
+from trl_fsdp_qlora.prefix_sharing.door import Batch, Door, PassFigures, causal_language_model, open_door
 from trl_fsdp_qlora.recipe.answers import completion_text
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 VOCABULARY = 67
 PROMPT, COMPLETION = 14, 9
@@ -186,63 +185,84 @@ def stock_log_probs(model, ids, mask, completion=COMPLETION):
     return outputs.log_probs[:, -completion:], outputs.entropy[:, -completion:]
 
 
-def packed_forward(model, layout):
-    """What a model that was prepared for it gives for a packed row."""
-    with computing(layout, checkpointed(model)):
-        return model(
-            input_ids=layout.input_ids,
-            attention_mask=no_mask(layout.input_ids.device),
-            position_ids=layout.position_ids,
-            score_index_N=layout.score_index_N,
-            score_targets_N=layout.score_targets_N,
-        )
-
-
 def with_stock_head(model, temperature=0.9):
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
     return model
 
 
-def prepared(model, choice="auto", compared=False, role="policy", **options):
-    """`model` with stock's head, given the package's layers; without the comparison of the first pass where `compared`."""
-    sharing = PrefixSharing(choice, temperature=0.9, **options)
-    with_stock_head(model.get_base_model() if hasattr(model, "peft_config") else model)
-    sharing.prepare(role, model)
+def prepared(model, choice="auto", compared=False, **options) -> Door:
+    """The door of `model`, which gets stock's head; without the comparison of the first pass if `compared`."""
+    base = causal_language_model(model)
+    if not hasattr(base, "prompt_sharing"):
+        with_stock_head(base)
+    door = open_door(model, attention=choice, **({"compares": False} | options))
     if compared:
-        sharing._models[role].checked.update(product((False, True), repeat=3))
-    return sharing
+        door.checked.update(product((False, True), repeat=2))
+    return door
 
 
-def one_pass(model, sharing, batch=None, **asked):
-    """A pass over a batch, and how often it asked for the padded one."""
+class Pass(NamedTuple):
+    """What a pass gave: `(B, C)` each, what the door counted, and how many padded forwards ran."""
+
+    logps_BC: torch.Tensor
+    entropies_BC: torch.Tensor
+    figures: PassFigures
+    padded_forwards: int
+
+
+def one_pass(model, door, batch=None, scored_BC=None, **arguments) -> Pass:
+    """A pass over a batch as a trainer makes it: compared with stock's where it is the first of its kind, then scored."""
     ids, mask = batch or awkward_batch()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-COMPLETION] = -100
+    of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
+    tokens_per_pass = {name: arguments.pop(name) for name in ("tokens_per_pass",) if name in arguments}
+    whole = Batch(ids, mask, labels.clone(), arguments, **of_images)
+    if scored_BC is not None:
+        labels[:, -COMPLETION:].masked_fill_(~scored_BC, -100)
+    with counting_padded_forwards(door.base) as padded:
+        door.compare_with_stock(model, whole)
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **arguments}
+        for_the_door = of_images | tokens_per_pass if door.is_active else {}
+        output = model(**inputs, **for_the_door, fused_lm_head=True)
+    values = (x[:, -COMPLETION:] for x in (output.log_probs, output.entropy))
+    return Pass(*values, door.figures, len(padded))
+
+
+@contextmanager
+def counting_padded_forwards(base):
+    """A list that gets an entry for each padded forward of a model's backbone."""
     calls = []
 
-    def padded(request):
-        calls.append(request)
-        return *stock_log_probs(model, request.input_ids, request.attention_mask), None
+    def look(_module, _args, arguments):
+        if arguments["attention_mask"].ndim == 2:
+            calls.append(tuple(arguments["input_ids"].shape))
 
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **asked)
-    return sharing.log_probs(request, padded), len(calls)
+    handle = base.base_model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
 
 
-def assert_equals_stock(model, sharing=None, batch=None, scored_BC=None, **asked) -> dict[str, float]:
-    """Log-probabilities, entropies and gradients of a packed pass are those of the padded one; its figures."""
+def assert_equals_stock(model, door=None, batch=None, scored_BC=None, **arguments) -> PassFigures:
+    """Log-probabilities, entropies and gradients of a packed pass are those of the padded one; what it counted."""
     ids, mask = batch or awkward_batch()
-    sharing = sharing or prepared(model, compared=True)
+    door = door or prepared(model, compared=True)
     real = mask[:, -COMPLETION:].bool() if scored_BC is None else mask[:, -COMPLETION:].bool() & scored_BC
     weight = torch.randn(len(ids), COMPLETION, 2, generator=torch.Generator().manual_seed(5)) * real[:, :, None]
-    stock = torch.stack(stock_log_probs(model, ids, mask), -1)
+    with door.closed():
+        stock = torch.stack(stock_log_probs(model, ids, mask), -1)
     (stock * weight).sum().backward()
     reference = gradients(model)
-    (values, figures), _ = one_pass(model, sharing, batch, scored_BC=scored_BC, compute_entropy=True, **asked)
-    assert sharing.active() and figures, sharing.describe()
-    ours = torch.stack(values[:2], -1)
+    ours = one_pass(model, door, batch, scored_BC, **arguments)
+    assert door.is_active and ours.figures.tokens, door.describe()
+    values = torch.stack([ours.logps_BC, ours.entropies_BC], -1)
     # Rounding of float32 in sums of this length.
-    torch.testing.assert_close(ours, torch.where(real[:, :, None], stock, 0.0), atol=2e-5, rtol=1e-5)
-    (ours * weight).sum().backward()
+    torch.testing.assert_close(values, torch.where(real[:, :, None], stock, 0.0), atol=2e-5, rtol=1e-5)
+    (values * weight).sum().backward()
     assert_equal_gradients(gradients(model), reference, tolerance=2e-5)
-    return figures
+    return ours.figures
 
 
 def gradients(model) -> list[torch.Tensor]:

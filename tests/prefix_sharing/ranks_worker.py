@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from tests.prefix_sharing import helpers, test_images
 from tests.prefix_sharing.helpers import (
@@ -25,7 +26,6 @@ from tests.prefix_sharing.helpers import (
     with_stock_head,
 )
 from trl_fsdp_qlora.prefix_sharing import cascade
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 
 def wrapped(wrapper, model):

@@ -14,13 +14,13 @@ from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image, ImageDraw
 from trl import GRPOTrainer
+from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import joined_images, split_pixel_values_by_grid
 from trl_fsdp_qlora.grpo.groups import micro_batches
 from trl_fsdp_qlora.prefix_sharing import images
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (
     _LINEAR,

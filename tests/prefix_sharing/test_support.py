@@ -56,7 +56,7 @@ def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
     assert_equal_gradients(results[1][1], results[0][1], tolerance=1e-6)
     lines = [record.getMessage() for record in caplog.records if record.name == sharing.__name__]
     assert len(lines) == 1 and REASONS[name] in lines[0], lines
-    assert REASONS[name] in trainer.prefix_sharing.describe()
+    assert REASONS[name] in trainer.door.describe()
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "gptj", "mistral_sliding", "a choice"])

@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
+from trl_fsdp_qlora.scoring.request import Kind
 
 from tests import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.rollout import engine as engines
-from trl_fsdp_qlora.scoring.request import Kind
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 # Such that some weights leave them and some do not.

@@ -13,12 +13,11 @@ from trl.data_utils import is_conversational
 
 from ..compat.trl import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, parse_response, rewards_of_rank, use_adapter
 from ..grpo.arguments import own_config
-from ..grpo.passes import loss_pass
+from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..recipe.stats import wilson_interval
 from ..rollout.completions import generate, over_ranks
 from ..rollout.dynamic_sampling import combine
-from ..scoring.request import Kind
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss
@@ -215,16 +214,18 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         logged.extend(advantage.tolist())
         return output
 
-    def _score(self, request, padded):
-        if request.kind is Kind.OLD:
+    def _score(self, stock, wanted, kind, arguments):
+        if kind == "old_policy":
             # TRL wants them for an importance ratio where a generation batch serves several optimizer steps. There is none here.
-            ids = request.input_ids
-            return torch.zeros(len(ids), request.logits_to_keep, device=ids.device), None, None
-        return super()._score(request, padded)
+            ids = arguments["input_ids"]
+            return torch.zeros(len(ids), arguments["logits_to_keep"], device=ids.device), None, None
+        return super()._score(stock, wanted, kind, arguments)
 
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
-        logps_BC, entropies_BC, aux_loss = self._score_completions(loss_pass(model, self.model.training), inputs)
+        logps_BC, entropies_BC, aux_loss = self._score_completions(
+            LossPass(model, image_keys=inputs.get("image_keys")), inputs
+        )
         given = (logps_BC, inputs[REFERENCE_LOGPS], mask_BC, inputs["advantages"])
         if self.args.objective == "advantage_weighted":
             loss, kl_BC = advantage_weighted_loss(*given, self.beta)

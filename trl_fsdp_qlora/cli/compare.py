@@ -81,7 +81,7 @@ def compare(words: list[str]) -> int:
     for phase in PHASES:
         seconds = [statistics.median(step.seconds[name, phase] for step in done) for name in (STOCK, OURS)]
         print(f"{phase}: {seconds[0]:.4f} s and {seconds[1]:.4f} s ({seconds[0] / seconds[1]:.2f}×)")
-    print(f"medians of {len(done)}, stock TRL first; {ours.prefix_sharing.describe()}")
+    print(f"medians of {len(done)}, stock TRL first; {ours.door.describe()}")
     half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
     half = half or any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
     equal, line = verdict(done, "half precision" if half else "float32")

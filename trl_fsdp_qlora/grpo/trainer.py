@@ -25,7 +25,6 @@ from ..compat.trl import (
 )
 from ..fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
-from ..prefix_sharing import PrefixSharing, position_limit
 from ..publishing.card import CardInfo, write_card, write_first_card
 from ..publishing.logits import record
 from ..rollout.adapter_sync import trl_starts_engine, warnings_for
@@ -43,9 +42,7 @@ from ..rollout.group_statistics import GroupStatistics
 from ..rollout.prompt_selection import PromptSelection
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
-from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.cpu_linear import fast_linears
-from ..scoring.request import Kind, PassRequest
 from ..telemetry.phases import PhaseTimer, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
 from ..telemetry.terminal import print_briefly
@@ -53,18 +50,18 @@ from ..telemetry.unscored import ScoredCompletions
 from .arguments import checked_arguments
 from .groups import EpochRepeatSampler, micro_batches
 from .mean_scaled import mean_scaled_advantages
-from .passes import loss_pass, padded_batch, padded_pass, rollout_pass
+from .scoring import LossPass, ScoringThroughTheDoor, padded_batch
 from .token_budget import TokenBudget, drop_missing
 
 logger = get_logger(__name__)
 
 
-class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
+class EfficientGRPOTrainer(ScoringThroughTheDoor, ShardedQLoRAMixin, GRPOTrainer):
     """Drop-in replacement of [`trl.GRPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     What differs is how, and who is asked for it:
 
-    - `prefix_sharing`: a prompt is computed once for all its completions, and padding not at all;
+    - [`ScoringThroughTheDoor`]: what rows have in common is computed once, and padding not at all;
     - `budget`: which tokens of a micro-batch are computed;
     - `rollout`: where completions come from;
     - [`ShardedQLoRAMixin`]: FSDP2 with a 4-bit base;
@@ -80,7 +77,6 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     _tag_names = ["trl", "grpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
 
     # What a trainer has that was built without `__init__`, as some tests of TRL do.
-    prefix_sharing = PrefixSharing("off")
     clock = PhaseTimer(torch.device("cpu"), "off")
     rollout = None
 
@@ -112,23 +108,9 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         self.scored_completions = ScoredCompletions(self.reward_func_names)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
-        policy = self.accelerator.unwrap_model(self.model)
-        columns = set(getattr(self.train_dataset, "column_names", None) or ())
-        self.prefix_sharing = PrefixSharing(
-            self.args.prefix_sharing,
-            temperature=self.temperature,
-            cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
-            autocast=self.accelerator.autocast,
-            entropy_gradient=self._entropy_bonus_enabled,
-            head_kernel=self.args.lm_head_kernel,
-            expects_images=bool({"image", "images"} & columns or self.tools or self.environments),
-        )
-        self.prefix_sharing.prepare("policy", policy)
-        if self.ref_model is not None:
-            self.prefix_sharing.prepare("reference", self.accelerator.unwrap_model(self.ref_model))
-        if line := too_long(self.args.max_completion_length, policy.config):
+        if line := too_long(self.args.max_completion_length, self.model.config):
             logger.warning(line)
-        self._keeps_columns = position_limit(policy) != float("inf")
+        self.open_doors(self._entropy_bonus_enabled)
         terms = self._entropy_bonus_enabled, self.aux_loss_enabled
         self.budget = TokenBudget(self.args, self.accelerator.process_index, *terms)
         tokenize = self._tokenize_prompts if self.environment_factories is None else None
@@ -157,7 +139,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can wait.
-        self.prefix_sharing.forget_images()
+        self.forget_images()
         weighs = self.vllm_importance_sampling_correction and not self._weighs_in_loss
         with self.clock.phase("prepare"), self.weights_gathered():
             others = {"vllm_importance_sampling_correction": weighs}
@@ -212,7 +194,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         return ScoredRows(rows, drawn, rewards_NK)
 
     def _generate(self, prompts):
-        with self.prefix_sharing.set_aside(), self.clock.phase("generate"):
+        with self.own_attention(), self.clock.phase("generate"):
             drawn = super()._generate(prompts)
         if self.rollout is not None:
             self._add_metrics(self.rollout.take_metrics())
@@ -276,14 +258,13 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
     # --- the loss, and the passes behind TRL's own signature ---------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
-        # TRL does nothing with `model` but hand it to `_get_per_token_logps_and_entropies`: the request travels as it.
         micro_step = self._step % self.args.gradient_accumulation_steps
         choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
-        request = loss_pass(model, self.model.training, image_keys=inputs.get("image_keys"))
+        wanted = LossPass(model, image_keys=inputs.get("image_keys"))
         if choice is None:
-            return super()._compute_loss(*self._weighed(request, inputs))
-        request = replace(request, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
-        loss = super()._compute_loss(*self._weighed(request, choice.inputs))
+            return super()._compute_loss(*self._weighed(wanted, inputs))
+        wanted = replace(wanted, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)
+        loss = super()._compute_loss(*self._weighed(wanted, choice.inputs))
         counts = self.accelerator.reduce(choice.counts, reduction="sum")  # on every rank, whatever it skipped
         self.telemetry.later(counts, self.budget.report(self._metrics["train"]))
         return loss
@@ -295,22 +276,22 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         every = self.args.steps_per_generation * self.num_iterations
         return self.use_vllm and self.args.gradient_accumulation_steps % every == 0 and whole
 
-    def _weighed(self, request: PassRequest, inputs):
+    def _weighed(self, wanted: LossPass, inputs):
         """The loss's arguments, with the pass made ahead and the engine's importance weights from its values."""
         if not self.use_vllm or SAMPLED_LOGPS not in inputs or OLD_LOGPS in inputs:
-            return request, inputs
+            return wanted, inputs
         inputs = dict(inputs)
-        return replace(request, values=self._score_completions(request, inputs, weigh=True)), inputs
+        return replace(wanted, values=self._score_completions(wanted, inputs, weigh=True)), inputs
 
-    def _score_completions(self, request: PassRequest, inputs, weigh=False):
+    def _score_completions(self, wanted: LossPass, inputs, weigh=False):
         """Log-probabilities, entropies and router loss of a micro-batch; with `weigh` it gets the engine's importance weights."""
-        more = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
-        values = self._get_per_token_logps_and_entropies(request, **padded_batch(inputs), **more)
+        options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
+        values = self._get_per_token_logps_and_entropies(wanted, **padded_batch(inputs), **options)
         if self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs:
             if weigh and self.vllm_importance_sampling_correction:
                 sampled = inputs[SAMPLED_LOGPS], sampled_mask(inputs)
                 inputs[IMPORTANCE_RATIO] = importance_weights(values[0], *sampled, self.args)
-            self._compare_with_engine(inputs, values[0], request.scored_BC)
+            self._compare_with_engine(inputs, values[0], wanted.scored_BC)
         return values
 
     def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
@@ -331,34 +312,6 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
             self.telemetry.later(figures, finish)
         else:
             finish(figures.tolist())
-
-    @wraps(GRPOTrainer._get_per_token_logps_and_entropies)
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        stock = super()._get_per_token_logps_and_entropies
-        request = rollout_pass(model, self.ref_model)
-        if request.values is not None:
-            return request.values
-        call = inspect.signature(stock).bind(model, *args, **kwargs).arguments
-        del call["model"]
-        return self._score(request.on(**call), partial(padded_pass, stock, whole_rows=self._keeps_columns))
-
-    def _score(self, request: PassRequest, padded):
-        """What `request` asks for, in TRL's three values; the pass is a phase itself where it is not part of one."""
-        is_phase = self.model.training and request.kind in (Kind.OLD, Kind.REFERENCE)
-        with self.clock.phase(f"{request.kind.value}_pass") if is_phase else nullcontext():
-            values, figures = self.prefix_sharing.log_probs(request, padded)
-        if figures and self.top_entropy_quantile < 1.0 and values[1] is not None:  # a quantile may fall on a tie
-            batch = request.input_ids, request.attention_mask, request.logits_to_keep
-            values = values[0], share_values(values[1], *batch), values[2]
-        if figures and request.scored_BC is None and values[1] is not None and request.logits_to_keep == 1:
-            values = values[0], fill_masked_rows(values[1], request.attention_mask[:, -1:]), values[2]
-        prefix = f"prefix_sharing/{'policy' if request.kind is Kind.POLICY else 'no_grad'}"
-        self._add_metrics({f"{prefix}/{name}": value for name, value in figures.items()})
-        return request.narrow(values)
-
-    def _add_metrics(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -456,8 +409,8 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         sync = "on" if self.sync.mode == "adapter" else "as stock TRL"
         in_16_bit = experts_in_16_bit(self.model)
         return [
-            self.prefix_sharing.feature(),
-            *self.budget.features(self.prefix_sharing.active()),
+            self.door.feature(),
+            *self.budget.features(self.door.is_active),
             groups,
             *self.rollout.features(self.model, self._generate_settings()),
             *([(sync, self.sync.describe())] if self.use_vllm else []),

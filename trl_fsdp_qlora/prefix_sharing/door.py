@@ -10,6 +10,7 @@ one line says why.
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import time
 import types
@@ -30,14 +31,14 @@ from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device
 from . import support
 from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
-from .dropout import other_dropout
-from .forest import Forest, grow, sort_by_prefix
-from .images import Images
-from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, lay_out, read_batch
+from .dropout import attention_reason, other_dropout, without_dropout
+from .forest import Forest, grow
+from .images import Images, fingerprints
+from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, lay_out, read_batch
 from .recurrent import SHORTEST, recurrent_layers
 from .recurrent import install as install_recurrent
 from .scope import checkpointed, computing, place
-from .self_check import reduced_over_ranks
+from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, reduced_over_ranks, rounding_unit
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ CHOICES = ("auto", "off", *BACKENDS)
 _ATTRIBUTE = "prompt_sharing"
 # Arguments of a forward that say nothing about its values, and those that do only if they are set.
 _NEUTRAL = {"use_cache", "return_dict"}
+_NOTHING_TO_COMPARE = "nothing to compare"
 # A layer spends about 24 h² operations on a token (projections and MLP) and 4 h on a query-key pair.
 _PAIRS_PER_TOKEN = 6.0
 
@@ -86,9 +88,7 @@ def share_prompts(
     Raises:
         PrefixSharingError: `attention` is not known, or it names a backend that cannot serve this model.
     """
-    open_door(
-        model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel
-    )
+    open_door(model, attention=attention, temperature=temperature, outputs=outputs, lm_head_kernel=lm_head_kernel)
     return model
 
 
@@ -101,13 +101,15 @@ def open_door(
     lm_head_kernel: str = "auto",
     entropy_gradient: bool = True,
     compares: bool = True,
+    expects_images: bool = False,
 ) -> "Door":
     """[`share_prompts`] for the trainers of this package.
 
     Args:
         entropy_gradient: somebody may ask for the entropy's gradient, which not every kernel has.
         compares: let the door compare its first pass with stock's by itself. A trainer that compares gradients, too, does
-            it with [`self_check.compare`].
+            it with [`Door.compare_with_stock`].
+        expects_images: prompts may have images, on some ranks earlier than on others.
     """
     if attention not in CHOICES:
         raise PrefixSharingError(f"prefix_sharing={attention!r} is not known; use one of {', '.join(CHOICES)}")
@@ -116,6 +118,7 @@ def open_door(
     if door is None:
         door = Door(base)
         setattr(base, _ATTRIBUTE, door)
+    door.expects_images = expects_images
     door.configure(model, attention, lm_head_kernel, entropy_gradient, compares)
     if attention != "off":
         door.hang(temperature, outputs)
@@ -146,12 +149,20 @@ class PassFigures:
     seconds: float = 0.0
     layer_calls: list[str] = field(default_factory=list)
 
-    def metrics(self) -> dict[str, float]:
+    def add(self, layout: PackedLayout) -> None:
+        """Count one more row."""
+        self.tokens += layout.tokens
+        self.padded_tokens += layout.shape[0] * layout.shape[1]
+        levels = np.bincount(layout.forest.levels, layout.forest.lengths).astype(int).tolist()
+        self.levels = [a + b for a, b in itertools.zip_longest(self.levels, levels, fillvalue=0)]
+        self.layer_calls += layout.layer_calls
+
+    def metrics(self, prefix: str) -> dict[str, float]:
         """By name: the fraction of tokens that was computed, seconds, and the share of layers of each backend."""
         calls = self.layer_calls
-        metrics = {f"layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
-        metrics["tokens_fraction"] = self.tokens / max(self.padded_tokens, 1)
-        metrics["seconds"] = self.seconds
+        metrics = {f"{prefix}/layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
+        metrics[f"{prefix}/tokens_fraction"] = self.tokens / max(self.padded_tokens, 1)
+        metrics[f"{prefix}/seconds"] = self.seconds
         return metrics
 
 
@@ -163,7 +174,7 @@ class Batch:
         input_ids, attention_mask, labels: `(B, L)`; the mask may be absent.
         vision: the model's further arguments, of images and per token.
         num_images: images of each row, if somebody counted them.
-        image_keys: what rows with the same images have in common, if somebody hashed them.
+        image_keys: `(B, 1)` numbers that rows with the same images have in common, if somebody hashed them.
         router_loss: the router loss of a mixture of experts is wanted.
         num_items: what the loss is divided by; the number of labels if absent.
     """
@@ -173,7 +184,7 @@ class Batch:
     labels: torch.Tensor
     vision: dict[str, Any] = field(default_factory=dict)
     num_images: list[int] | None = None
-    image_keys: list | None = None
+    image_keys: torch.Tensor | None = None
     router_loss: bool = False
     num_items: Any = None
 
@@ -181,22 +192,36 @@ class Batch:
     def has_images(self) -> bool:
         return any(name.startswith("pixel_values") for name in self.vision)
 
+    def arguments(self) -> dict[str, Any]:
+        """Of the call that it is."""
+        arguments = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
+        arguments.update(self.vision)
+        if self.router_loss:
+            arguments["output_router_logits"] = True
+        return arguments
+
     def rows(self, rows: np.ndarray) -> "Batch":
         """Some rows of it."""
         index = to_device(torch.from_numpy(rows), self.input_ids.device)
         picked = {
             name: None if x is None else x[index]
-            for name, x in (("attention_mask", self.attention_mask), ("labels", self.labels))
+            for name, x in vars(self).items()
+            if name in ("attention_mask", "labels", "image_keys")
         }
         vision = self.vision
         if vision:
             counted = vision if self.num_images is None else {**vision, "num_images": self.num_images}
             vision = rows_of_images(counted, rows)
-        keys = None if self.image_keys is None else [self.image_keys[row] for row in rows]
         num_images = vision.pop("num_images", None) if vision else None
-        return replace(
-            self, input_ids=self.input_ids[index], vision=vision, num_images=num_images, image_keys=keys, **picked
-        )
+        return replace(self, input_ids=self.input_ids[index], vision=vision, num_images=num_images, **picked)
+
+
+@dataclass
+class Rehearsal:
+    """A packed pass that is compared with stock's: layers note what they cannot compute, so that ranks meet in every collective."""
+
+    is_dense: bool
+    problems: list[str] = field(default_factory=list)
 
 
 class Door:
@@ -258,6 +283,7 @@ class Door:
         self.images, self.position_limit = Images(base), support.position_limit(base)
         self.takes_positions, self.stock_positions = support.takes_positions(base), support.stock_positions(base)
         self.sees_distances = support.sees_distances(base)
+        self.hidden_size = base.config.get_text_config().hidden_size
         for table in () if self.takes_positions else support.position_tables(base):
             place(table)
         self.parameters_of_forward = set(inspect.signature(type(base).forward).parameters)
@@ -295,6 +321,16 @@ class Door:
             return f"prefix sharing: {self.reason}"
         return "; ".join(filter(None, [f"prefix sharing: {self.attention}", other_dropout(self.base)]))
 
+    def feature(self) -> tuple[str, str]:
+        """Heading and line of the start-up block, see `EfficientGRPOTrainer.features`."""
+        heading = "on" if self.is_active else "off" if self.attention == "off" else "as stock TRL"
+        return heading, self.describe()
+
+    def forget_images(self) -> None:
+        """Give the memory of kept image features back."""
+        if self._is_prepared:
+            self.images.features.clear()
+
     def set_aside(self) -> contextlib.AbstractContextManager:
         """The model's own attention implementation inside, as generation expects it."""
         return set_aside(self.base) if self._is_prepared else contextlib.nullcontext()
@@ -317,28 +353,152 @@ class Door:
         """Log once why something runs as in stock TRL; if a backend was named, that is an error."""
         line = f"{what} runs padded as in stock TRL: {reason}"
         if self.attention != "auto":
-            raise PrefixSharingError(f"prefix_sharing={self.attention!r}: {line}; use prefix_sharing='auto' to allow that")
+            raise PrefixSharingError(
+                f"prefix_sharing={self.attention!r}: {line}; use prefix_sharing='auto' to allow that"
+            )
         if line not in self._logged:
             self._logged.add(line)
             logger.warning("%s.", line)
 
+    # --- once for each kind of pass: is it stock's? -----------------------------------------------------------------
+
+    def compare_with_stock(self, model: nn.Module, batch: Batch, autocast=contextlib.nullcontext) -> None:
+        """Before the first pass of a kind (with gradients, with images): compute a few rows both ways, see [`self_check`].
+
+        A collective: every rank has to call it in front of every pass. If the two differ, passes run as in stock TRL.
+
+        Args:
+            model: the root module, wrappers included.
+            batch: what is about to be scored.
+            autocast: context manager factory that the forward runs in.
+        """
+        if not self.is_active:
+            return
+        device, gradients = batch.input_ids.device, compares_gradients(model)
+        with_images = batch.has_images and self.images.reason is None
+        if self.expects_images and self.images.reason is None and (gradients, True) not in self.checked:
+            # The first come to some ranks earlier than to others.
+            with_images = bool(reduced_over_ranks([int(with_images)], device)[0])
+        if (gradients, with_images) in self.checked:
+            return
+        if with_images:
+            self.images.share(batch)
+
+        def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
+            with autocast():
+                return model(**arguments, fused_lm_head=True, **of_the_door).log_probs
+
+        with autocast():
+            unit = rounding_unit(self.base, device)
+        problem = self._compare(model, forward, batch, unit)
+        if problem == _NOTHING_TO_COMPARE:
+            return
+        if problem is None:
+            self.checked.update(itertools.product({False, gradients}, {False, with_images}))
+        elif with_images and self.attention == "auto":  # text may do
+            self.images.reason = problem
+        else:
+            self.give_up(problem)
+
+    def _compare_first_batch(self, stock, batch: Batch) -> None:
+        """The same from inside the forward, for trainers that know nothing of the door: values alone."""
+        self.checked.add((False, batch.has_images))  # the passes below come here, too
+        through = _through_the_door(self.base, stock)
+
+        def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
+            return through(self.base, fused_lm_head=True, **arguments, **of_the_door).log_probs
+
+        with torch.no_grad():
+            unit = rounding_unit(self.base, batch.input_ids.device)
+            problem = self._compare(self.base, forward, batch, unit)
+        if problem == _NOTHING_TO_COMPARE:
+            self.checked.clear()
+        elif problem is not None:
+            self.give_up(problem)
+
+    def _compare(self, model: nn.Module, forward, batch: Batch, unit: float) -> str | None:
+        """What is wrong with packed passes over a few rows of a batch; `None` for nothing."""
+        few = replace(batch.rows(sampled_rows(batch, ROWS_HALF if unit else ROWS_FP32)), router_loss=False)
+        try:
+            sequences = self._read(few)
+        except UnpackableBatch as error:
+            sequences = None
+            self._log("A batch", str(error))
+        is_readable = sequences is not None and sequences.scored_BL.any()
+        if not any(reduced_over_ranks([int(is_readable)], few.input_ids.device)):
+            return _NOTHING_TO_COMPARE
+        of_images = {"num_images": few.num_images, "image_keys": few.image_keys}
+
+        def packed(is_dense: bool) -> torch.Tensor:
+            rehearsal = Rehearsal(is_dense)
+            values = forward(few.arguments(), rehearsal=rehearsal, **of_images)
+            if not is_readable:  # a padded pass, for the ranks that meet in it
+                return values
+            calls = len(self.figures.layer_calls)
+            if not calls or calls % self.layers:  # differential attention calls its function twice a layer
+                rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.layers}")
+            if rehearsal.problems:
+                raise UnsupportedAttention(rehearsal.problems[0])
+            return values
+
+        def padded(row: int) -> torch.Tensor:
+            with self.closed():
+                return forward(few.rows(np.array([row])).arguments())
+
+        rows = [functools.partial(padded, row) for row in range(len(few.input_ids))]
+        scored = few.labels[:, 1:] != IGNORED_LABEL
+        embeddings = self.base.get_input_embeddings()
+        problem = attention_reason(self.base)  # somebody may have set dropout since
+        with without_dropout(model), self.images.in_every_forward():
+            for is_dense in (False, True)[: 1 + self.can_be_dense]:
+                pass_of_rows = functools.partial(packed, is_dense)
+                problem = problem or compare(model, pass_of_rows, rows, scored, embeddings, unit)
+        return problem
+
     # --- a pass: read, lay out, run, score, scatter -----------------------------------------------------------------
 
     def score(self, stock, arguments: dict[str, Any]) -> FusedCausalLMOutput:
-        """What `stock`, the fused forward behind the door, gives for `arguments`, with equal beginnings computed once."""
+        """What `stock`, the fused forward behind the door, gives for `arguments`, with equal beginnings computed once.
+
+        Next to the model's own arguments it takes
+
+        - `num_images`, `image_keys`: images of each row, and what rows with the same images have in common, if known;
+        - `tokens_per_pass`: in passes of no more tokens than this. Ranks exchange how many passes they need.
+        - `rehearsal`: of [`compare_with_stock`].
+        """
         start = time.perf_counter()
         tokens_per_pass = arguments.pop("tokens_per_pass", None)
-        num_images, image_keys = arguments.pop("num_images", None), arguments.pop("image_keys", None)
-        try:
-            if self.is_aside or not self.is_active:
-                raise UnpackableBatch("")
-            batch = self._batch(arguments, num_images, image_keys)
-            sequences = self._read(batch)
-        except UnpackableBatch as error:
-            if str(error):
+        rehearsal = arguments.pop("rehearsal", None)
+        of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
+        batch = sequences = None
+        if self.is_active and not self.is_aside:
+            try:
+                batch = self._batch(arguments, **of_images)
+                sequences = self._read(batch)
+                self._check_pairs(batch, sequences)
+            except UnpackableBatch as error:
+                sequences = None
                 self._log("A batch", str(error))
+        self.figures = PassFigures()
+        if tokens_per_pass is None and sequences is None:
             return stock(fused_lm_head=True, **arguments)
-        layout = self._lay_out(batch, sequences)
+        if self.compares and rehearsal is None and not self.checked:
+            self._compare_first_batch(stock, batch)
+            if not self.is_active:
+                return stock(fused_lm_head=True, **arguments)
+            self.figures = PassFigures()
+        if tokens_per_pass is None:
+            output = self._score_rows(batch, sequences, rehearsal)
+        else:
+            output = self._score_in_passes(stock, arguments, batch, sequences, tokens_per_pass)
+        self.figures.seconds = time.perf_counter() - start
+        return output
+
+    def _score_rows(
+        self, batch: "Batch", sequences: Sequences, rehearsal: "Rehearsal | None" = None
+    ) -> FusedCausalLMOutput:
+        """One packed pass."""
+        layout = self._lay_out(batch, sequences, rehearsal)
         hidden, router_logits = self._run(batch, layout, sequences)
         values = score_with_head(
             self.base,
@@ -349,14 +509,45 @@ class Door:
             self.lm_head_kernel,
         )
         values = {name: None if x is None else layout.scatter(x) for name, x in values.items()}
-        self.figures = PassFigures(
-            layout.tokens,
-            batch.input_ids.numel(),
-            np.bincount(layout.forest.levels, layout.forest.lengths).astype(int).tolist(),
-            time.perf_counter() - start,
-            layout.layer_calls,
-        )
+        self.figures.add(layout)
         return self._output(batch, layout, values, router_logits)
+
+    def _score_in_passes(self, stock, arguments, batch, sequences, tokens_per_pass: int) -> FusedCausalLMOutput:
+        """As many packed passes as the rank that needs most; stock's, of as many rows as fit, if one rank cannot pack."""
+        device, (rows, width) = arguments["input_ids"].device, arguments["input_ids"].shape
+        cuts = [] if sequences is None else cut_rows(sequences, tokens_per_pass)
+        most, cannot = reduced_over_ranks([len(cuts), int(sequences is None)], device)
+        outputs = []
+        if cannot:
+            batch = batch or self._batch(arguments, None, None)
+            at_once = max(1, tokens_per_pass // width)
+            cuts = [np.arange(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
+            for cut in cuts:
+                few = batch.rows(cut)
+                outputs.append(stock(fused_lm_head=True, **few.arguments()))
+        else:
+            for cut in cuts:
+                outputs.append(self._score_rows(batch.rows(cut), sequences.rows(cut)))
+            nothing = np.array([0])
+            for _ in range(int(most) - len(cuts)):  # other ranks meet in them
+                few = batch.rows(nothing)
+                few.labels = torch.full_like(few.labels, IGNORED_LABEL)
+                unscored = sequences.rows(nothing)
+                unscored.scored_BL = np.zeros_like(unscored.scored_BL)
+                self._score_rows(few, unscored)
+        order = to_device(torch.from_numpy(np.argsort(np.concatenate(cuts))), device)
+        fields = {
+            name: None if getattr(outputs[0], name) is None else torch.cat([getattr(x, name) for x in outputs])[order]
+            for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+        }
+        count = fields["label_mask"].sum().clamp(min=1) if batch.num_items is None else batch.num_items
+        return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / count, **fields)
+
+    def _check_pairs(self, batch: "Batch", sequences: Sequences) -> None:
+        """Attention of a model's own computes all pairs of a packed row: not more than stock does."""
+        rows, width = batch.input_ids.shape
+        if self.dense and not self.dense.pays(self._grow(batch, sequences).tokens, rows, width):
+            raise UnpackableBatch("a mask of all pairs of the packed row would be larger than stock's")
 
     def _batch(self, arguments: dict[str, Any], num_images, image_keys) -> Batch:
         """A call's arguments by their meaning; those that are not known have to be left to stock."""
@@ -383,27 +574,39 @@ class Door:
             raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.position_limit}")
         if batch.has_images and self.images.reason is not None:
             raise UnpackableBatch(self.images.reason)
-        sequences = read_batch(batch.input_ids, batch.attention_mask, batch.labels)
         if batch.has_images:
-            self.images.mark(batch, sequences)
+            if batch.num_images is None:
+                batch.num_images = self.images.count(batch)
+            if batch.image_keys is None:
+                batch.image_keys = fingerprints({**batch.vision, "num_images": batch.num_images})
+        sequences = read_batch(batch.input_ids, batch.attention_mask, batch.labels, batch.image_keys)
+        if batch.has_images:
+            self.images.mark(sequences)
         if not self.sees_distances:
             # Rows in other columns have other positions.
             sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
         return sequences
 
-    def _grow(self, batch: Batch, sequences: Sequences) -> Forest:
+    def _grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
         lengths_B = sequences.lengths_B if batch.router_loss else sequences.needed_B
         if not lengths_B.any():  # one token, connected to the model, so that every rank meets every other
             lengths_B = (np.arange(len(lengths_B)) == 0).astype(int)
-        nests = can_nest(self.base, self.attention) and not (self.recurrent or self.dense or batch.has_images)
-        pairs_per_token = _PAIRS_PER_TOKEN * self.base.config.get_text_config().hidden_size if nests else None
+        pairs_per_token = None
+        if self.can_be_dense and not batch.has_images:
+            pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.hidden_size
         min_length = SHORTEST if self.recurrent else 1
         return grow(sequences.tokens_BL, lengths_B, sequences.spans_B2, True, min_length, pairs_per_token)
 
-    def _lay_out(self, batch: Batch, sequences: Sequences) -> PackedLayout:
-        forest = self._grow(batch, sequences)
+    @property
+    def can_be_dense(self) -> bool:
+        """Whether prefixes of completions can be computed once under a dense mask; a state is not kept at every token."""
+        return can_nest(self.base, self.attention) and not (self.recurrent or self.dense)
+
+    def _lay_out(self, batch: Batch, sequences: Sequences, rehearsal: "Rehearsal | None") -> PackedLayout:
+        forest = self._grow(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
         layout = lay_out(batch.input_ids, batch.labels, sequences, forest)
         layout.backend = self.attention
+        layout.problems = None if rehearsal is None else rehearsal.problems
         if self.stock_positions is not None:
             mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
             layout.position_ids = layout.take(self.stock_positions(batch.input_ids, mask))
@@ -422,7 +625,7 @@ class Door:
             arguments.update(self.images.arguments(batch, layout, sequences))
         if batch.router_loss:
             arguments["output_router_logits"] = True
-        with computing(layout, self.recomputed or ()):
+        with computing(layout, self.recomputed or ()), self.images.in_every_forward():
             outputs = self.base.base_model(**arguments)
         layout.is_computed = True
         return outputs.last_hidden_state, getattr(outputs, "router_logits", None)
@@ -440,6 +643,18 @@ class Door:
             aux_loss = load_balancing_loss_func(router_logits, *experts, layout.multiplicity_1T)
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **values)
+
+
+def sampled_rows(batch: Batch, count: int) -> np.ndarray:
+    """So many rows, half of them the first (with images, if any) and half the last ones: neighbours mostly share a prompt.
+
+    Of a smaller batch the last row is taken again, so that ranks have equally many.
+    """
+    rows = list(range(len(batch.input_ids)))
+    rows += rows[-1:] * (count - len(rows))
+    first = next((row for row, images in enumerate(batch.num_images or ()) if images), 0)
+    first = min(first, len(rows) - count)
+    return np.array(rows[first : first + count // 2] + rows[-(count // 2) :])
 
 
 def _through_the_door(base: PreTrainedModel, stock):

@@ -14,6 +14,7 @@ ancestor are neighbours and come in the order in which these ancestors lie in th
 most one run of tokens in each stretch.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ class Forest:
         kinds = np.stack([self.is_leaf, self.levels])
         borders = 1 + np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(0))
         edges = [0, *borders.tolist(), self.segments]
-        return [slice(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+        return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
     def ancestors_at(self, level: int) -> np.ndarray:
         """Each segment's ancestor at a level, itself if it is there; -1 for segments above it."""
@@ -313,7 +314,15 @@ def _segments(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: t
         columns = slice(depths[piece], depths[piece] + segment_lengths[piece])
         place_BL[rows[first[piece] : last[piece] + 1], columns] = tokens
     return Forest(
-        starts, segment_lengths[order], depths[order], parents, levels[order], is_leaf[order], source[order], trees, place_BL
+        starts,
+        segment_lengths[order],
+        depths[order],
+        parents,
+        levels[order],
+        is_leaf[order],
+        source[order],
+        trees,
+        place_BL,
     )
 
 

@@ -9,7 +9,6 @@ Rows share a prompt where tokens *and pixels* agree: "How many are red?" is aske
 image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
 """
 
-import hashlib
 import inspect
 import zlib
 from collections.abc import Iterator, Mapping
@@ -84,21 +83,6 @@ def _line_hashes(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([_scrambled(part.to(torch.int64) + place).sum(1) for part in parts])
 
 
-def content_keys(vision: dict[str, Any]) -> list[bytes]:
-    """What rows with the same pixels, cut in the same way, have in common, and no other rows; `vision` has `num_images`."""
-    apart = split_pixel_values_by_grid(vision)
-    names = [name for name in PER_IMAGE if name in apart]
-    keys = []
-    for row in range(len(apart["pixel_values"])):
-        digest = hashlib.blake2b(digest_size=16)
-        for name in names:
-            pixels = apart[name][row].detach().contiguous().cpu()
-            digest.update(repr((name, tuple(pixels.shape), pixels.dtype)).encode())
-            digest.update(pixels.flatten().view(torch.uint8).numpy())
-        keys.append(digest.digest())
-    return keys
-
-
 def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
     """Rows of the batch whose images the packed row holds, in its order."""
     forest, rows = layout.forest, []
@@ -147,7 +131,7 @@ class Images:
         tower = (p for p in self.model.parameters() if id(p) not in others)  # FSDP2 puts others in their place
         return any(p.requires_grad or isinstance(p, DTensor) or hasattr(p, "ds_id") for p in tower)
 
-    def mark(self, batch, sequences: Sequences) -> None:
+    def mark(self, sequences: Sequences) -> None:
         """Give tokens that stand for other images other numbers, so that they are never taken for equal ones.
 
         All images of a row stand in one segment, or their pixels could not be given to the model in the order of the row.
@@ -157,26 +141,27 @@ class Images:
         """
         is_image_BL = sequences.tokens_BL == self.token
         counts_B = is_image_BL.sum(1)
-        if batch.num_images is None:
-            batch.num_images = self._count_images(batch, counts_B)
-        if batch.image_keys is None:
-            batch.image_keys = content_keys({**batch.vision, "num_images": batch.num_images})
         width = is_image_BL.shape[1]
         has_images_B = counts_B > 0
         first_B = np.where(has_images_B, is_image_BL.argmax(1), 0)
         last_B = np.where(has_images_B, width - 1 - is_image_BL[:, ::-1].argmax(1), -1)
         if (last_B >= np.where(sequences.needed_B > 0, sequences.needed_B, width)).any():
             raise UnpackableBatch("an image stands behind the last label of its row")
-        numbers = {key: -2 - i for i, key in enumerate(dict.fromkeys(batch.image_keys))}
-        number_B = np.array([numbers[key] for key in batch.image_keys])
+        _, number_B = np.unique(sequences.image_keys_B, return_inverse=True)
+        number_B = -2 - number_B
         sequences.tokens_BL = np.where(is_image_BL, number_B[:, None], sequences.tokens_BL)
         sequences.spans_B2 = np.stack([first_B, last_B], axis=1)
         if hasattr(self.model, _MASKS):
             # The mask of an image is made for roots alone: nothing is shared with rows that have other images.
             sequences.tokens_BL[:, 0] += (-number_B) << 32
 
-    def _count_images(self, batch, tokens_B: np.ndarray) -> list[int]:
-        """How many images each row has, worked out from how many tokens stand for images."""
+    def count(self, batch) -> list[int]:
+        """How many images each row of a batch has, worked out from how many of its tokens stand for images.
+
+        Raises:
+            UnpackableBatch: that does not say it.
+        """
+        tokens_B = (batch.input_ids == self.token).sum(1).cpu().numpy()
         grids = batch.vision.get("image_grid_thw")
         if grids is not None:
             merge = getattr(self.model.config.vision_config, "spatial_merge_size", 1)
@@ -210,7 +195,7 @@ class Images:
         rows = [row for row in image_rows(layout, sequences) if batch.num_images[row]]
         if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
             if rows:
-                keys = [batch.image_keys[row] for row in rows]
+                keys = sequences.image_keys_B[rows].tolist()
                 arguments["mm_encoder_outputs"] = self._encoded(vision, rows, keys)
         elif rows:
             chosen = rows_of_images(vision, rows)
@@ -228,7 +213,9 @@ class Images:
         first_B, last_B = sequences.spans_B2.T
         segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
         rows_with_images = np.flatnonzero((last_B >= 0) & (forest.place_BL[np.arange(len(last_B)), first_B] >= 0))
-        head_B = np.arange(len(last_B))  # the row whose positions another one takes up to its first token behind the images
+        head_B = np.arange(
+            len(last_B)
+        )  # the row whose positions another one takes up to its first token behind the images
         for row in rows_with_images.tolist():
             segment = segment_T[forest.place_BL[row, first_B[row]]]
             head_B[row] = forest.source[segment]

@@ -9,13 +9,13 @@ if the model sees positions only by their differences ([`support.sees_distances`
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from ..scoring.transfer import to_device
-from .forest import Forest
+from .forest import Forest, sort_by_prefix
 
 IGNORED_LABEL = -100
 
@@ -33,6 +33,7 @@ class Sequences:
         offsets_B, lengths_B: column of the first real token, and number of tokens.
         scored_BL: tokens that have a label.
         width: columns of the padded batch.
+        image_keys_B: what rows with the same images have in common; `None` for a batch without images.
         spans_B2: first and last token that stands for an image, (0, -1) for none; `None` for a batch without images.
     """
 
@@ -41,6 +42,7 @@ class Sequences:
     lengths_B: np.ndarray
     scored_BL: np.ndarray
     width: int
+    image_keys_B: np.ndarray | None = None
     spans_B2: np.ndarray | None = None
 
     @property
@@ -51,15 +53,21 @@ class Sequences:
 
     def rows(self, rows: np.ndarray) -> "Sequences":
         """Some rows of it."""
-        parts = self.tokens_BL[rows], self.offsets_B[rows], self.lengths_B[rows], self.scored_BL[rows]
-        return Sequences(*parts, self.width, None if self.spans_B2 is None else self.spans_B2[rows])
+        parts = {name: x[rows] for name, x in vars(self).items() if isinstance(x, np.ndarray)}
+        return replace(self, **parts)
 
 
-def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> Sequences:
+def read_batch(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    labels: torch.Tensor,
+    image_keys_B1: torch.Tensor | None = None,
+) -> Sequences:
     """Copy a batch to the host, in one transfer.
 
     Args:
         input_ids, attention_mask, labels: `(B, L)`; a label in column t is predicted from what stands in front of it.
+        image_keys_B1: int64 numbers that rows with the same images have in common.
 
     Raises:
         UnpackableBatch: a mask has holes, or a label has no token of its row in front of it.
@@ -69,7 +77,12 @@ def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, lab
     code = input_ids.long() * 2 + is_scored
     if attention_mask is not None:
         code = torch.where(attention_mask.bool(), code, -1 - is_scored.long())
+    if image_keys_B1 is not None:
+        code = torch.cat([code, image_keys_B1.to(code.device)], dim=1)
     host = code.cpu().numpy()
+    image_keys_B = None
+    if image_keys_B1 is not None:
+        host, image_keys_B = host[:, :-1], host[:, -1]
     if (host == -2).any():
         raise UnpackableBatch("a label stands where the attention mask has no token")
     is_token, width = host >= 0, host.shape[1]
@@ -85,7 +98,34 @@ def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, lab
     scored_BL = is_inside & (host % 2 == 1)
     if scored_BL[:, 0].any():
         raise UnpackableBatch("a row begins with a label, which no token of it predicts")
-    return Sequences(np.where(is_inside, host // 2, -1), offsets_B, lengths_B, scored_BL, width)
+    return Sequences(np.where(is_inside, host // 2, -1), offsets_B, lengths_B, scored_BL, width, image_keys_B)
+
+
+def cut_rows(sequences: Sequences, tokens_per_pass: int) -> list[np.ndarray]:
+    """Rows in sets whose packed tokens stay within a limit (a row that is longer stands alone), cut where they share least.
+
+    Rows without a label are in the first set.
+    """
+    needed_B = sequences.needed_B
+    kept = np.flatnonzero(needed_B)
+    if not len(kept):
+        return [np.arange(len(needed_B))]
+    order, common = sort_by_prefix(sequences.tokens_BL[kept], needed_B[kept])
+    rows, common = kept[order], np.concatenate([[0], common])
+    added = needed_B[rows] - common  # tokens beyond what a row has in common with the one before
+    cuts, first, used = [], 0, 0
+    for i, row in enumerate(rows):
+        if i > first and used + added[i] > tokens_per_pass:
+            # In the second half of a set, the latest border at which least is shared.
+            half = first + 1 + (i - first) // 2
+            border = max(range(half, i + 1), key=lambda j: (-common[j], j))
+            cuts.append(rows[first:border])
+            first = border
+            used = needed_B[rows[border]] + added[border + 1 : i].sum() if border < i else 0
+        used += added[i] if i > first else needed_B[row]
+    cuts.append(rows[first:])
+    cuts[0] = np.concatenate([np.flatnonzero(needed_B == 0), cuts[0]])
+    return cuts
 
 
 @dataclass(eq=False)

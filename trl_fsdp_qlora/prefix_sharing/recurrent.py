@@ -156,7 +156,9 @@ def _compute(forward, tokens: dict, takes_cache: str, layout: PackedLayout, whol
     for batch in batches:
         if batch.run is not None:
             start, count, length = batch.run
-            inputs = {n: x[0].narrow(0, start, count * length).unflatten(0, (count, length)) for n, x in tokens.items()}
+            inputs = {
+                n: x[0].narrow(0, start, count * length).unflatten(0, (count, length)) for n, x in tokens.items()
+            }
         else:
             flat = batch.index.flatten()
             inputs = {n: x[0].index_select(0, flat).unflatten(0, batch.index.shape) for n, x in tokens.items()}

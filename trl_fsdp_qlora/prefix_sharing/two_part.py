@@ -7,6 +7,8 @@ ancestors' keys and values per segment, of what a window sees at most, kept for 
 (ancestors + longest segment).
 """
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -96,7 +98,7 @@ def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[tupl
                 continue
             parents = forest.parents[stretch]
             borders = [0, *(1 + np.flatnonzero(np.diff(parents))).tolist(), len(parents)]
-            for first, last in zip(borders[:-1], borders[1:], strict=True):
+            for first, last in itertools.pairwise(borders):
                 ancestors = forest.path(stretch.start + first)
                 path = [(int(forest.starts[a]), int(forest.lengths[a])) for a in ancestors]
                 for batch in padded_batches(starts[first:last], lengths[first:last], layout.tokens):

@@ -21,7 +21,7 @@ from trl import ModelConfig, get_peft_config
 from ..checkpoints.checkpoints import resolve_resume
 from ..compat.transformers import model_class
 from ..errors import mistyped_path
-from ..prefix_sharing.sharing import CHOICES
+from ..prefix_sharing.door import CHOICES
 from ..run.input_checks import language_model_only, mistakes
 from .answers import extract_answer
 from .arguments import ConfigError, ScriptArguments

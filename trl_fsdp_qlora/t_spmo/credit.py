@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..prefix_sharing.nested import rows_behind_subtree, sort_by_prefix
+from ..prefix_sharing.forest import rows_behind_subtree, sort_by_prefix
 
 
 class Transitions(NamedTuple):

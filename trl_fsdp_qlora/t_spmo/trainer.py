@@ -3,7 +3,7 @@
 import torch
 
 from ..grpo.arguments import own_config
-from ..grpo.passes import loss_pass
+from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
 from ..rollout.dynamic_sampling import combine
 from .config import TSPMOConfig
@@ -35,7 +35,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def features(self) -> list[tuple[str, str]]:
         # GRPO's lines on skipping and selection do not apply here.
-        budget = self.budget.features(self.prefix_sharing.active())
+        budget = self.budget.features(self.door.is_active)
         found = [feature for feature in super().features() if feature not in budget]
         return [*found, ("on", f"T-SPMO: branching tokens only, objective {self.args.t_spmo_objective}")]
 
@@ -62,14 +62,14 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         credit_BC = inputs["advantages"]
-        request = loss_pass(model, self.model.training, scored_BC=credit_BC != 0, nested=True)
-        logps_BC, entropies_BC, aux_loss = self._score_completions(request, inputs)
+        wanted = LossPass(model, scored_BC=credit_BC != 0, image_keys=inputs.get("image_keys"))
+        logps_BC, entropies_BC, aux_loss = self._score_completions(wanted, inputs)
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
         # Mean over the groups of the optimizer step: rows of one group carry 1/|U| each and sum up to its objective.
         loss = -(credit_BC * value_BC).sum() * self._group_size / len(credit_BC)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
-        counts = torch.stack([inputs["completion_mask"].sum(), request.scored_BC.sum(), entropies_BC.sum()]).float()
+        counts = torch.stack([inputs["completion_mask"].sum(), wanted.scored_BC.sum(), entropies_BC.sum()]).float()
         counts = self.accelerator.reduce(counts.detach(), reduction="sum")
         metrics = self._metrics["train" if self.model.training else "eval"]
 

@@ -1,0 +1,166 @@
+"""How trainers that draw completions score them: TRL's passes go through the door, and each pass is on the clock."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat.peft import is_reference
+from ..prefix_sharing.door import Batch, Door, open_door
+from ..prefix_sharing.layout import IGNORED_LABEL
+from ..prefix_sharing.narrow import call_on_scored_rows
+from ..prefix_sharing.support import position_limit
+from ..scoring.contexts import share_values
+from ..scoring.token_selection import weight_gradient
+
+LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+# What TRL's pass takes of a batch next to ids and masks.
+OF_IMAGES = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
+    "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class LossPass:
+    """The policy as a loss hands it to TRL, which does nothing with it but score completions.
+
+    Attributes:
+        model: the root module, wrappers included.
+        scored_BC: completion tokens whose values are wanted (bool); all that the mask has if `None`. All others get zeros.
+            Who narrows the policy's tokens must also zero what they are compared with: `exp(0 - old)` overflows, and
+            infinity times a zero mask is not zero.
+        weight_BC: factor on the gradient of each log-probability; one if `None`.
+        image_keys: what tells the images of each row apart, if the batch was made with it.
+        values: of this very pass, if it was made ahead of the loss (its weights needed the log-probabilities).
+    """
+
+    model: nn.Module
+    scored_BC: torch.Tensor | None = None
+    weight_BC: torch.Tensor | None = None
+    image_keys: torch.Tensor | None = None
+    values: LogProbs | None = None
+
+
+class ScoringThroughTheDoor:
+    """Part of a trainer: `_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
+
+    Where a pass runs padded, rows and trailing columns without a label are left out. Old and reference passes are cut by the
+    tokens they compute instead of by rows.
+    """
+
+    # Of a trainer that was built without `__init__`, as some tests of TRL do.
+    door: Door | None = None
+    reference_door: Door | None = None
+
+    def open_doors(self, entropy_gradient: bool) -> None:
+        """Once the models are made. `entropy_gradient`: the loss has a term in the entropy."""
+        columns = set(getattr(self.train_dataset, "column_names", None) or ())
+        may_have_images = bool({"image", "images"} & columns or self.tools or getattr(self, "environments", None))
+        options = {
+            "attention": self.args.prefix_sharing,
+            "lm_head_kernel": self.args.lm_head_kernel,
+            "entropy_gradient": entropy_gradient,
+            "expects_images": may_have_images,
+            "compares": False,
+        }
+        policy = self.accelerator.unwrap_model(self.model)
+        self.door = open_door(policy, **options)
+        if self.ref_model is not None:
+            self.reference_door = open_door(self.accelerator.unwrap_model(self.ref_model), **options)
+        self._keeps_columns = position_limit(policy) != float("inf")
+
+    def own_attention(self):
+        """Inside, the policy has its own attention implementation, as generation expects it."""
+        return nullcontext() if self.door is None else self.door.set_aside()
+
+    def forget_images(self) -> None:
+        """Give the memory of the image features back, which were kept for the passes over one generation batch."""
+        for door in (self.door, self.reference_door):
+            if door is not None:
+                door.forget_images()
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs) -> LogProbs:
+        stock = super()._get_per_token_logps_and_entropies
+        if self.door is None:
+            return stock(model, *args, **kwargs)
+        wanted = model if isinstance(model, LossPass) else LossPass(model)
+        if wanted.values is not None:
+            return wanted.values
+        arguments = inspect.signature(stock).bind(model, *args, **kwargs).arguments
+        del arguments["model"]
+        if isinstance(model, LossPass):
+            kind = "policy" if self.model.training else "evaluation"
+        elif model is self.ref_model or is_reference(model):
+            kind = "reference"
+        else:
+            kind = "old_policy"
+        is_phase = self.model.training and kind in ("old_policy", "reference")
+        with self.clock.phase(f"{kind}_pass") if is_phase else nullcontext():
+            return self._score(stock, wanted, kind, arguments)
+
+    def _score(
+        self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
+    ) -> LogProbs:
+        """A pass of a kind: `stock` is TRL's, with its `arguments` but for the model."""
+        door = self.reference_door if wanted.model is self.ref_model and self.ref_model is not None else self.door
+        batch = _batch_of(arguments, wanted.image_keys)
+        door.compare_with_stock(wanted.model, batch, self.accelerator.autocast)
+        for_the_door = {}
+        rows, width = batch.input_ids.shape
+        batch_size = arguments.get("batch_size") or rows
+        if door.is_active and not (arguments.get("compute_aux_loss") and batch_size < rows):
+            for_the_door = {"num_images": batch.num_images, "image_keys": batch.image_keys}
+            if batch_size < rows:
+                arguments["batch_size"] = None
+                for_the_door["tokens_per_pass"] = batch_size * width
+
+        def call(**model_arguments):
+            if wanted.scored_BC is not None:
+                of_completions = model_arguments["labels"][:, -wanted.scored_BC.shape[1] :]
+                of_completions.masked_fill_(~wanted.scored_BC, IGNORED_LABEL)
+                if not door.is_active:
+                    return call_on_scored_rows(wanted.model, model_arguments, self._keeps_columns)
+            return wanted.model(**model_arguments, **for_the_door)
+
+        # TRL leaves values where the LM head is: on the last device of a model that is split over several, on the host where
+        # FSDP2 offloads it.
+        values = (None if x is None else x.to(batch.input_ids.device) for x in stock(call, **arguments))
+        logps_BC, entropies_BC, aux_loss = values
+        if door.is_active and door.figures.tokens:
+            self._add_metrics(door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}"))
+            if self.top_entropy_quantile < 1.0 and entropies_BC is not None:  # a quantile may fall on a tie
+                entropies_BC = share_values(
+                    entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"]
+                )
+        if wanted.weight_BC is not None:
+            logps_BC = weight_gradient(logps_BC, wanted.weight_BC)
+        return logps_BC, entropies_BC, aux_loss
+
+    def _add_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+
+def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch as the arguments of `GRPOTrainer._get_per_token_logps_and_entropies`."""
+    return {
+        "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        "logits_to_keep": inputs["completion_ids"].size(1),
+        **{name: inputs[name] for name in OF_IMAGES if name in inputs},
+    }
+
+
+def _batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batch:
+    """The batch of a pass with all of its completion tokens labelled, from the arguments of TRL's method."""
+    input_ids, attention_mask = arguments["input_ids"], arguments["attention_mask"]
+    labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
+    labels[:, : -arguments["logits_to_keep"]] = IGNORED_LABEL
+    vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
+    num_images = vision.pop("num_images", None)
+    return Batch(input_ids, attention_mask, labels, vision, num_images, image_keys)

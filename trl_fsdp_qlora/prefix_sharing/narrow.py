@@ -1,0 +1,53 @@
+"""The padded pass without what nobody asks for: rows and trailing columns in which nothing is scored."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..compat.trl import FusedCausalLMOutput
+from ..scoring.transfer import to_device
+from .images import PER_IMAGE
+from .layout import IGNORED_LABEL
+
+
+def call_on_scored_rows(
+    model: Callable, arguments: dict[str, Any], keeps_columns: bool = False
+) -> FusedCausalLMOutput:
+    """`model(**arguments)`, a call of TRL's fused forward, on the part of the batch that has labels.
+
+    What is left keeps its columns, so its positions and, the model being causal, its values. One row always stays, so that
+    every rank meets every other in the forward. A router loss counts every row, and images belong to rows: nothing is cut then.
+
+    Args:
+        keeps_columns: keep all columns (rotary tables that depend on the longest position).
+
+    Returns:
+        The output's `log_probs` and `entropy`, of the whole batch, if something was cut; else the output.
+    """
+    labels = arguments["labels"]
+    rows, columns = labels.shape
+    if arguments.get("output_router_logits") or any(arguments.get(name) is not None for name in PER_IMAGE):
+        return model(**arguments)
+    is_scored = labels != IGNORED_LABEL
+    has_label = torch.cat([is_scored.any(1), is_scored.any(0)]).tolist()  # one transfer
+    kept_rows = [row for row, scored in enumerate(has_label[:rows]) if scored] or [0]
+    end = max((column + 1 for column, scored in enumerate(has_label[rows:]) if scored), default=2)
+    end = columns if keeps_columns else max(end, 2)
+    if len(kept_rows) == rows and end == columns:
+        return model(**arguments)
+    index = to_device(torch.tensor(kept_rows), labels.device)
+    cut = {
+        name: x[index, :end] if isinstance(x, torch.Tensor) and x.shape[:2] == labels.shape else x
+        for name, x in arguments.items()
+    }
+    output = model(**cut)
+
+    def whole(x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None:
+            return None
+        padded = F.pad(x, (0, columns - end)).to(labels.device)
+        return padded.new_zeros(rows, columns - 1).index_copy(0, index, padded)
+
+    return FusedCausalLMOutput(log_probs=whole(output.log_probs), entropy=whole(output.entropy))
