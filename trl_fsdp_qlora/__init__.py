@@ -22,6 +22,7 @@ _EXPORTS = {
     "EfficientGRPOTrainer": "grpo.trainer",
     "TSPMOConfig": "t_spmo.config",
     "TSPMOTrainer": "t_spmo.trainer",
+    "share_prompts": "prefix_sharing.door",
 }
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "TSPMOConfig",
     "TSPMOTrainer",
     "__version__",
+    "share_prompts",
 ]
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from .a_star_po.trainer import AStarPOTrainer
     from .grpo.config import EfficientGRPOConfig
     from .grpo.trainer import EfficientGRPOTrainer
+    from .prefix_sharing.door import share_prompts
     from .t_spmo.config import TSPMOConfig
     from .t_spmo.trainer import TSPMOTrainer
 
