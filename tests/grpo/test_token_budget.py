@@ -95,7 +95,9 @@ def test_what_is_not_scored_leaves_the_padded_batch(tmp_path, objective, monkeyp
     (rows, columns), *others = shapes
     prompt, whole = batch["prompt_ids"].shape[1], batch["completion_mask"].shape[1]
     assert rows == 2 and prompt < columns <= prompt + 4 and others == [(2, prompt + whole)]
-    monkeypatch.setattr("trl_fsdp_qlora.grpo.scoring.call_on_scored_rows", lambda model, arguments, keeps: model(**arguments))
+    monkeypatch.setattr(
+        "trl_fsdp_qlora.grpo.scoring.call_on_scored_rows", lambda model, arguments, keeps: model(**arguments)
+    )
     assert_close(got, loss_and_gradients(ours, batch))
     model = tiny_model()
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
