@@ -515,7 +515,9 @@ class Door:
     def _score_in_passes(self, stock, arguments, batch, sequences, tokens_per_pass: int) -> FusedCausalLMOutput:
         """As many packed passes as the rank that needs most; stock's, of as many rows as fit, if one rank cannot pack."""
         device, (rows, width) = arguments["input_ids"].device, arguments["input_ids"].shape
-        cuts = [] if sequences is None else cut_rows(sequences, tokens_per_pass)
+        cuts = []
+        if sequences is not None:
+            cuts = cut_rows(sequences, tokens_per_pass, lambda few: self._grow(batch, sequences.rows(few)).tokens)
         most, cannot = reduced_over_ranks([len(cuts), int(sequences is None)], device)
         outputs = []
         if cannot:

@@ -8,7 +8,7 @@ Positions are those that stock's forward gives: columns of the padded batch. Row
 if the model sees positions only by their differences ([`support.sees_distances`]). They then get the columns of one of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -101,10 +101,13 @@ def read_batch(
     return Sequences(np.where(is_inside, host // 2, -1), offsets_B, lengths_B, scored_BL, width, image_keys_B)
 
 
-def cut_rows(sequences: Sequences, tokens_per_pass: int) -> list[np.ndarray]:
+def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
     """Rows in sets whose packed tokens stay within a limit (a row that is longer stands alone), cut where they share least.
 
     Rows without a label are in the first set.
+
+    Args:
+        tokens_of: how many tokens a packed row of some rows has.
     """
     needed_B = sequences.needed_B
     kept = np.flatnonzero(needed_B)
@@ -113,17 +116,20 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int) -> list[np.ndarray]:
     order, common = sort_by_prefix(sequences.tokens_BL[kept], needed_B[kept])
     rows, common = kept[order], np.concatenate([[0], common])
     added = needed_B[rows] - common  # tokens beyond what a row has in common with the one before
-    cuts, first, used = [], 0, 0
-    for i, row in enumerate(rows):
-        if i > first and used + added[i] > tokens_per_pass:
+    cuts, first = [], 0
+    while first < len(rows):
+        # As many as fit if every equal beginning is computed once, ...
+        used = needed_B[rows[first]] + np.cumsum(added[first + 1 :])
+        last = first + 1 + int(np.searchsorted(used, tokens_per_pass, side="right"))
+        # ... less those that do not, since not every level is made.
+        while last > first + 1 and tokens_of(rows[first:last]) > tokens_per_pass:
+            last -= 1
+        if last < len(rows):
             # In the second half of a set, the latest border at which least is shared.
-            half = first + 1 + (i - first) // 2
-            border = max(range(half, i + 1), key=lambda j: (-common[j], j))
-            cuts.append(rows[first:border])
-            first = border
-            used = needed_B[rows[border]] + added[border + 1 : i].sum() if border < i else 0
-        used += added[i] if i > first else needed_B[row]
-    cuts.append(rows[first:])
+            half = first + 1 + (last - first) // 2
+            last = max(range(half, last + 1), key=lambda border: (-common[border], border))
+        cuts.append(rows[first:last])
+        first = last
     cuts[0] = np.concatenate([np.flatnonzero(needed_B == 0), cuts[0]])
     return cuts
 
