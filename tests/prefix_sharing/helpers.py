@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import transformers as tf
@@ -11,7 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
+from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.door import Batch, Door, PassFigures, causal_language_model, open_door
+from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout, lay_out, read_batch
 from trl_fsdp_qlora.recipe.answers import completion_text
 
 VOCABULARY = 67
@@ -177,10 +180,30 @@ def awkward_batch():
     return make_batch(PROMPT_LENGTHS, COMPLETION_LENGTHS)
 
 
-def stock_log_probs(model, ids, mask, completion=COMPLETION):
-    """TRL's own padded pass."""
+def completion_labels(ids, mask, completion=COMPLETION):
+    """Every real token of a completion is one."""
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-completion] = -100
+    return labels
+
+
+@contextmanager
+def every_level_made():
+    """Inside, a forest has every level that saves anything."""
+    with mock.patch.multiple(forest, MIN_SAVED_TOKENS=1, MIN_SAVED_FRACTION=0.0):
+        yield
+
+
+def pack(ids, mask, labels, is_whole=False, **grown) -> PackedLayout:
+    """The packed row of a batch, laid out without a model; with `is_whole` every token is in it."""
+    sequences = read_batch(ids, mask, labels)
+    lengths_B = sequences.lengths_B if is_whole else sequences.needed_B
+    return lay_out(ids, labels, sequences, forest.grow(sequences.tokens_BL, lengths_B, **grown))
+
+
+def stock_log_probs(model, ids, mask, completion=COMPLETION):
+    """TRL's own padded pass."""
+    labels = completion_labels(ids, mask, completion)
     outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
     return outputs.log_probs[:, -completion:], outputs.entropy[:, -completion:]
 
@@ -213,8 +236,7 @@ class Pass(NamedTuple):
 def one_pass(model, door, batch=None, scored_BC=None, **arguments) -> Pass:
     """A pass over a batch as a trainer makes it: compared with stock's where it is the first of its kind, then scored."""
     ids, mask = batch or awkward_batch()
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :-COMPLETION] = -100
+    labels = completion_labels(ids, mask)
     of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
     tokens_per_pass = {name: arguments.pop(name) for name in ("tokens_per_pass",) if name in arguments}
     whole = Batch(ids, mask, labels.clone(), arguments, **of_images)

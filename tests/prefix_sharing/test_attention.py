@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from trl_fsdp_qlora.prefix_sharing import attention, cascade, two_part
-from trl_fsdp_qlora.prefix_sharing.layout import pack
+from trl_fsdp_qlora.prefix_sharing import attention, cascade, recurrent, two_part
 
-from .helpers import make_batch
+from .helpers import completion_labels, every_level_made, make_batch, pack
 
 LAYOUTS = {
     "one ragged group": ([5] * 3, [3, 1, 2]),
@@ -21,25 +20,57 @@ LAYOUTS = {
 }
 
 
-def make_layout(name):
+# Rows as words: rows that begin alike share a segment. How many levels that makes.
+TREES = {
+    "a level that no row ends at": (["ABCDEF", "ABCDEG", "ABHIJK", "ABHIJL"], 3),
+    "five levels, ragged leaves": (["ABCDEFGHI", "ABCDEFGJ", "ABCDEFKLMNO", "ABCDPQ", "ABRSTUV", "XYZ", "XYWVUTS"], 5),
+    "prefixes of others, duplicates": (["ABC", "ABCDEF", "ABCDEF", "ABCDEFGH", "ABCDKL", "M"], 4),
+    "parents of unequal depth": (["ABCD", "ABCE", "ABFGHIJK", "ABFGHIJL", "MN", "MO"], 3),
+    "leaves beside inner segments": (["AB", "ACDE", "ACDF", "ACGHIJKL", "ACGHIJKM", "ACGHIN"], 5),
+}
+
+
+def of_words(words) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded rows of letters, with one more token behind each word that it is followed by."""
+    width = max(map(len, words)) + 1
+    ids, mask = torch.zeros(len(words), width, dtype=torch.long), torch.zeros(len(words), width, dtype=torch.long)
+    for row, word in enumerate(words):
+        ids[row, : len(word) + 1] = torch.tensor([*map(ord, word), 3])
+        mask[row, : len(word) + 1] = 1
+    return ids, mask
+
+
+def make_layout(name, device="cpu"):
+    if name in TREES:
+        words, levels = TREES[name]
+        ids, mask = of_words(words)
+        labels = torch.full_like(ids, -100)
+        last = mask.sum(1, keepdim=True) - 1
+        labels.scatter_(1, last, ids.gather(1, last))
+        with every_level_made():
+            layout = pack(ids.to(device), mask.to(device), labels.to(device))
+        assert layout.forest.levels.max() + 1 == levels
+        return layout
     prompts, completions = LAYOUTS[name]
     ids, mask = make_batch(prompts, completions, prompt=5, completion=3)
     if name == "equal prompts too":  # two prompts of one length: neighbours must not be taken for one group
         ids[2:, :5] = ids[2:, :5].flip(1)
-    return pack(ids, mask, 3)
+    labels = completion_labels(ids, mask, 3)
+    return pack(ids.to(device), mask.to(device), labels.to(device))
 
 
 def dense_mask(layout, window=None) -> torch.Tensor:
-    """Who may attend to whom, pair by pair: the oracle."""
-    owner = [s for s, n in enumerate(layout.lengths) for _ in range(n)]
-    family = [f for f, n in enumerate(layout.children_per_family) for _ in range(n)]
+    """Who may attend to whom, pair by pair, from where the tokens of each row are: the oracle."""
     allowed = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
-    for i, s in enumerate(owner):
-        parent = layout.num_singles + family[s - layout.num_roots] if s >= layout.num_roots else None
-        for j, t in enumerate(owner):
-            distance = int(layout.position_ids[0, i] - layout.position_ids[0, j])
-            allowed[i, j] = ((t == s and j <= i) or t == parent) and (window is None or distance < window)
+    for places in layout.forest.place_BL:
+        places = places[places >= 0]
+        for token, query in enumerate(places.tolist()):
+            first = 0 if window is None else max(token + 1 - window, 0)
+            allowed[query, places[first : token + 1]] = True
     return allowed
+
+
+EVERY = [*LAYOUTS, *TREES]
 
 
 class Call:
@@ -81,30 +112,28 @@ def assert_equals_dense_mask(call, exact, tolerance, backend=cascade):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_cascade_equals_dense_mask(name, kv_heads):
     leaves = [x.requires_grad_() for x in draw(make_layout(name), 4, kv_heads)]
     assert_equals_dense_mask(Call(*leaves, make_layout(name)), leaves, 1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3, 6])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 6])
+@pytest.mark.parametrize("name", EVERY)
 def test_two_part_equals_dense_mask(name, window):
     layout = make_layout(name)
     leaves = [x.requires_grad_() for x in draw(layout, 4, 2)]
     call = Call(*leaves, layout, window=window)
     assert_equals_dense_mask(call, leaves, 1e-12, two_part)
-    longest = max(layout.lengths)
-    assert max(call.keys_given) <= (2 * longest if window is None else longest + window - 1)
+    longest, deepest = layout.forest.lengths.max(), layout.forest.depths.max()
+    assert max(call.keys_given) <= (deepest + longest if window is None else longest + window - 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash kernels")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_cuda_kernels_equal_dense_mask(name):
-    prompts, completions = LAYOUTS[name]
-    ids, mask = make_batch(prompts, completions, prompt=5, completion=3)
-    layout = pack(ids.cuda(), mask.cuda(), 3)
+    layout = make_layout(name, "cuda")
     leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in draw(layout, 4, 2, size=32)]
     call = Call(*leaves, layout)
     assert cascade.refuses(call) is None
@@ -113,10 +142,11 @@ def test_cuda_kernels_equal_dense_mask(name):
 
 def test_cascade_merges_in_float32_in_half_precision():
     """Against float64 on the same bfloat16 numbers; with weights rounded to bfloat16 the error would be 0.0048."""
-    layout = pack(*make_batch([200] * 4, [9] * 4, prompt=200, completion=9), 9)
+    ids, mask = make_batch([200] * 4, [9] * 4, prompt=200, completion=9)
+    layout = pack(ids, mask, completion_labels(ids, mask, 9))
     torch.manual_seed(0)
     leaves = [torch.randn(1, layout.tokens, 4, 16).bfloat16().transpose(1, 2) for _ in range(3)]
-    tail = slice(layout.children_start, None)
+    tail = slice(200, None)
     exact = sdpa(*(x.double() for x in leaves), attn_mask=dense_mask(layout), scale=0.4).transpose(1, 2)
     out = cascade.attend(Call(*leaves, layout))
     assert (out.double() - exact)[:, tail].norm() < 0.0035 * exact[:, tail].norm()  # 0.0026
@@ -160,7 +190,7 @@ def dense_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, c
     return torch.einsum("hqk,khd->qhd", ds, wide_k), grad_k, grad_v
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_calls_for_cuda_equal_dense_mask(name, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", dense_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
@@ -180,15 +210,21 @@ def tensors(value):
 
 def test_layers_on_two_devices_get_tensors_of_their_own():
     """A model split over devices: the second device's layers must not be given what the first one's were."""
-    layout, nested = make_layout("ragged groups"), make_layout("nothing shared")
-    nested.end_T = torch.full((nested.tokens,), nested.tokens).numpy()
+    ids, mask = of_words(["ABC", "ABCDEFG", "ABCDEF", "ABH", "IJKL", "IJM", "ABHNOPQRSTUV", "ABHW"])
+    labels = ids.masked_fill(mask == 0, -100)
+    with every_level_made():
+        layout = pack(ids, mask, labels)
+    dense = pack(ids, mask, labels, pairs_per_token=float("inf"))
+    assert layout.forest.end_T is None and dense.forest.end_T is not None
     for device in (torch.device("cpu"), torch.device("meta")):
         call = SimpleNamespace(layout=layout, query=torch.empty(1, device=device), base="sdpa", window=2)
         derived = [
-            two_part._families(layout, device),
+            two_part._batches(layout, device),
             two_part._mask(call, 2, 4, call.query),
             cascade._varlen._calls(layout, device),
-            attention.tree_mask(SimpleNamespace(**vars(call) | {"layout": nested}), 0, 3),
+            recurrent._plan(layout, device, False),
+            recurrent._plan(layout, device, True),
+            attention.tree_mask(SimpleNamespace(**vars(call) | {"layout": dense}), 0, 3),
         ]
         for part in derived:
             found = tensors(part)

@@ -1,0 +1,367 @@
+"""The forest of a batch and the packed row made of it, against a reconstruction by brute force."""
+
+import itertools
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_fsdp_qlora.prefix_sharing import attention
+from trl_fsdp_qlora.prefix_sharing import door as doors
+from trl_fsdp_qlora.prefix_sharing.forest import grow
+from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch, cut_rows, read_batch
+
+from .helpers import (
+    PROMPT,
+    SUPPORTED,
+    assert_equals_stock,
+    awkward_batch,
+    build,
+    completion_labels,
+    every_level_made,
+    make_batch,
+    pack,
+    prepared,
+)
+
+ALWAYS = float("inf")
+LETTERS = 40  # token ids below
+
+
+class Rows(NamedTuple):
+    """A batch `(B, L)`, and what it was made from: the first real column of each row."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    labels: torch.Tensor
+    offsets: list[int]
+
+    def words(self) -> list[list[int]]:
+        return [row[kept.bool()].tolist() for row, kept in zip(self.ids, self.mask, strict=True)]
+
+    def scored(self) -> list[list[int]]:
+        """Of each row the tokens that are labels; what stands in the first column is predicted by nothing."""
+        return [
+            [t for t in range(len(word)) if o + t and self.labels[row, o + t] != -100]
+            for row, (o, word) in enumerate(zip(self.offsets, self.words(), strict=True))
+        ]
+
+    def needed(self) -> list[list[int]]:
+        """Of each row the tokens up to the one that predicts its last label."""
+        return [word[: max(scored, default=0)] for word, scored in zip(self.words(), self.scored(), strict=True)]
+
+
+def batch_of(words, scored, offsets, width, seed=0) -> Rows:
+    draw = torch.Generator().manual_seed(seed)
+    # Padding holds random tokens, too: nothing may depend on them.
+    ids = torch.randint(0, LETTERS, (len(words), width), generator=draw)
+    mask, labels = torch.zeros(2, len(words), width, dtype=torch.long)
+    labels -= 100
+    for row, (word, offset) in enumerate(zip(words, offsets, strict=True)):
+        ids[row, offset : offset + len(word)] = torch.tensor(word, dtype=torch.long)
+        mask[row, offset : offset + len(word)] = 1
+        for token in scored[row]:
+            labels[row, offset + token] = word[token]
+    return Rows(ids, mask, labels, offsets)
+
+
+@st.composite
+def batches(draw):
+    """Rows that go on from any place of earlier ones, or are them; padded on any side, in any order, with any labels."""
+    letters = draw(st.sampled_from([2, 3, LETTERS]))
+    tails = st.lists(st.integers(0, letters - 1), max_size=draw(st.sampled_from([3, 25])))
+    words = []
+    for _ in range(draw(st.integers(1, 9))):
+        begins = draw(st.sampled_from([[], *words]))
+        begins = begins[: draw(st.integers(0, len(begins)))] if draw(st.booleans()) else begins
+        words.append(begins + draw(tails))
+    words = draw(st.permutations(words))
+    width = max(map(len, words)) + draw(st.integers(0, 3)) or 1
+    offsets, scored = [], []
+    side = draw(st.sampled_from(["left", "right", "both"]))
+    for word in words:
+        room = width - len(word)
+        offsets.append({"left": room, "right": 0}.get(side, draw(st.integers(0, room))) if word else 0)
+        some = st.lists(st.integers(1, len(word) - 1)) if len(word) > 1 else st.just([])
+        of_row = sorted(set(draw(st.one_of(st.just(range(1, len(word))), some, st.just([])))))
+        # Stock leaves a label in the first column out.
+        scored.append([0, *of_row] if word and offsets[-1] == 0 and draw(st.booleans()) else of_row)
+    return batch_of(words, scored, offsets, width, draw(st.integers(0, 99)))
+
+
+def trie_of(words) -> set[tuple[int, ...]]:
+    """Every beginning of every word."""
+    return {tuple(word[: n + 1]) for word in words for n in range(len(word))}
+
+
+def seen_from(forest, place: int) -> list[int]:
+    """The places of the row that a query at `place` attends to, in order, by the documented rule."""
+    segment = int(np.searchsorted(forest.starts, place, side="right")) - 1
+    own = range(forest.starts[segment], place + 1)
+    if forest.end_T is not None:
+        return [k for k in own if place < forest.end_T[k]]
+    path, parent = [], forest.parents[segment]
+    while parent >= 0:
+        path.insert(0, range(forest.starts[parent], forest.starts[parent] + forest.lengths[parent]))
+        parent = forest.parents[parent]
+    return [*itertools.chain(*path), *own]
+
+
+def packed_as(kind, rows: Rows, **options):
+    if kind == "every level":
+        with every_level_made():
+            return pack(*rows[:3], **options)
+    return pack(*rows[:3], **options, **({"pairs_per_token": ALWAYS} if kind == "dense" else {}))
+
+
+KINDS = ("levels that pay", "every level", "dense")
+
+
+def not_empty(rows: Rows) -> Rows:
+    """Something has to be computed; the door sees to it."""
+    if any(rows.needed()):
+        return rows
+    ids = torch.tensor([[1, 2]])
+    return Rows(ids, torch.ones_like(ids), torch.tensor([[-100, 2]]), [0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(batches().map(not_empty))
+def test_every_label_is_predicted_from_its_own_history(kind, rows):
+    layout = packed_as(kind, rows)
+    forest, width = layout.forest, rows.ids.shape[1]
+    assert layout.tokens == layout.input_ids.shape[1] == forest.tokens == forest.starts[-1] + forest.lengths[-1]
+    wanted = {}
+    for row, (word, scored) in enumerate(zip(rows.words(), rows.scored(), strict=True)):
+        for token in scored:
+            wanted[row * (width - 1) + rows.offsets[row] + token - 1] = word[:token], word[token]
+    assert sorted(layout.scatter_index_N.tolist()) == sorted(wanted)
+    columns = layout.score_index_N, layout.targets_N, layout.scatter_index_N
+    for place, target, result in zip(*(column.tolist() for column in columns), strict=True):
+        seen, (history, token) = seen_from(forest, place), wanted[result]
+        assert target == token and layout.input_ids[0, seen].tolist() == history
+        positions = layout.position_ids[0, seen]
+        # Columns of a row of its tree, so the row's own where all rows have the same padding in front.
+        assert (positions.diff() == 1).all() and positions[0] in rows.offsets
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@settings(max_examples=50, deadline=None)
+@given(batches().map(not_empty))
+def test_nothing_is_computed_twice_if_every_level_is_made(kind, rows):
+    assert packed_as(kind, rows).tokens == len(trie_of(rows.needed()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches().map(not_empty))
+def test_no_row_is_longer_than_with_shared_prompts_or_one_shared_beginning_alone(rows):
+    """One level of prompts is what every trainer has at least; and one beginning that all rows have in common."""
+    needed, tokens = rows.needed(), pack(*rows[:3]).tokens
+    assert len(trie_of(needed)) <= tokens
+    prompts: dict[tuple, int] = {}
+    for word, scored in zip(rows.words(), rows.scored(), strict=True):
+        if scored:
+            prompt = tuple(word[: scored[0]])
+            prompts[prompt] = prompts.get(prompt, len(prompt)) + max(scored) - len(prompt)
+    assert tokens <= sum(prompts.values())
+    for shared in {tuple(word[:n]) for word in needed for n in range(1, len(word) + 1)}:
+        having = [word for word in needed if tuple(word[: len(shared)]) == shared]
+        assert tokens <= sum(map(len, needed)) - (len(having) - 1) * len(shared)
+
+
+def best_of_one_level(words) -> int:
+    """Tokens, if each row may share one beginning with others: by trying every set of beginnings, from the longest on."""
+    trie = trie_of(words)
+    shared = sorted(trie, key=len, reverse=True)
+
+    def least(prefix: tuple, rows: list) -> int:
+        """Tokens behind `prefix` of rows that begin with it and share nothing so far."""
+        together = len(prefix) + sum(len(word) - len(prefix) for word in rows)
+        nexts = {}
+        ended = 0
+        for word in rows:
+            if len(word) > len(prefix):
+                nexts.setdefault(word[len(prefix)], []).append(word)
+            else:
+                ended += len(word)
+        apart = ended + sum(least((*prefix, token), few) for token, few in nexts.items())
+        return min(together, apart) if prefix else apart
+
+    assert len(shared) == len(trie)
+    return least((), words)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches().map(not_empty))
+def test_the_first_level_is_the_best_one_and_further_ones_only_save(rows):
+    assert pack(*rows[:3]).tokens <= best_of_one_level([word for word in rows.needed() if word])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(batches())
+def test_whole_rows_count_every_real_token_as_often_as_the_padded_batch(kind, rows):
+    if not rows.mask.any():
+        return
+    layout = packed_as(kind, rows, is_whole=True)
+    counted = torch.zeros(LETTERS).index_add(0, layout.input_ids[0], layout.multiplicity_1T[0])
+    expected = torch.zeros(LETTERS).index_add(0, rows.ids[rows.mask.bool()], torch.ones(int(rows.mask.sum())))
+    torch.testing.assert_close(counted, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@settings(max_examples=50, deadline=None)
+@given(batches().map(not_empty))
+def test_what_attends_to_an_ancestor_is_one_run_in_each_stretch(kind, rows):
+    """And every segment attends to each of its ancestors once; so backends may take neighbours for one batch."""
+    forest = packed_as(kind, rows).forest
+    wanted = {(s, a) for s in range(forest.segments) for a in forest.path(s)}
+    found, ends = [], forest.starts + forest.lengths
+    for stretch, crossings in itertools.groupby(forest.crossings(), key=lambda crossing: crossing.starts[0]):
+        first = int(np.searchsorted(forest.starts, stretch))
+        for crossing in crossings:
+            place = forest.starts[first]  # the runs are neighbours and cover the stretch
+            for start, length, ancestor in zip(*(part.tolist() for part in crossing), strict=True):
+                assert start == place and length > 0
+                place += length
+                own = np.flatnonzero((forest.starts >= start) & (ends <= start + length))
+                found += [(int(segment), ancestor) for segment in own]
+            assert (np.diff(crossing.ancestors) > 0).all()
+    assert sorted(found) == sorted(wanted)
+    for segment, parent in enumerate(forest.parents.tolist()):
+        assert forest.is_leaf[segment] == (segment not in forest.parents)
+        assert forest.levels[segment] == (forest.levels[parent] + 1 if parent >= 0 else 0)
+        assert forest.depths[segment] == (
+            ends[parent] - forest.starts[parent] + forest.depths[parent] if parent >= 0 else 0
+        )
+
+
+@pytest.mark.parametrize("shortest", [2, 4])
+@settings(max_examples=40, deadline=None)
+@given(batches().map(not_empty))
+def test_a_state_goes_on_from_segments_of_a_shortest_length(shortest, rows):
+    with every_level_made():
+        forest = pack(*rows[:3], min_length=shortest).forest
+    assert (forest.lengths[~forest.is_leaf] >= shortest).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches().map(not_empty))
+def test_nothing_is_shared_where_nothing_may_be(rows):
+    forest = pack(*rows[:3], shares=False).forest
+    assert forest.tokens == sum(map(len, rows.needed())) and not forest.levels.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=50, deadline=None)
+@given(rows=batches(), budget=st.integers(1, 60))
+def test_cutting_covers_every_row_once_and_keeps_the_budget(kind, rows, budget):
+    cuts = cut_rows(
+        read_batch(*rows[:3]), budget, lambda few: packed_as(kind, Rows(*(x[few] for x in rows[:3]), [])).tokens
+    )
+    assert sorted(np.concatenate(cuts).tolist()) == list(range(len(rows.ids)))
+    needed = rows.needed()
+    for cut in cuts:
+        labelled = [row for row in cut if needed[row]]
+        if not labelled:
+            assert len(cuts) == 1  # of a batch without a label
+            continue
+        few = Rows(rows.ids[cut], rows.mask[cut], rows.labels[cut], [rows.offsets[row] for row in cut])
+        assert packed_as(kind, few).tokens <= budget or len(labelled) == 1
+
+
+def test_a_batch_is_cut_where_rows_share_least():
+    """Two groups of four, and room for five rows: each group stays whole."""
+    ids, mask = make_batch([8] * 4 + [7] * 4, [4] * 8, 8, 4)
+    labels = completion_labels(ids, mask, 4)
+    cuts = cut_rows(
+        read_batch(ids, mask, labels), 8 + 5 * 3, lambda few: pack(ids[few], mask[few], labels[few]).tokens
+    )
+    assert sorted(sorted(cut.tolist()) for cut in cuts) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("hole", "reason"),
+    [((0, 3), "has holes"), ((0, 7), "has holes"), ((1, slice(5)), "begins with a label")],
+    ids=["prompt", "completion", "no prompt"],
+)
+def test_masks_with_holes_are_refused(hole, reason):
+    ids, mask = make_batch([5, 5], [4, 4], 5, 4)
+    mask[hole] = 0
+    with pytest.raises(UnpackableBatch, match=reason):
+        read_batch(ids, mask, completion_labels(ids, mask, 4))
+
+
+def test_a_label_without_a_token_is_refused():
+    ids, mask = make_batch([5, 5], [4, 2], 5, 4)
+    labels = completion_labels(ids, mask, 4)
+    labels[1, -1] = 5
+    with pytest.raises(UnpackableBatch, match="has no token"):
+        read_batch(ids, mask, labels)
+
+
+def test_images_are_not_parted():
+    """Rows that part inside a span share what stands in front of it; rows with equal spans share them."""
+    words = np.array([[1, 2, 9, 9, 9, 3, 4], [1, 2, 9, 9, 8, 3, 4], [1, 2, 9, 9, 9, 3, 5]])
+    spans = np.array([[2, 4]] * 3)
+    lengths = np.array([7, 7, 7])
+    with every_level_made():
+        forest = grow(words, lengths, spans)
+    assert forest.tokens == 2 + 4 + 2 + 5 and not {4} & set((forest.starts + forest.lengths).tolist()[:1])
+    for start, length, row in zip(forest.depths, forest.lengths, forest.source, strict=True):
+        inside = {t for t in range(start, start + length)} & set(range(2, 5))
+        assert inside in (set(), {2, 3, 4}), row
+
+
+def test_a_dense_row_is_taken_only_where_it_pays():
+    ids, mask = make_batch([4] * 6, [6] * 6, 4, 6)
+    ids[:, 4:] = torch.arange(36).view(6, 6) + 3
+    ids[1::2, 4:6] = ids[::2, 4:6]  # three pairs begin alike, by too little for a level
+    labels = completion_labels(ids, mask, 6)
+    # 4 + 6 * 5 tokens and 286 pairs; every prefix once are 28 tokens and 784 pairs, at four times their price.
+    few = pack(ids, mask, labels, pairs_per_token=470.0)
+    assert (few.tokens, few.forest.pairs, few.forest.end_T) == (34, 286, None)
+    dense = pack(ids, mask, labels, pairs_per_token=480.0)
+    assert (dense.tokens, dense.forest.pairs) == (28, 784) and dense.forest.end_T is not None
+    # Six times the same completion needs no mask.
+    ids[:, 4:] = ids[0, 4:]
+    same = pack(ids, mask, completion_labels(ids, mask, 6), pairs_per_token=1e9)
+    assert same.tokens == 9 and same.forest.end_T is None
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_masks_of_dense_rows_equal_the_rule_pair_by_pair(window):
+    ids, mask = make_batch([4] * 4 + [3] * 3, [3, 3, 2, 3, 3, 3, 3], 4, 3)
+    ids[:, 4:] %= 2
+    layout = pack(ids, mask, completion_labels(ids, mask, 3), pairs_per_token=ALWAYS)
+    forest = layout.forest
+    assert forest.end_T is not None and forest.segments == 2
+    place = layout.position_ids[0]
+    expected = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
+    for query in range(layout.tokens):
+        expected[query, seen_from(forest, query)] = True
+    expected &= True if window is None else place[:, None] - place < window
+    for start, length in zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True):
+        part = slice(start, start + length)
+        call = SimpleNamespace(layout=layout, window=window, query=torch.zeros(1))
+        assert torch.equal(attention.tree_mask(call, start, length)[0, 0] == 0, expected[part, part])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_dense_rows_equal_stock(name, implementation, monkeypatch):
+    model = build(name)
+    if not model._supports_sdpa and implementation == "sdpa":
+        pytest.skip(f"{name} has no SDPA")
+    model.set_attn_implementation(implementation)
+    ids, mask = awkward_batch()
+    ids[:, PROMPT:] = 3 + ids[:, PROMPT:] % 3  # words over three letters, a whole repeated one among them
+    ids[5, PROMPT:] = ids[4, PROMPT:]
+    monkeypatch.setattr(doors, "_PAIRS_PER_TOKEN", ALWAYS)
+    figures = assert_equals_stock(model, prepared(model, compared=True), (ids, mask))
+    assert set(figures.layer_calls) == {"tree"} and figures.tokens < 0.3 * ids.numel()
