@@ -9,9 +9,8 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing, PrefixSharingError
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
 from trl_fsdp_qlora.prefix_sharing.attention import UnsupportedAttention
-from trl_fsdp_qlora.prefix_sharing.layout import pack
 
 from .helpers import (
     COMPLETION,
@@ -24,12 +23,12 @@ from .helpers import (
     assert_equals_stock,
     awkward_batch,
     build,
+    completion_labels,
     loss_inputs,
     losses_of,
     make_batch,
     make_trainer,
     one_pass,
-    packed_forward,
     prepared,
     processor,
 )
@@ -59,18 +58,18 @@ def lora(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_log_probs_entropy_and_gradients_on_each_backend(name):
     model, kinds = build(name), LAYERS[name]
-    sharing = prepared(model, compared=True)
-    figures = assert_equals_stock(model, sharing)
+    door = prepared(model, compared=True)
+    figures = assert_equals_stock(model, door).metrics("pass")
     assert {kind: kinds.count(kind) / len(kinds) for kind in kinds} == {
-        key.removeprefix("layers_"): value for key, value in figures.items() if key.startswith("layers_")
+        key.removeprefix("pass/layers_"): value for key, value in figures.items() if "/layers_" in key
     }
     for backend in ("cascade", "two_part") if name not in MASKED else ():
-        sharing._models["policy"].choice = backend
+        prepared(model, backend)
         if backend == "cascade" and "two_part" in kinds:
             with pytest.raises(UnsupportedAttention):
-                one_pass(model, sharing)
+                one_pass(model, door)
         else:
-            assert_equals_stock(model, sharing)
+            assert_equals_stock(model, door)
 
 
 @pytest.mark.parametrize("name", ["mistral_sliding", "qwen3_5"])
@@ -78,7 +77,7 @@ def test_what_does_not_ask_for_a_packed_row_is_untouched(name):
     """Padded passes, and generation by a decoder with windows or states."""
     model, ours = build(name), build(name)
     ids, mask = awkward_batch()
-    PrefixSharing().prepare("policy", ours)
+    prepared(ours)
     assert torch.equal(ours(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
     given = {"attention_mask": mask[:, :14], "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(ours.generate(ids[:, :14], **given), model.generate(ids[:, :14], **given))
@@ -217,29 +216,44 @@ def test_selected_tokens_and_rows_cut_inside_groups(name):
     batch, model = awkward_batch(), build(name)
     draw = torch.Generator().manual_seed(2)
     scored = (torch.rand(len(batch[0]), COMPLETION, generator=draw) < 0.4) & batch[1][:, -COMPLETION:].bool()
-    sharing, seen = prepared(model, compared=True), []
-    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
-    assert_equals_stock(model, sharing, batch, scored_BC=scored, batch_size=2)
-    assert len(seen) > 2 and max(seen[1:]) <= 2 * batch[0].shape[1]
+    door, seen = prepared(model, compared=True), []
+    budget = 2 * batch[0].shape[1]
+
+    def look(_module, _args, arguments):
+        seen.append(arguments["input_ids"].numel())
+
+    model.base_model.register_forward_pre_hook(look, with_kwargs=True)
+    assert_equals_stock(model, door, batch, scored_BC=scored, tokens_per_pass=budget)
+    assert len(seen) > 2 and max(seen[1:]) <= budget
 
 
-def test_nested_rows_of_recurrent_layers_share_prompts_only():
-    """T-SPMO's completions begin alike; a state is kept where a prompt ends, not at every token."""
+def test_recurrent_layers_branch_at_every_level():
+    """T-SPMO's completions begin alike: a state goes on from where they part; it is not kept at every token."""
     batch, model = make_batch([12] * 4, [9] * 4), build("qwen3_5")
     batch[0][:, -COMPLETION:-2] = batch[0][0, -COMPLETION:-2]
-    sharing = prepared(model)
-    figures = assert_equals_stock(model, sharing, batch, nested=True)
-    assert figures["tokens_fraction"] == (11 + 4 * 9) / batch[0].numel() and "one level" in sharing.describe()
+    figures = assert_equals_stock(model, prepared(model), batch)
+    # What four rows have in common is their prompt and seven tokens; the last of the others is only ever a target.
+    assert (figures.tokens, figures.levels) == (12 + 7 + 4, [19, 4])
+    # Prompts of two groups that begin alike, and completions of one of them that do: three levels.
+    ids, mask = make_batch([14] * 6, [9] * 6)
+    ids[3:, 11:14] += 1
+    ids[:3, 14:22] = ids[0, 14:22]
+    ids[2, 20] += 1
+    figures = assert_equals_stock(model, prepared(model), (ids, mask))
+    assert len(figures.levels) >= 2 and set(figures.layer_calls) == {"recurrent", "cascade"}
 
 
 def test_one_token_completions():
     """One token behind a state would be a decoding step: kernels that write into the state and have no backward."""
-    assert_equals_stock(build("falcon_h1"), batch=make_batch([12] * 4, [1] * 4))
+    model = build("falcon_h1")
+    assert_equals_stock(model, batch=make_batch([12] * 4, [1] * 4))
+    # Behind the prompt each row computes one token and predicts another one.
+    assert_equals_stock(model, batch=make_batch([12] * 4, [2] * 4))
 
 
 def test_a_state_that_runs_on_is_caught(monkeypatch):
     """The recurrent layers of a packed row without their layout: the error that all of this is there to avoid."""
-    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.packed_model.install_recurrent", lambda model: None)
+    monkeypatch.setattr("trl_fsdp_qlora.prefix_sharing.door.install_recurrent", lambda model: None)
     model = build("qwen3_5")
     with pytest.raises(PrefixSharingError, match="ran 1 times in a forward of 2"):
         one_pass(model, prepared(model, "cascade"))
@@ -258,14 +272,15 @@ BATCHES = [
 def test_new_batches_are_not_compiled_anew():
     """A packed row's layout and the scoring of its tokens stay out of the graphs."""
     model, graphs, counts = build("llama"), [], []
-    prepared(model)
+    door = prepared(model, compared=True)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     for lengths in BATCHES:
-        layout = pack(*make_batch(*lengths), COMPLETION)
-        got = packed_forward(compiled, layout).log_probs
-        assert layout.layer_calls == ["cascade"] * 2  # counted, also inside a compiled model
-        torch.testing.assert_close(got, packed_forward(model, layout).log_probs, atol=1e-5, rtol=1e-5)
+        ids, mask = make_batch(*lengths)
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": completion_labels(ids, mask)}
+        ours = compiled(**inputs, fused_lm_head=True).log_probs
+        assert door.figures.layer_calls == ["cascade"] * 2  # counted, also inside a compiled model
+        torch.testing.assert_close(ours, model(**inputs, fused_lm_head=True).log_probs, atol=1e-5, rtol=1e-5)
         counts.append(len(graphs))
     torch._dynamo.reset()
     # The second batch shows which sizes change; from then on the graphs serve every batch.

@@ -220,10 +220,12 @@ def statistics(
     noise_BC = sum(map(clipped, noise_NBC), torch.zeros_like(off_BC)) / max(len(noise_NBC), 1)
     missing_BC = ((packed_BC == 0) & (padded_BC < MISSING_BELOW)) | (~packed_BC.isfinite() & padded_BC.isfinite())
     found = {"missing": (scored_BC & missing_BC).sum()}
-    for name, columns in (("", slice(None)), ("first_", slice(1))):
-        where = scored_BC[:, columns]
-        found[f"{name}tokens"] = where.sum()
-        found[f"{name}off"], found[f"{name}noise"] = (x[:, columns][where].sum() for x in (off_BC, noise_BC))
+    # A completion begins in any column, and a row may have several of them.
+    first_BC = scored_BC.clone()
+    first_BC[:, 1:] &= ~scored_BC[:, :-1]
+    for name, where_BC in (("", scored_BC), ("first_", first_BC)):
+        found[f"{name}tokens"] = where_BC.sum()
+        found[f"{name}off"], found[f"{name}noise"] = (x[where_BC].sum() for x in (off_BC, noise_BC))
     return {name: float(value) for name, value in found.items()}
 
 
