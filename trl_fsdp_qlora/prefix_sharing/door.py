@@ -52,6 +52,11 @@ _NOTHING_TO_COMPARE = "nothing to compare"
 _PAIRS_PER_TOKEN = 6.0
 
 
+# torch.compile takes the model's own forward and nothing of the door: every batch has another layout, and would be traced anew.
+_not_compiled = torch.compiler.disable
+_but_for_the_model = torch.compiler.disable(recursive=False)
+
+
 class PrefixSharingError(UserError):
     """A backend was asked for by name and cannot be exact for this model or batch."""
 
@@ -149,6 +154,7 @@ class PassFigures:
     seconds: float = 0.0
     layer_calls: list[str] = field(default_factory=list)
 
+    @_not_compiled
     def add(self, layout: PackedLayout) -> None:
         """Count one more row."""
         self.tokens += layout.tokens
@@ -301,6 +307,7 @@ class Door:
             return
         self._own_forward = self.base.forward = types.MethodType(_through_the_door(self.base, forward), self.base)
 
+    @_not_compiled
     def _head(self) -> FusedHead | None:
         """What TRL's fused head behind (or, given later, in front of) the door was asked for."""
         # Accelerate's mixed precision wraps the forward, and keeps what it wraps under the second name.
@@ -400,6 +407,7 @@ class Door:
         else:
             self.give_up(problem)
 
+    @_not_compiled
     def _compare_first_batch(self, stock, batch: Batch) -> None:
         """The same from inside the forward, for trainers that know nothing of the door: values alone."""
         self.checked.add((False, batch.has_images))  # the passes below come here, too
@@ -457,6 +465,7 @@ class Door:
 
     # --- a pass: read, lay out, run, score, scatter -----------------------------------------------------------------
 
+    @_but_for_the_model
     def score(self, stock, arguments: dict[str, Any]) -> FusedCausalLMOutput:
         """What `stock`, the fused forward behind the door, gives for `arguments`, with equal beginnings computed once.
 
@@ -494,6 +503,7 @@ class Door:
         self.figures.seconds = time.perf_counter() - start
         return output
 
+    @_but_for_the_model
     def _score_rows(
         self, batch: "Batch", sequences: Sequences, rehearsal: "Rehearsal | None" = None
     ) -> FusedCausalLMOutput:
@@ -512,6 +522,7 @@ class Door:
         self.figures.add(layout)
         return self._output(batch, layout, values, router_logits)
 
+    @_but_for_the_model
     def _score_in_passes(self, stock, arguments, batch, sequences, tokens_per_pass: int) -> FusedCausalLMOutput:
         """As many packed passes as the rank that needs most; stock's, of as many rows as fit, if one rank cannot pack."""
         device, (rows, width) = arguments["input_ids"].device, arguments["input_ids"].shape
@@ -545,12 +556,14 @@ class Door:
         count = fields["label_mask"].sum().clamp(min=1) if batch.num_items is None else batch.num_items
         return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / count, **fields)
 
+    @_not_compiled
     def _check_pairs(self, batch: "Batch", sequences: Sequences) -> None:
         """Attention of a model's own computes all pairs of a packed row: not more than stock does."""
         rows, width = batch.input_ids.shape
         if self.dense and not self.dense.pays(self._grow(batch, sequences).tokens, rows, width):
             raise UnpackableBatch("a mask of all pairs of the packed row would be larger than stock's")
 
+    @_not_compiled
     def _batch(self, arguments: dict[str, Any], num_images, image_keys) -> Batch:
         """A call's arguments by their meaning; those that are not known have to be left to stock."""
         arguments = {name: x for name, x in arguments.items() if x is not None and x is not False}
@@ -569,6 +582,7 @@ class Door:
             raise UnpackableBatch(f"its attention mask has the shape {tuple(mask.shape)}")
         return Batch(input_ids, mask, labels, vision, num_images, image_keys, bool(router_loss), num_items)
 
+    @_not_compiled
     def _read(self, batch: Batch) -> Sequences:
         """The batch as the host sees it. Tokens that must not be shared get numbers of their own."""
         width = batch.input_ids.shape[1]
@@ -604,6 +618,7 @@ class Door:
         """Whether prefixes of completions can be computed once under a dense mask; a state is not kept at every token."""
         return can_nest(self.base, self.attention) and not (self.recurrent or self.dense)
 
+    @_not_compiled
     def _lay_out(self, batch: Batch, sequences: Sequences, rehearsal: "Rehearsal | None") -> PackedLayout:
         forest = self._grow(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
         layout = lay_out(batch.input_ids, batch.labels, sequences, forest)
@@ -614,6 +629,7 @@ class Door:
             layout.position_ids = layout.take(self.stock_positions(batch.input_ids, mask))
         return layout
 
+    @_but_for_the_model
     def _run(self, batch: Batch, layout: PackedLayout, sequences: Sequences) -> tuple[torch.Tensor, Any]:
         """The last hidden states `(1, T, H)` of the packed row, and the router's logits where they are wanted."""
         if torch.is_grad_enabled() and self.recomputed is None:
@@ -632,6 +648,7 @@ class Door:
         layout.is_computed = True
         return outputs.last_hidden_state, getattr(outputs, "router_logits", None)
 
+    @_not_compiled
     def _output(self, batch: Batch, layout: PackedLayout, values: dict, router_logits) -> FusedCausalLMOutput:
         """TRL's output, made of values `(B, L - 1)`."""
         config = self.base.config.get_text_config()
