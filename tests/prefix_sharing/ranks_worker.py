@@ -1,24 +1,24 @@
 """Run by test_self_check.py and test_images.py in two processes, under DDP and FSDP2; what is right comes from one process."""
 
 import sys
-from dataclasses import replace
 from itertools import product
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
-from tests.prefix_sharing import helpers, test_images
+from tests.prefix_sharing import test_images
 from tests.prefix_sharing.helpers import (
     COMPLETION,
     assert_equal_gradients,
     awkward_batch,
     build,
+    completion_labels,
     gradients,
     one_pass,
     prepared,
@@ -52,7 +52,7 @@ class Scene:
 
     def __init__(self, wrapper, name):
         self.wrapper, self.base, reference = wrapper, build(name), with_stock_head(build(name))
-        self.sharing = prepared(self.base)
+        self.door = prepared(self.base)
         self.model = wrapped(wrapper, self.base)
         mine = slice(0, 6) if dist.get_rank() == 0 else slice(6, 10)
         self.batch = tuple(x[mine] for x in awkward_batch())
@@ -60,8 +60,16 @@ class Scene:
         (expected.sum() / 2).backward()  # ranks are averaged
         self.expected, self.gradients = expected[mine].detach(), gradients(reference)
 
-    def run(self, batch=None, **asked):
-        return one_pass(self.model, self.sharing, batch or self.batch, **asked)[0].values[0]
+    def run(self, batch=None, **options):
+        return one_pass(self.model, self.door, batch or self.batch, **options).logps_BC
+
+    def run_alone(self, batch=None):
+        """As a trainer that knows nothing of the door: it compares its first pass by itself."""
+        self.door.compares = True
+        ids, mask = batch or self.batch
+        labels = completion_labels(ids, mask)
+        output = self.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        return output.log_probs[:, -COMPLETION:]
 
     def assert_right(self, logps):
         torch.testing.assert_close(logps, self.expected, atol=2e-5, rtol=1e-5)
@@ -71,16 +79,16 @@ class Scene:
 
 def comparing_leaves_nothing(scene):
     logps = scene.run()
-    assert scene.sharing.active() and all(p.grad is None for p in scene.model.parameters())
+    assert scene.door.is_active and all(p.grad is None for p in scene.model.parameters())
     scene.assert_right(logps)
 
 
 def an_old_policy_pass_is_cut_differently_on_each_rank(scene):
     with torch.no_grad():
-        old = scene.run(kind=Kind.OLD, batch_size=2)
+        old = scene.run(tokens_per_pass=2 * scene.batch[0].shape[1])
     torch.testing.assert_close(old, scene.expected, atol=2e-5, rtol=1e-5)
     scene.assert_right(scene.run())
-    assert scene.sharing.active()
+    assert scene.door.is_active
 
 
 def between_micro_batches(scene):
@@ -91,7 +99,7 @@ def between_micro_batches(scene):
         else:
             scene.model.require_backward_grad_sync = last
         scene.run().sum().backward()
-    assert scene.sharing.active()
+    assert scene.door.is_active
     assert_equal_gradients(whole(scene.model), [2 * gradient for gradient in scene.gradients])
 
 
@@ -104,7 +112,7 @@ def a_kernel_error_on_one_rank(scene):
     original = cascade.attend
     with mock.patch.object(cascade, "attend", attend):
         logps = scene.run()
-    assert ("no kernel for this size" if dist.get_rank() else "another rank") in scene.sharing.describe()
+    assert ("no kernel for this size" if dist.get_rank() else "another rank") in scene.door.describe()
     scene.assert_right(logps)
 
 
@@ -115,9 +123,62 @@ def an_unpackable_batch_on_one_rank(scene):
         mask[0, -COMPLETION + 2] = 0
     for _ in range(2):
         logps = scene.run((ids, mask))
-        assert scene.sharing.active() and scene.sharing._models["policy"].checked
-        torch.testing.assert_close(logps, stock_log_probs(scene.model, ids, mask)[0], atol=2e-5, rtol=1e-5)
+        assert scene.door.is_active and scene.door.checked
+        assert bool(scene.door.figures.tokens) == (dist.get_rank() == 0)
+        with scene.door.closed():
+            stock = stock_log_probs(scene.model, ids, mask)[0]
+        torch.testing.assert_close(logps, stock, atol=2e-5, rtol=1e-5)
         logps.sum().backward()
+
+
+def an_unpackable_batch_on_one_rank_in_passes(scene):
+    """Then no rank packs: they meet in as many forwards of stock's."""
+    ids, mask = (x.clone() for x in scene.batch)
+    if dist.get_rank() == 1:
+        mask[0, -COMPLETION + 2] = 0
+    with torch.no_grad():
+        logps = scene.run((ids, mask), tokens_per_pass=6 * ids.shape[1])
+        assert scene.door.is_active and not scene.door.figures.tokens
+        with scene.door.closed():
+            stock = stock_log_probs(scene.model, ids, mask)[0]
+    torch.testing.assert_close(logps, stock, atol=2e-5, rtol=1e-5)
+    scene.assert_right(scene.run())
+
+
+def no_trainer_compares(scene):
+    """`share_prompts` alone: the door compares from inside the forward."""
+    logps = scene.run_alone()
+    assert scene.door.is_active and scene.door.checked and all(p.grad is None for p in scene.model.parameters())
+    assert scene.door.figures.tokens
+    scene.assert_right(logps)
+    scene.assert_right(scene.run_alone())
+
+
+def no_trainer_compares_and_one_rank_cannot_pack(scene):
+    """A rank that compared by itself would wait for the other one."""
+    ids, mask = (x.clone() for x in scene.batch)
+    if dist.get_rank() == 1:
+        mask[0, -COMPLETION + 2] = 0
+    for _ in range(2):
+        logps = scene.run_alone((ids, mask))
+        with scene.door.closed():
+            stock = stock_log_probs(scene.model, ids, mask)[0]
+        torch.testing.assert_close(logps, stock, atol=2e-5, rtol=1e-5)
+        logps.sum().backward()
+        scene.model.zero_grad()
+    scene.assert_right(scene.run_alone())
+    assert scene.door.is_active and scene.door.checked and scene.door.figures.tokens
+
+
+def no_trainer_compares_and_one_rank_is_wrong(scene):
+    def attend(call):
+        return original(call) * (1 + 0.2 * dist.get_rank())
+
+    original = cascade.attend
+    with mock.patch.object(cascade, "attend", attend):
+        logps = scene.run_alone()
+    assert not scene.door.is_active
+    scene.assert_right(logps)
 
 
 def a_wrong_gradient_on_one_rank(scene):
@@ -129,7 +190,7 @@ def a_wrong_gradient_on_one_rank(scene):
     original = cascade.attend
     with mock.patch.object(cascade, "attend", attend):
         logps = scene.run()
-    assert not scene.sharing.active()
+    assert not scene.door.is_active
     scene.assert_right(logps)
 
 
@@ -144,54 +205,15 @@ def an_error_outside_of_attention(scene):
 
     mlp.forward = refuses
     logps = scene.run()
-    assert "rows of this kind" in scene.sharing.describe()
+    assert "rows of this kind" in scene.door.describe()
     scene.assert_right(logps)
-
-
-def out_of_memory_on_one_rank(scene):
-    """In the packed forward, in the padded one, or in the packed backward: both ranks end. Under FSDP2 they meet in each."""
-    if scene.wrapper == "fsdp2":
-        return
-
-    class FailingBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise torch.OutOfMemoryError("out of memory: backward")
-
-    def failing(original, where):
-        def run(*args):
-            if where == "packed backward":
-                return FailingBackward.apply(original(*args))
-            raise torch.OutOfMemoryError(f"out of memory: {where}")
-
-        return run if dist.get_rank() else original
-
-    places = {
-        "packed forward": (cascade, "attend"),
-        "packed backward": (cascade, "attend"),
-        "padded forward": (helpers, "stock_log_probs"),
-    }
-    for where, (owner, name) in places.items():
-        scene = Scene("ddp", "qwen3")  # a forward that has ended early leaves DDP's ranks out of step
-        with mock.patch.object(owner, name, failing(getattr(owner, name), where)):
-            try:
-                scene.run()
-            except torch.OutOfMemoryError as error:
-                assert ("out of memory: " if dist.get_rank() else "another rank ran out of memory") in str(error)
-            else:
-                raise AssertionError(f"{where}: this rank went on")
-        assert all(p.grad is None for p in scene.model.parameters())
 
 
 def nothing_to_score_on_one_rank_at_first(scene):
     """Both ranks count the first pass as compared, row by row: a rank that did something else would be alone."""
     scene.run(scored_BC=scene.batch[1][:, -COMPLETION:].bool() & (dist.get_rank() == 0)).sum().backward()
     scene.model.zero_grad()
-    assert scene.sharing.active(), scene.sharing.describe()
+    assert scene.door.is_active, scene.door.describe()
     scene.assert_right(scene.run())
 
 
@@ -201,10 +223,12 @@ def fewer_rows_on_one_rank_at_first(scene):
     scene.assert_right(scene.run())
 
 
-EVERY = (comparing_leaves_nothing, an_old_policy_pass_is_cut_differently_on_each_rank)
+EVERY = (comparing_leaves_nothing, an_old_policy_pass_is_cut_differently_on_each_rank, no_trainer_compares)
 ATTENTION = (
     between_micro_batches, a_kernel_error_on_one_rank, an_unpackable_batch_on_one_rank, a_wrong_gradient_on_one_rank,
-    an_error_outside_of_attention, out_of_memory_on_one_rank, nothing_to_score_on_one_rank_at_first, fewer_rows_on_one_rank_at_first,
+    an_error_outside_of_attention, nothing_to_score_on_one_rank_at_first, fewer_rows_on_one_rank_at_first,
+    an_unpackable_batch_on_one_rank_in_passes, no_trainer_compares_and_one_rank_cannot_pack,
+    no_trainer_compares_and_one_rank_is_wrong,
 )  # fmt: skip
 
 
@@ -235,29 +259,27 @@ def images() -> None:
 
 
 def equals_one_process(name, wrapper, frozen, passes):
-    model, ids, mask, vision = test_images.with_images(name)
-    reference, *_ = test_images.with_images(name)
+    model, batch = test_images.with_images(name)
+    reference, _ = test_images.with_images(name)
     for one in (model, reference) if frozen else ():
         test_images.freeze_tower(one)
-    weight = torch.randn(len(ids), test_images.COMPLETION, generator=torch.Generator().manual_seed(5))
-    expected_of, stock = test_images.Stock(reference), test_images.Stock(model)
-    sharing = prepared(model, expects_images=True)
+    weight = torch.randn(len(batch.input_ids), test_images.COMPLETION, generator=torch.Generator().manual_seed(5))
+    with_stock_head(reference)
+    door = prepared(model, expects_images=True)
     model = wrapped(wrapper, model)
-    every = PassRequest(Kind.POLICY, reference).on(ids, mask, test_images.COMPLETION, **vision)
     for parts in passes:
-        expected = [expected_of(every.rows(list(part)))[0] for part in parts]
+        expected = [test_images.stock(reference, batch.rows(np.array(part))).log_probs for part in parts]
+        expected = [x[:, -test_images.COMPLETION :] for x in expected]
         # Ranks are averaged.
         sum((x * weight[list(part)]).sum() / 2 for x, part in zip(expected, parts, strict=True)).backward()
         mine = list(parts[dist.get_rank()])
-        scored = mask[mine, -test_images.COMPLETION :].bool()
-        request = replace(every, model=model).rows(mine)
+        few = batch.rows(np.array(mine))
         with torch.no_grad():
-            old = sharing.log_probs(replace(request, kind=Kind.OLD, batch_size=2), stock).values[0]
-        (logps, _, _), figures = sharing.log_probs(request, stock)
-        assert figures and sharing._models["policy"].images.reason is None
-        for found in (old, logps):
-            wanted = expected[dist.get_rank()].detach()
-            torch.testing.assert_close(found[scored], wanted[scored], atol=1e-4, rtol=1e-5)
+            old = test_images.packed(model, door, few, tokens_per_pass=2 * few.input_ids.shape[1]).log_probs
+        logps = test_images.packed(model, door, few).log_probs[:, -test_images.COMPLETION :]
+        assert door.figures.tokens and door.images.reason is None, door.images.reason
+        for ours in (old[:, -test_images.COMPLETION :], logps):
+            torch.testing.assert_close(ours, expected[dist.get_rank()].detach(), atol=1e-4, rtol=1e-5)
         (logps * weight[mine]).sum().backward()
         assert_equal_gradients(whole(model), gradients(reference), tolerance=2e-5)
 

@@ -3,24 +3,20 @@
 import functools
 import inspect
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
-import numpy
+import numpy as np
 import pytest
 import torch
-import transformers as tf
 from datasets import Dataset
 from peft import LoraConfig
-from PIL import Image, ImageDraw
+from PIL import Image
 from trl import GRPOTrainer
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.compat.trl import joined_images, split_pixel_values_by_grid
-from trl_fsdp_qlora.grpo.groups import micro_batches
 from trl_fsdp_qlora.prefix_sharing import images
+from trl_fsdp_qlora.prefix_sharing.door import Batch, Door, sampled_rows
 
 from .helpers import (
     _LINEAR,
@@ -29,6 +25,8 @@ from .helpers import (
     MULTIMODAL,
     assert_equal_gradients,
     build,
+    completion_labels,
+    counting_padded_forwards,
     gradients,
     llava_processor,
     make_trainer,
@@ -97,7 +95,7 @@ FAMILIES = {
 
 
 def with_images(name, seed=0):
-    """A small model of a family with a batch: `(model, input_ids, attention_mask, vision)`."""
+    """A small model of a family with a batch."""
     make_image, sizes, token_types = FAMILIES[name]
     model = build(MULTIMODAL.get(name) or MORE[name])
     if name == "gemma4":  # as its larger sizes do
@@ -134,22 +132,24 @@ def with_images(name, seed=0):
         vision["pixel_attention_mask"] = torch.ones(len(ROWS), max(counts), *pixels.shape[3:], dtype=torch.long)
     if token_types:
         vision[token_types] = ((ids == IMAGE) & (mask == 1)).int()
-    return model, ids, mask, vision
+    num_images = vision.pop("num_images")
+    return model, Batch(ids, mask, completion_labels(ids, mask, COMPLETION), vision, num_images)
 
 
-class Stock:
-    """TRL's own padded pass, as a method of what it needs of its trainer."""
+def stock(model, batch: Batch):
+    """TRL's own padded pass over a batch, from a model with its head."""
+    arguments = batch.arguments()
+    if "pixel_values" in arguments and not len(arguments["pixel_values"]):
+        arguments = {name: x for name, x in arguments.items() if name not in images.PER_IMAGE}
+    return model(**arguments, fused_lm_head=True)
 
-    def __init__(self, model):
-        self.accelerator = self
-        self.model = with_stock_head(model)
 
-    def autocast(self):
-        return torch.autocast("cpu", enabled=False)
-
-    def __call__(self, request):
-        run = inspect.unwrap(GRPOTrainer._get_per_token_logps_and_entropies)
-        return request.padded(lambda model, *args, **kwargs: run(self, model, *args, **kwargs))
+def packed(model, door: Door, batch: Batch, **options):
+    """The same through the door, as a trainer does it: compared with stock's first, images counted by the trainer."""
+    door.compare_with_stock(model, batch)
+    if door.is_active:
+        options |= {"num_images": batch.num_images, "image_keys": batch.image_keys}
+    return model(**batch.arguments(), **options, fused_lm_head=True)
 
 
 def freeze_tower(model):
@@ -159,54 +159,49 @@ def freeze_tower(model):
 
 
 def pictured(name, frozen=False):
-    """A small model under prefix sharing, a request for its batch, and stock's pass."""
-    model, ids, mask, vision = with_images(name)
+    """A small model, its door, and a batch."""
+    model, batch = with_images(name)
     if frozen:
         freeze_tower(model)
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
-    return request, prepared(model, expects_images=True), Stock(model)
+    return with_stock_head(model), prepared(model, expects_images=True), batch
 
 
-def scored(request, run):
+def scored(model, batch, run):
     """Log-probabilities and gradients of a pass, and whether any reached the tower."""
-    logps_BC = run(request)[0]
+    logps_BC = run().log_probs[:, -COMPLETION:]
     weight = torch.linspace(0.3, 1.7, logps_BC.numel()).view_as(logps_BC)
-    kept = torch.where(request.attention_mask[:, -COMPLETION:].bool(), logps_BC, 0.0)
-    (kept * weight).sum().backward()
-    named = request.model.named_parameters()
-    tower = sum(p.grad.abs().sum() for n, p in named if "vis" in n and p.grad is not None)
-    return kept.detach(), gradients(request.model), bool(tower)
+    (logps_BC * weight).sum().backward()
+    tower = sum(p.grad.abs().sum() for n, p in model.named_parameters() if "vis" in n and p.grad is not None)
+    return logps_BC.detach(), gradients(model), bool(tower)
 
 
+@pytest.mark.parametrize("counted", ["counted", "not counted"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_equals_stock(name, frozen):
-    request, sharing, stock = pictured(name, frozen)
-    expected, wanted, _ = scored(request, stock)
-    figures = {}
-
-    def packed(request):
-        values, found = sharing.log_probs(request, stock)
-        figures.update(found)
-        return values
-
-    found, ours, reached_tower = scored(request, packed)
-    assert figures.get("tokens_fraction", 1) < 0.6, sharing._models["policy"].images.reason
+def test_equals_stock(name, frozen, counted):
+    """Also from a trainer that does not say how many images each row has."""
+    model, door, batch = pictured(name, frozen)
+    with door.closed():
+        expected, wanted, _ = scored(model, batch, lambda: stock(model, batch))
+    if counted == "not counted":
+        batch.num_images = None
+    found, ours, reached_tower = scored(model, batch, lambda: packed(model, door, batch))
+    assert 0 < door.figures.tokens < 0.6 * batch.input_ids.numel(), door.images.reason
     assert (found - expected).abs().max() <= 1e-4
     assert_equal_gradients(ours, wanted, tolerance=2e-5)
     assert reached_tower != frozen
-    values, figures = sharing.log_probs(replace(request, scored_BC=torch.zeros_like(found).bool()), stock)
-    assert figures and not values[0].any()
+    batch.labels = torch.full_like(batch.labels, -100)
+    assert not packed(model, door, batch).log_probs.any() and door.figures.tokens
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
 def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch(name, monkeypatch):
-    request, sharing, stock = pictured(name, frozen=True)
-    if "mm_encoder_outputs" not in inspect.signature(type(request.model).forward).parameters:
+    model, door, batch = pictured(name, frozen=True)
+    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:
         pytest.skip("this transformers takes no features of images")
-    sharing.log_probs(request, stock)  # with the comparison of the first pass
-    sharing.forget_images()
-    seen, inner = [], request.model.base_model
+    packed(model, door, batch)  # with the comparison of the first pass
+    door.forget_images()
+    seen, inner = [], model.base_model
     run = inner.get_image_features
 
     @functools.wraps(run)  # whose parameters are looked at
@@ -216,19 +211,18 @@ def test_a_frozen_tower_sees_each_image_once_in_all_passes_of_a_generation_batch
 
     monkeypatch.setattr(inner, "get_image_features", counted)
     with torch.no_grad():
-        whole, _ = sharing.log_probs(replace(request, kind=Kind.OLD), stock)
-        cut, _ = sharing.log_probs(replace(request, kind=Kind.OLD, batch_size=4), stock)
+        whole = packed(model, door, batch).log_probs
+        cut = packed(model, door, batch, tokens_per_pass=4 * batch.input_ids.shape[1]).log_probs
     for rows in ([0, 1, 2], [3, 4, 5, 6], [7, 8, 9, 10]):
-        values, figures = sharing.log_probs(request.rows(rows), stock)
-        assert figures and (values[0] - whole[0][rows]).abs().max() <= 1e-5
-        values[0].sum().backward()
-    assert (cut[0] - whole[0]).abs().max() <= 1e-5
-    kept = sharing._models["policy"].images.features
+        values = packed(model, door, batch.rows(np.array(rows))).log_probs
+        assert door.figures.tokens and (values - whole[rows]).abs().max() <= 1e-5
+        values.sum().backward()
+    assert (cut - whole).abs().max() <= 1e-5
+    kept = door.images.features
     assert len(seen) == len(kept) == 4  # prompts with images; of five groups one has none
     monkeypatch.setattr(images, "FEATURE_BYTES", 1)
-    values, _ = sharing.log_probs(request, stock)
-    assert torch.equal(values[0], whole[0]) and len(kept) == 1
-    sharing.forget_images()
+    assert torch.equal(packed(model, door, batch).log_probs, whole) and len(kept) == 1
+    door.forget_images()
     assert not kept
 
 
@@ -238,7 +232,8 @@ def test_two_ranks_equal_one_process():
 
 
 def test_the_same_words_about_another_picture_are_another_prompt():
-    *_, vision = with_images("qwen3_vl")
+    _, batch = with_images("qwen3_vl")
+    vision = {**batch.vision, "num_images": batch.num_images}
     numbers = images.fingerprints(vision)
     same = [(a == b).all().item() for a, b in itertools.pairwise(numbers)]
     assert same == [a[0] == b[0] for a, b in itertools.pairwise(ROWS)]
@@ -248,89 +243,57 @@ def test_the_same_words_about_another_picture_are_another_prompt():
     assert torch.equal(images.fingerprints(changed)[1:], numbers[1:])
 
 
-def boards():
-    """All boards of tic-tac-toe after two moves of each player, as pictures: equal shapes, in other places."""
-    for crosses in itertools.combinations(range(9), 2):
-        for circles in itertools.combinations(sorted({*range(9)} - {*crosses}), 2):
-            picture = Image.new("RGB", (84, 84), "white")
-            draw = ImageDraw.Draw(picture)
-            for field in (*crosses, *circles):
-                x, y = 28 * (field % 3), 28 * (field // 3)
-                if field in crosses:
-                    draw.line((x + 5, y + 5, x + 22, y + 22), "black", 3)
-                    draw.line((x + 5, y + 22, x + 22, y + 5), "black", 3)
-                else:
-                    draw.ellipse((x + 5, y + 5, x + 22, y + 22), outline="black", width=3)
-            yield picture
+def test_an_image_that_is_not_computed_runs_padded(caplog):
+    """Behind the last label, so nothing is predicted from it."""
+    model, door, batch = pictured("qwen3_vl")
+    packed(model, door, batch)
+    batch.labels[3:] = -100
+    with counting_padded_forwards(model) as calls:
+        values = packed(model, door, batch).log_probs
+    assert calls and not door.figures.tokens
+    with door.closed():
+        assert torch.equal(values, stock(model, batch).log_probs)
+    assert "an image stands behind the last label of its row" in caplog.text
 
 
-READERS = {
-    "qwen2_vl": lambda: tf.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=84 * 84),
-    "llava": lambda: tf.CLIPImageProcessorPil(size={"shortest_edge": 84}, crop_size={"height": 84, "width": 84}),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_no_two_boards_of_tic_tac_toe_count_as_one(name):
-    """By sums of their bits 756 of them had 357 fingerprints, and training put one board's pixels in another's place."""
-    pictures = list(boards())
-    vision = READERS[name]()(images=pictures, return_tensors="pt") | {"num_images": [1] * len(pictures)}
-    assert len(torch.unique(images.fingerprints(dict(vision)), dim=0)) == len(pictures) == 756
-    # Two of them in a prompt, in both orders: whose pixels a micro-batch has.
-    pairs = [(2 * i, 2 * i + 1) for i in range(378)]
-    both_ways = [pictures[i] for a, b in pairs[:20] for i in (a, b, b, a)]
-    flipped = {"prompt_ids": torch.arange(40), "num_images": [2] * 40}
-    flipped |= READERS[name]()(images=both_ways, return_tensors="pt")
-    assert len(torch.unique(images.fingerprints(flipped), dim=0)) == 40
-    (batch,) = micro_batches(flipped, 1, rank=0, count=1)
-    assert torch.equal(images.fingerprints(joined_images(batch)), batch["image_keys"])
-    pixels = split_pixel_values_by_grid(flipped)["pixel_values"]
-    assert all(torch.equal(x, pixels[i]) for x, i in zip(batch["pixel_values"], batch["prompt_ids"], strict=True))
-
-
-def test_the_cut_of_an_image_is_part_of_its_fingerprint():
-    """Of a frozen tower's features, kept by it, a wide white picture gets those of a high one no more."""
-    keys = [
-        images.fingerprints({"pixel_values": torch.ones(1, 3, *size), "num_images": [1]}) for size in ((2, 8), (4, 4))
-    ]
-    grids = [torch.tensor([[1, 2, 4]]), torch.tensor([[1, 4, 2]])]
-    keys += [
-        images.fingerprints({"pixel_values": torch.ones(8, 6), "image_grid_thw": x, "num_images": [1]}) for x in grids
-    ]
-    assert len(torch.unique(torch.cat(keys))) == 4
-
-
-def test_an_image_in_a_completion_runs_padded(caplog):
-    request, sharing, stock = pictured("qwen3_vl")
-    sharing.log_probs(request, stock)
-    changed, asked = request.input_ids.clone(), []
-    changed[0, -COMPLETION] = IMAGE
-    result = sharing.log_probs(replace(request, input_ids=changed), lambda few: asked.append(few) or stock(request))
-    assert asked and not result.figures
-    assert "an image's token stands at a prompt's end or in a completion" in caplog.text
+def test_an_image_in_a_completion():
+    """A tool's answer, say: it is a part of its row like any other, behind the common prompt."""
+    model, door, batch = pictured("qwen3_vl")
+    rows = np.array([0, 1, 2])  # one prompt with a picture of four tokens, 3 tokens in front and 4 behind
+    few = batch.rows(rows)
+    ids, mask, labels = few.input_ids, few.attention_mask, few.labels
+    first = int(mask[0].argmax())
+    # The same rows with the picture's text in front of the prompt's end: labels from the first picture's end on.
+    labels[:, first + 3 + 4 :] = ids[:, first + 3 + 4 :].masked_fill(mask[:, first + 3 + 4 :] == 0, -100)
+    with door.closed():
+        expected = stock(model, few).log_probs
+    found = packed(model, door, few).log_probs
+    assert door.figures.tokens
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
 def test_the_tokens_of_an_image_see_each_other(name, monkeypatch):
     """Of Gemma: with a causal mask log-probabilities are others, and the comparison of the first pass says so."""
     monkeypatch.setattr(images, "own_masks", lambda *_: {})
-    request, sharing, stock = pictured(name)
-    values, figures = sharing.log_probs(request, stock)
-    assert not figures and torch.equal(values[0], stock(request)[0])
-    assert "difference in log-probability" in sharing._models["policy"].images.reason
+    model, door, batch = pictured(name)
+    values = packed(model, door, batch).log_probs
+    with door.closed():
+        assert not door.figures.tokens and torch.equal(values, stock(model, batch).log_probs)
+    assert "difference in log-probability" in door.images.reason
 
 
 def test_the_comparison_of_the_first_pass_takes_rows_with_images():
     """Not only the first and last rows, which may be the text beside them."""
-    model, ids, mask, vision = with_images("qwen3_vl")
-    request = PassRequest(Kind.POLICY, model).on(ids, mask, COMPLETION, **vision)
+    _, batch = with_images("qwen3_vl")
     # Rows 5 and 6 are of a prompt without images.
     for rows, taken in (
         ([5, 6, 5, 6, 0, 1, 5, 6, 5, 6], [0, 1, 5, 6]),
         ([0, 1, 5, 6, 5, 6], [0, 1, 5, 6]),
         ([5, 6, 5, 6, 0], [6, 5, 6, 0]),
     ):
-        assert torch.equal(request.rows(rows).subsample(4).input_ids, ids[taken])
+        few = batch.rows(np.array(rows))
+        assert torch.equal(few.input_ids[sampled_rows(few, 4)], batch.input_ids[taken])
 
 
 # Of the language model: nothing of the tower is trained.
@@ -344,8 +307,8 @@ def llava_trainer(cls, folder, **config):
     model = build(MORE["llava"])
     model.config.image_token_id = tokens.convert_tokens_to_ids("<image>")
     model.resize_token_embeddings(len(tokens))
-    rng = numpy.random.default_rng(0)
-    pictures = [Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=numpy.uint8)) for _ in range(8)]
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(8)]
     rows = {
         "prompt": [[{"role": "user", "content": "A+B=" if i % 2 else "CD"}] for i in range(8)],
         "image": pictures,
