@@ -161,7 +161,10 @@ def measure(name: str, args) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| batch | tokens, padded | computed | fewer | stock, s | shared, s | speed-up | of one level |", "|---" * 8 + "|"]
+    lines = [
+        "| batch | tokens, padded | computed | fewer | stock, s | shared, s | speed-up | of one level |",
+        "|---" * 8 + "|",
+    ]
     for row in rows:
         computed, seconds = row["tokens"]["shared"], row["seconds"]
         one_level = f"{seconds['one level'] / seconds['shared']:.2f}×" if "one level" in seconds else ""

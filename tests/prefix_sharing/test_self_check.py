@@ -17,7 +17,6 @@ from trl_fsdp_qlora.prefix_sharing.self_check import compares_gradients, statist
 
 from .helpers import COMPLETION, awkward_batch, build, make_batch, one_pass, prepared
 
-
 # The column of each completion's first token among values `(B, L - 1)`.
 FIRST = -COMPLETION
 
