@@ -314,7 +314,7 @@ def test_images_are_not_parted():
         forest = grow(words, lengths, spans)
     assert forest.tokens == 2 + 4 + 2 + 5 and not {4} & set((forest.starts + forest.lengths).tolist()[:1])
     for start, length, row in zip(forest.depths, forest.lengths, forest.source, strict=True):
-        inside = {t for t in range(start, start + length)} & set(range(2, 5))
+        inside = set(range(start, start + length)) & set(range(2, 5))
         assert inside in (set(), {2, 3, 4}), row
 
 

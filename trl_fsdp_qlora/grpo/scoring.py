@@ -14,7 +14,7 @@ from ..prefix_sharing.door import Batch, Door, open_door
 from ..prefix_sharing.layout import IGNORED_LABEL
 from ..prefix_sharing.narrow import call_on_scored_rows
 from ..prefix_sharing.support import position_limit
-from ..scoring.contexts import share_values
+from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.token_selection import weight_gradient
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -109,15 +109,16 @@ class ScoringThroughTheDoor:
         """A pass of a kind: `stock` is TRL's, with its `arguments` but for the model."""
         door = self.reference_door if wanted.model is self.ref_model and self.ref_model is not None else self.door
         batch = _batch_of(arguments, wanted.image_keys)
-        door.compare_with_stock(wanted.model, batch, self.accelerator.autocast)
         for_the_door = {}
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
-        if door.is_active and not (arguments.get("compute_aux_loss") and batch_size < rows):
+        tokens_per_pass = batch_size * width if batch_size < rows else None
+        door.compare_with_stock(wanted.model, batch, self.accelerator.autocast, tokens_per_pass)
+        if door.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
             for_the_door = {"num_images": batch.num_images, "image_keys": batch.image_keys}
-            if batch_size < rows:
+            if tokens_per_pass:
                 arguments["batch_size"] = None
-                for_the_door["tokens_per_pass"] = batch_size * width
+                for_the_door["tokens_per_pass"] = tokens_per_pass
 
         def call(**model_arguments):
             if wanted.scored_BC is not None:
@@ -137,6 +138,8 @@ class ScoringThroughTheDoor:
                 entropies_BC = share_values(
                     entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"]
                 )
+            if wanted.scored_BC is None and entropies_BC is not None and arguments["logits_to_keep"] == 1:
+                entropies_BC = fill_masked_rows(entropies_BC, batch.attention_mask[:, -1:])
         if wanted.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, wanted.weight_BC)
         return logps_BC, entropies_BC, aux_loss

@@ -38,7 +38,15 @@ from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut
 from .recurrent import SHORTEST, recurrent_layers
 from .recurrent import install as install_recurrent
 from .scope import checkpointed, computing, place
-from .self_check import ROWS_FP32, ROWS_HALF, compare, compares_gradients, reduced_over_ranks, rounding_unit
+from .self_check import (
+    ROWS_FP32,
+    ROWS_HALF,
+    compare,
+    compares_gradients,
+    cut_sample,
+    reduced_over_ranks,
+    rounding_unit,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -369,7 +377,9 @@ class Door:
 
     # --- once for each kind of pass: is it stock's? -----------------------------------------------------------------
 
-    def compare_with_stock(self, model: nn.Module, batch: Batch, autocast=contextlib.nullcontext) -> None:
+    def compare_with_stock(
+        self, model: nn.Module, batch: Batch, autocast=contextlib.nullcontext, tokens_per_pass: int | None = None
+    ) -> None:
         """Before the first pass of a kind (with gradients, with images): compute a few rows both ways, see [`self_check`].
 
         A collective: every rank has to call it in front of every pass. If the two differ, passes run as in stock TRL.
@@ -378,6 +388,7 @@ class Door:
             model: the root module, wrappers included.
             batch: what is about to be scored.
             autocast: context manager factory that the forward runs in.
+            tokens_per_pass: of the pass, see [`score`]. No forward of the comparison holds more tokens than one of the pass.
         """
         if not self.is_active:
             return
@@ -397,7 +408,7 @@ class Door:
 
         with autocast():
             unit = rounding_unit(self.base, device)
-        problem = self._compare(model, forward, batch, unit)
+        problem = self._compare(model, forward, batch, unit, tokens_per_pass)
         if problem == _NOTHING_TO_COMPARE:
             return
         if problem is None:
@@ -418,30 +429,44 @@ class Door:
 
         with torch.no_grad():
             unit = rounding_unit(self.base, batch.input_ids.device)
-            problem = self._compare(self.base, forward, batch, unit)
+            problem = self._compare(self.base, forward, batch, unit, None)
         if problem == _NOTHING_TO_COMPARE:
             self.checked.clear()
         elif problem is not None:
             self.give_up(problem)
 
-    def _compare(self, model: nn.Module, forward, batch: Batch, unit: float) -> str | None:
+    def _compare(
+        self, model: nn.Module, forward, batch: Batch, unit: float, tokens_per_pass: int | None
+    ) -> str | None:
         """What is wrong with packed passes over a few rows of a batch; `None` for nothing."""
-        few = replace(batch.rows(sampled_rows(batch, ROWS_HALF if unit else ROWS_FP32)), router_loss=False)
-        try:
-            sequences = self._read(few)
-        except UnpackableBatch as error:
-            sequences = None
-            self._log("A batch", str(error))
-        is_readable = sequences is not None and sequences.scored_BL.any()
-        if not any(reduced_over_ranks([int(is_readable)], few.input_ids.device)):
+        device = batch.input_ids.device
+        (count,) = reduced_over_ranks([min(ROWS_HALF if unit else ROWS_FP32, len(batch.input_ids))], device)
+        few = replace(batch.rows(sampled_rows(batch, int(count))), router_loss=False)
+        sequences = self._try_to_read(few)
+        is_readable = sequences is not None and bool(sequences.scored_BL.any())
+        if not any(reduced_over_ranks([int(is_readable)], device)):
             return _NOTHING_TO_COMPARE
-        of_images = {"num_images": few.num_images, "image_keys": few.image_keys}
+        tokens = tokens_per_pass or self._tokens_of(batch)
+        rows, width = few.input_ids.shape
+        ends = [(0, rows)]
+        if is_readable:
+            # Rows of one forward lie side by side.
+            sets = cut_rows(sequences, max(tokens, width), lambda rows: self._grow(few, sequences.rows(rows)).tokens)
+            few = few.rows(np.concatenate(sets))
+            lengths = np.cumsum([0, *map(len, sets)]).tolist()
+            ends = list(itertools.pairwise(lengths))
+        cuts = cut_sample(ends, rows, width, tokens, device)
 
-        def packed(is_dense: bool) -> torch.Tensor:
-            rehearsal = Rehearsal(is_dense)
-            values = forward(few.arguments(), rehearsal=rehearsal, **of_images)
-            if not is_readable:  # a padded pass, for the ranks that meet in it
-                return values
+        def padded(part: slice) -> torch.Tensor:
+            with self.closed():
+                return forward(few.rows(np.arange(part.start, part.stop)).arguments())
+
+        def packed(is_dense: bool, part: slice) -> torch.Tensor:
+            if not is_readable:  # for the ranks that meet in it
+                return padded(part)
+            rehearsal, these = Rehearsal(is_dense), few.rows(np.arange(part.start, part.stop))
+            of_images = {"num_images": these.num_images, "image_keys": these.image_keys}
+            values = forward(these.arguments(), rehearsal=rehearsal, **of_images)
             calls = len(self.figures.layer_calls)
             if not calls or calls % self.layers:  # differential attention calls its function twice a layer
                 rehearsal.problems.append(f"prefix-aware layers ran {calls} times in a forward of {self.layers}")
@@ -449,19 +474,25 @@ class Door:
                 raise UnsupportedAttention(rehearsal.problems[0])
             return values
 
-        def padded(row: int) -> torch.Tensor:
-            with self.closed():
-                return forward(few.rows(np.array([row])).arguments())
-
-        rows = [functools.partial(padded, row) for row in range(len(few.input_ids))]
         scored = few.labels[:, 1:] != IGNORED_LABEL
         embeddings = self.base.get_input_embeddings()
         problem = attention_reason(self.base)  # somebody may have set dropout since
         with without_dropout(model), self.images.in_every_forward():
             for is_dense in (False, True)[: 1 + self.can_be_dense]:
                 pass_of_rows = functools.partial(packed, is_dense)
-                problem = problem or compare(model, pass_of_rows, rows, scored, embeddings, unit)
+                problem = problem or compare(model, pass_of_rows, padded, scored, cuts, embeddings, unit)
         return problem
+
+    def _try_to_read(self, batch: Batch) -> Sequences | None:
+        try:
+            return self._read(batch)
+        except UnpackableBatch as error:
+            self._log("A batch", str(error))
+
+    def _tokens_of(self, batch: Batch) -> int:
+        """Tokens of a pass over a batch."""
+        sequences = self._try_to_read(batch)
+        return batch.input_ids.numel() if sequences is None else self._grow(batch, sequences).tokens
 
     # --- a pass: read, lay out, run, score, scatter -----------------------------------------------------------------
 
