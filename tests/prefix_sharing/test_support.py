@@ -11,8 +11,10 @@ from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOTrainer
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, position_limit, scope, sharing
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, scope
+from trl_fsdp_qlora.prefix_sharing import door as doors
 from trl_fsdp_qlora.prefix_sharing.dropout import attention_reason, draws, other_dropout, without_dropout
+from trl_fsdp_qlora.prefix_sharing.support import position_limit
 
 from .helpers import (
     COMPLETION,
@@ -24,6 +26,7 @@ from .helpers import (
     assert_equals_stock,
     awkward_batch,
     build,
+    completion_labels,
     loss_inputs,
     losses_of,
     make_batch,
@@ -46,7 +49,7 @@ REASONS = {
 def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
     """GPT-2 has dropout of attention's weights, and draws the masks that it draws in stock."""
     inputs, results = loss_inputs(*awkward_batch()), []
-    with caplog.at_level(logging.WARNING, logger=sharing.__name__):
+    with caplog.at_level(logging.WARNING, logger=doors.__name__):
         for cls in (GRPOTrainer, EfficientGRPOTrainer):
             trainer = make_trainer(cls, build((UNSUPPORTED | DRAWING)[name]), tmp_path, skip_zero_advantage=False)
             trainer.model.train()
@@ -54,7 +57,7 @@ def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
             results += losses_of([trainer], inputs)
     assert results[0][0] == results[1][0]
     assert_equal_gradients(results[1][1], results[0][1], tolerance=1e-6)
-    lines = [record.getMessage() for record in caplog.records if record.name == sharing.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == doors.__name__]
     assert len(lines) == 1 and REASONS[name] in lines[0], lines
     assert REASONS[name] in trainer.door.describe()
 
@@ -68,11 +71,11 @@ def test_naming_a_backend_makes_it_an_error(name):
 
 
 def assert_gives_up(model, reason):
-    found = prepared(model)
-    assert found.active()
-    result, _ = one_pass(model, found)
-    assert reason in found.describe() and not found.active()
-    assert torch.equal(result.values[0], stock_log_probs(model, *awkward_batch())[0])
+    door = prepared(model)
+    assert door.is_active
+    ours = one_pass(model, door)
+    assert reason in door.describe() and not door.is_active
+    assert torch.equal(ours.logps_BC, stock_log_probs(model, *awkward_batch())[0])
 
 
 def test_layers_that_do_not_run_are_counted():
@@ -97,15 +100,17 @@ def test_self_check_ignores_dropout_and_restores_modes():
     mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.5))
     model.train()
     model.model.layers[1].eval()
-    found = prepared(model)
-    one_pass(model, found)
-    assert found.active()
+    door = prepared(model)
+    one_pass(model, door)
+    assert door.is_active
     assert model.training and model.model.layers[0].training and not model.model.layers[1].training
 
 
 def dense_of_a_long_row():
-    """Short prompts, long completions: 2 + 8 * 9 tokens of a row against 8 rows of 12."""
-    return build("falcon"), make_batch([3] * 8, [9] * 8, prompt=3)
+    """Short prompts, long completions: 3 + 8 * 8 tokens of a row, all pairs of them, against 8 rows of 12."""
+    ids, mask = make_batch([3] * 8, [9] * 8, prompt=3)
+    assert (3 + 8 * 8) ** 2 > 8 * 12**2
+    return build("falcon"), (ids, mask)
 
 
 def hole():
@@ -125,16 +130,17 @@ def longrope(switch=16):
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(dense_of_a_long_row, "larger than stock's"), (hole, "left padding"), (longrope, "rows of 23 positions")],
+    [(dense_of_a_long_row, "larger than stock's"), (hole, "has holes"), (longrope, "rows of 23 positions")],
 )
 def test_batches_that_cannot_be_packed_run_padded(make, reason, caplog):
     model, batch = make()
-    found = prepared(model)
-    result, calls = one_pass(model, found, batch)
+    door = prepared(model)
+    ours = one_pass(model, door, batch)
     # Of a mask that is too large a few rows are compared, which are shorter; else there is nothing to compare.
-    assert result.figures == {} and calls == (2 if make is dense_of_a_long_row else 1)
-    assert torch.equal(result.values[0], stock_log_probs(model, *batch)[0])
-    assert reason in caplog.text and found.active()  # the next batch is packed again
+    assert not ours.figures.tokens and ours.padded_forwards == (5 if make is dense_of_a_long_row else 1)
+    with door.closed():
+        assert torch.equal(ours.logps_BC, stock_log_probs(model, *batch)[0])
+    assert reason in caplog.text and door.is_active  # the next batch is packed again
 
 
 def test_rotary_tables_that_depend_on_the_longest_position():
@@ -150,12 +156,28 @@ def test_rotary_tables_that_depend_on_the_longest_position():
         assert position_limit(SimpleNamespace(config=config)) == limit
 
 
-def test_a_batch_with_images_runs_as_stock_where_the_class_takes_none():
-    model = build(MULTIMODAL["gemma3"])
-    found, (ids, _) = prepared(model), awkward_batch()
-    images = {"pixel_values": torch.zeros(len(ids), 3, 4, 4), "num_images": [1] * len(ids)}
-    for fields, is_packed in ((images, False), ({"mm_token_type_ids": ids * 0}, True)):
-        assert bool(one_pass(model, found, **fields)[0].figures) == is_packed
+def test_a_batch_with_images_runs_as_stock_where_its_class_is_not_known(caplog):
+    """And one without images is packed."""
+    model, (ids, mask) = build(MULTIMODAL["gemma3"]), awkward_batch()
+    model.config.image_token_id = 60
+    door = prepared(model, compared=True)
+    ids %= 60
+    first = mask.argmax(1)
+    rows = first < 14 - 4
+    ids, mask, first = ids[rows], mask[rows], first[rows]
+    labels = completion_labels(ids, mask)
+    text = {"input_ids": ids, "attention_mask": mask, "labels": labels, "mm_token_type_ids": ids * 0}
+    with_images = {**text, "input_ids": ids.clone(), "pixel_values": torch.rand(len(ids), 3, 16, 16)}
+    for row, column in enumerate(first.tolist()):
+        with_images["input_ids"][row, column : column + 4] = 60
+    del with_images["mm_token_type_ids"]
+    with_images["token_type_ids"] = (with_images["input_ids"] == 60).long()
+    for arguments, reason in ((text, None), (with_images, "no image of this kind")):
+        door.images.reason = reason
+        ours = model(**arguments, fused_lm_head=True).log_probs
+        assert bool(door.figures.tokens) == (reason is None) and (reason is None or reason in caplog.text)
+        with door.closed():
+            torch.testing.assert_close(ours, model(**arguments, fused_lm_head=True).log_probs, atol=2e-5, rtol=1e-5)
 
 
 def test_generation_and_checkpoints_see_the_models_own_implementation(tmp_path, monkeypatch):
@@ -176,14 +198,14 @@ def test_score_mask_cuts_work_and_zeros_the_rest():
     scored_BC[2, 8] = True  # behind the completion's end: not a token
     figures = assert_equals_stock(build("qwen3"), scored_BC=scored_BC)
     # One completion is left, up to the token before its last scored one: 14 prompt tokens and 4 of the completion.
-    assert figures["tokens_fraction"] == 18 / ids.numel()
+    assert (figures.tokens, figures.padded_tokens) == (18, ids.numel())
 
 
 def test_nothing_to_score_still_reaches_every_parameter():
     model = build("qwen3")
-    result, _ = one_pass(model, prepared(model), scored_BC=torch.zeros(10, COMPLETION, dtype=torch.bool))
-    assert result.values[0].abs().sum() == 0
-    result.values[0].sum().backward()
+    ours = one_pass(model, prepared(model), scored_BC=torch.zeros(10, COMPLETION, dtype=torch.bool))
+    assert ours.figures.tokens == 1 and ours.logps_BC.abs().sum() == 0
+    ours.logps_BC.sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in model.parameters())
 
 
@@ -206,16 +228,16 @@ DRAWING = {
 def test_attention_dropout_is_found_whatever_it_is_called(name):
     reason = attention_reason(DRAWING[name]())
     assert ("layerdrop=0.3" if "layerdrop" in name else "attention dropout") in reason
-    assert not prepared(DRAWING[name]()).active()
+    assert not prepared(DRAWING[name]()).is_active
 
 
 def test_dropout_set_after_the_model_was_prepared_falls_back_at_the_first_pass():
     model = build("llama")
-    sharing = prepared(model)
+    door = prepared(model)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    one_pass(model, sharing)
-    assert "attention_dropout=0.1" in sharing.describe()
+    one_pass(model, door)
+    assert "attention_dropout=0.1" in door.describe()
 
 
 def test_other_dropout_is_named():

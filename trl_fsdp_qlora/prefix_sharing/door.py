@@ -44,6 +44,8 @@ from .self_check import (
     compare,
     compares_gradients,
     cut_sample,
+    is_sharded,
+    judging_alone,
     reduced_over_ranks,
     rounding_unit,
 )
@@ -392,23 +394,69 @@ class Door:
         """
         if not self.is_active:
             return
-        device, gradients = batch.input_ids.device, compares_gradients(model)
+        gradients = compares_gradients(model)
         with_images = batch.has_images and self.images.reason is None
         if self.expects_images and self.images.reason is None and (gradients, True) not in self.checked:
             # The first come to some ranks earlier than to others.
-            with_images = bool(reduced_over_ranks([int(with_images)], device)[0])
+            with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
         if (gradients, with_images) in self.checked:
             return
-        if with_images:
-            self.images.share(batch)
 
         def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
             with autocast():
                 return model(**arguments, fused_lm_head=True, **of_the_door).log_probs
 
         with autocast():
-            unit = rounding_unit(self.base, device)
-        problem = self._compare(model, forward, batch, unit, tokens_per_pass)
+            unit = rounding_unit(self.base, batch.input_ids.device)
+        self._compare(model, forward, batch, unit, gradients, with_images, tokens_per_pass)
+
+    @_not_compiled
+    def _compare_by_itself(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
+        """The same from inside the forward, for trainers that know nothing of the door: values alone.
+
+        Ranks that hold parts of the model meet in each of its forwards, so they compare together, once all of them can pack.
+        Others may be alone in this forward (an evaluation on the first rank), and judge alone.
+
+        Returns:
+            Whether this pass may run packed.
+        """
+        device = next(self.base.parameters()).device if batch is None else batch.input_ids.device
+        with contextlib.nullcontext() if is_sharded(self.base) else judging_alone():
+            has_images = sequences is not None and batch.has_images
+            cannot, with_images = reduced_over_ranks([int(sequences is None), int(has_images)], device)
+            if cannot:
+                return False
+            if (False, bool(with_images)) in self.checked:
+                return True
+            through = _through_the_door(self.base, stock)
+
+            def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
+                return through(self.base, fused_lm_head=True, **arguments, **of_the_door).log_probs
+
+            with torch.no_grad():
+                unit = rounding_unit(self.base, device)
+                self._compare(self.base, forward, batch, unit, False, bool(with_images), None)
+        return self.is_active and not (batch.has_images and self.images.reason)
+
+    def _compare(
+        self,
+        model: nn.Module,
+        forward,
+        batch: Batch,
+        unit: float,
+        gradients: bool,
+        with_images: bool,
+        tokens_per_pass: int | None,
+    ) -> None:
+        """Compare a few rows of a batch and keep what that says."""
+        try:
+            self._count_images(batch)
+        except UnpackableBatch as error:
+            self._log("A batch", str(error))
+            batch = replace(batch, vision={}, num_images=None)
+        if with_images:
+            self.images.share(batch)
+        problem = self._difference(model, forward, batch, unit, tokens_per_pass)
         if problem == _NOTHING_TO_COMPARE:
             return
         if problem is None:
@@ -418,24 +466,7 @@ class Door:
         else:
             self.give_up(problem)
 
-    @_not_compiled
-    def _compare_first_batch(self, stock, batch: Batch) -> None:
-        """The same from inside the forward, for trainers that know nothing of the door: values alone."""
-        self.checked.add((False, batch.has_images))  # the passes below come here, too
-        through = _through_the_door(self.base, stock)
-
-        def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
-            return through(self.base, fused_lm_head=True, **arguments, **of_the_door).log_probs
-
-        with torch.no_grad():
-            unit = rounding_unit(self.base, batch.input_ids.device)
-            problem = self._compare(self.base, forward, batch, unit, None)
-        if problem == _NOTHING_TO_COMPARE:
-            self.checked.clear()
-        elif problem is not None:
-            self.give_up(problem)
-
-    def _compare(
+    def _difference(
         self, model: nn.Module, forward, batch: Batch, unit: float, tokens_per_pass: int | None
     ) -> str | None:
         """What is wrong with packed passes over a few rows of a batch; `None` for nothing."""
@@ -515,24 +546,31 @@ class Door:
             try:
                 batch = self._batch(arguments, **of_images)
                 sequences = self._read(batch)
-                self._check_pairs(batch, sequences)
+                if rehearsal is None:
+                    self._check_pairs(batch, sequences)
             except UnpackableBatch as error:
                 sequences = None
                 self._log("A batch", str(error))
+        is_unchecked = rehearsal is None and tokens_per_pass is None and not self._is_checked
+        if is_unchecked and not self._compare_by_itself(stock, batch, sequences):
+            sequences = None
         self.figures = PassFigures()
         if tokens_per_pass is None and sequences is None:
             return stock(fused_lm_head=True, **arguments)
-        if self.compares and rehearsal is None and not self.checked:
-            self._compare_first_batch(stock, batch)
-            if not self.is_active:
-                return stock(fused_lm_head=True, **arguments)
-            self.figures = PassFigures()
         if tokens_per_pass is None:
             output = self._score_rows(batch, sequences, rehearsal)
         else:
             output = self._score_in_passes(stock, arguments, batch, sequences, tokens_per_pass)
         self.figures.seconds = time.perf_counter() - start
         return output
+
+    @property
+    def _is_checked(self) -> bool:
+        """Whether nothing is left to be compared from inside the forward."""
+        if not (self.compares and self.is_active) or self.is_aside:
+            return True
+        may_have_images = self.images.token is not None and self.images.reason is None
+        return {(False, False), (False, may_have_images)} <= self.checked
 
     @_but_for_the_model
     def _score_rows(
@@ -622,8 +660,7 @@ class Door:
         if batch.has_images and self.images.reason is not None:
             raise UnpackableBatch(self.images.reason)
         if batch.has_images:
-            if batch.num_images is None:
-                batch.num_images = self.images.count(batch)
+            self._count_images(batch)
             if batch.image_keys is None:
                 batch.image_keys = fingerprints({**batch.vision, "num_images": batch.num_images})
         sequences = read_batch(batch.input_ids, batch.attention_mask, batch.labels, batch.image_keys)
@@ -633,6 +670,10 @@ class Door:
             # Rows in other columns have other positions.
             sequences.tokens_BL[:, 0] += sequences.offsets_B << 40
         return sequences
+
+    def _count_images(self, batch: Batch) -> None:
+        if batch.has_images and batch.num_images is None:
+            batch.num_images = self.images.count(batch)
 
     def _grow(self, batch: Batch, sequences: Sequences, is_dense: bool = False) -> Forest:
         lengths_B = sequences.lengths_B if batch.router_loss else sequences.needed_B

@@ -258,7 +258,7 @@ class Images:
         images = {name: vision[name] for name in PER_IMAGE if name in vision and name in taken}
         return self.inner.get_image_features(**images, return_dict=True)
 
-    def share(self, request) -> None:
+    def share(self, batch) -> None:
         """Agree on images for [`in_every_forward`], where ranks meet in the tower. Every rank has to call it, once one has images.
 
         The first prompt with images on any rank gives those of all.
@@ -266,12 +266,11 @@ class Images:
         many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if self.shared is not None or not many or not self.is_collective:
             return
-        device = request.input_ids.device
-        counts = request.vision.get("num_images") or [int(request.has_images)] * len(request.input_ids)
-        row = next((row for row, count in enumerate(counts) if count), None)
+        device = batch.input_ids.device
+        row = next((row for row, count in enumerate(batch.num_images or ()) if count and batch.has_images), None)
         rank = torch.distributed.get_rank()
         (source,) = reduced_over_ranks([-1 if row is None else rank], device)
-        mine = rows_of_images(request.vision, [row]) if source == rank else {}
+        mine = rows_of_images({**batch.vision, "num_images": batch.num_images}, [row]) if source == rank else {}
         sent = [{name: mine[name].cpu() for name in PER_IMAGE if name in mine}]
         torch.distributed.broadcast_object_list(sent, source, device=device)
         self.shared = {name: value.to(device) for name, value in sent[0].items()}

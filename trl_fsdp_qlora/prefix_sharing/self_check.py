@@ -11,11 +11,12 @@ No forward holds more tokens than the step's own ([`cut_sample`]). All ranks jud
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -47,11 +48,30 @@ MISSING_BELOW = -0.5
 
 def reduced_over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -> list[float]:
     """Element-wise `"MAX"` or `"SUM"` over ranks; the values themselves in a single process. Every rank has to call it."""
-    if not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized() or _judges_alone.get():
         return values
     tensor = to_device(torch.tensor(values), device)
     torch.distributed.all_reduce(tensor, op=getattr(torch.distributed.ReduceOp, reduce))
     return tensor.tolist()
+
+
+_judges_alone = ContextVar("judges_alone", default=False)
+
+
+@contextlib.contextmanager
+def judging_alone() -> Iterator[None]:
+    """Inside, this rank decides by itself: others may not come to the same place."""
+    token = _judges_alone.set(True)
+    try:
+        yield
+    finally:
+        _judges_alone.reset(token)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether ranks meet in every forward of `model` or of a part of it, since each holds a part of its weights."""
+    is_part = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+    return is_part or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def rounding_unit(model: PreTrainedModel, device: torch.device) -> float:
