@@ -146,7 +146,7 @@ def waits(tmp_path_factory):
         elif feature == "T-SPMO, nested rows":
             # Completions of a small vocabulary begin alike, so rows nest wherever that may cost anything.
             run = made(folder, TSPMOTrainer, TSPMOConfig, layers)
-            run.prefix_sharing._models["policy"].pairs_per_token = 1e9  # as if a token cost as much as so many pairs
+            run.door.hidden_size = 1e9  # as if a token cost as much as so many pairs
         else:
             both = (GRPOTrainer, GRPOConfig) if feature is None else (EfficientGRPOTrainer, EfficientGRPOConfig)
             run = made(folder, *both, layers, **own, **also)

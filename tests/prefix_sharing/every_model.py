@@ -116,11 +116,11 @@ def computed(name: str):
 
 def packed(model) -> str:
     """Whether a packed pass equals stock's, which is asserted; or why it runs padded."""
-    sharing = helpers.prepared(model)
-    if not helpers.one_pass(model, sharing)[0].figures:
-        return "no: " + sharing.describe().removeprefix("prefix sharing: ")
+    door = helpers.prepared(model)
+    if not helpers.one_pass(model, door).figures.tokens:
+        return "no: " + door.describe().removeprefix("prefix sharing: ")
     with without_dropout(model):  # some routers draw
-        return "dense" if "layers_dense" in helpers.assert_equals_stock(model, sharing) else "yes"
+        return "dense" if "dense" in helpers.assert_equals_stock(model, door).layer_calls else "yes"
 
 
 def decoded(model) -> str:

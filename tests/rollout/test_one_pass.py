@@ -6,7 +6,6 @@ from itertools import product
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
-from trl_fsdp_qlora.scoring.request import Kind
 
 from tests import tiny
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
@@ -58,7 +57,9 @@ def ours_with(tmp_path, monkeypatch):
         monkeypatch.setattr(engines, "start_engine", lambda *_, **__: engine)
         trainer = made(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path / "ours", use_vllm=True, **changes)
         trainer.kinds, score = [], trainer._score
-        trainer._score = lambda request, padded: trainer.kinds.append(request.kind) or score(request, padded)
+        trainer._score = lambda stock, wanted, kind, arguments: (
+            trainer.kinds.append(kind) or score(stock, wanted, kind, arguments)
+        )
         return trainer
 
     return make
@@ -110,12 +111,12 @@ def test_every_loss_and_every_mode(stock, ours_with):
             assert mine[name] == pytest.approx(values, rel=1e-5) or "ratio/" not in name, f"{where}: {name}"
         compared += 1
     assert compared == len(tiny.LOSS_TYPES) * len(MODES) - 2
-    assert Kind.OLD not in ours.kinds and ours.kinds.count(Kind.POLICY) == compared
+    assert "old_policy" not in ours.kinds and ours.kinds.count("policy") == compared
 
 
 @pytest.mark.parametrize("changes", [{"num_iterations": 2}, {"steps_per_generation": 2}])
 def test_off_policy_batches_keep_their_pass(ours_with, changes):
     ours = ours_with(**changes)
     batch = drawn(ours)
-    assert ours.kinds.count(Kind.OLD) == 1
+    assert ours.kinds.count("old_policy") == 1
     assert "importance_sampling_ratio" in batch

@@ -36,7 +36,7 @@ def test_what_was_switched_off_and_what_runs_as_stock(tmp_path):
     assert block["on"] == ["whole groups in every micro-batch"]
     stock = {"beta": 0.1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft_config=lora(), **stock)
-    made.prefix_sharing._give_up("policy", "a layer of another kind")
+    made.door.give_up("a layer of another kind")
     block = headings(made)
     assert len(block["as stock TRL"]) == 3 and "off" not in block
     assert "a layer of another kind" in block["as stock TRL"][0] and "beta=0.1" in block["as stock TRL"][1]

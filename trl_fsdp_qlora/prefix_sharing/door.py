@@ -25,6 +25,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..compat.fsdp import forget_forward
 from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fused_head, rows_of_images
 from ..errors import UserError
 from ..scoring.logprobs import score_with_head
@@ -403,8 +404,12 @@ class Door:
             return
 
         def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:
-            with autocast():
-                return model(**arguments, fused_lm_head=True, **of_the_door).log_probs
+            try:
+                with autocast():
+                    return model(**arguments, fused_lm_head=True, **of_the_door).log_probs
+            except Exception:
+                forget_forward(model)  # a padded one comes next
+                raise
 
         with autocast():
             unit = rounding_unit(self.base, batch.input_ids.device)

@@ -113,6 +113,7 @@ class Images:
         self.model, self.inner = model, model.base_model
         self.features: dict[tuple[int, ...], ModelOutput] = {}
         self.shared: dict[str, torch.Tensor] | None = None  # what ranks without images run the tower on
+        self._is_watching = False  # inside `in_every_forward`: twice there, the tower would run twice
         names = ("image_token_id", "image_token_index")
         self.token = next((t for t in (getattr(model.config, name, None) for name in names) if t is not None), None)
         self.reason, kind = None, model.config.model_type
@@ -169,10 +170,10 @@ class Images:
         else:
             images = len(batch.vision["pixel_values"])
             rows_with_images = int((tokens_B > 0).sum())
+            if images == rows_with_images:
+                return [int(count > 0) for count in tokens_B]
             if images and tokens_B.sum() % images == 0:
                 tokens_of_image = [int(tokens_B.sum()) // images] * images
-            elif rows_with_images and images % rows_with_images == 0:  # tiles, as many in each row
-                return [images // rows_with_images if count else 0 for count in tokens_B]
             else:
                 tokens_of_image = []
         counts, image = [], 0
@@ -282,9 +283,10 @@ class Images:
         Where the tower's weights are sharded or its gradients reduced, a rank whose prompts have no image would otherwise leave
         the others waiting.
         """
-        if self.shared is None:
+        if self.shared is None or self._is_watching:
             yield
             return
+        self._is_watching = True
         missing = False
 
         def look(module, args, kwargs):
@@ -306,6 +308,7 @@ class Images:
         try:
             yield
         finally:
+            self._is_watching = False
             for hook in hooks:
                 hook.remove()
 
