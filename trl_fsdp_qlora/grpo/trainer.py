@@ -43,6 +43,7 @@ from ..rollout.group_statistics import GroupStatistics
 from ..rollout.prompt_selection import PromptSelection
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
+from ..run.plain import counted
 from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.request import Kind, PassRequest
@@ -379,9 +380,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
         # Transformers looks whether a run is over after a step: one that was over would do one more.
         if self.state.global_step < max_steps:
             return begins
-        finished = (
-            f"the run in {self.args.output_dir} is finished ({self.state.global_step} steps): nothing is trained"
-        )
+        finished = f"the run in {self.args.output_dir} is finished ({counted(self.state.global_step, 'step')}): nothing is trained"
         logger.warning(f"{finished}. Raise max_steps or num_train_epochs, or set another output_dir")
         return num_train_epochs, 0
 
