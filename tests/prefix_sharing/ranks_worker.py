@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +25,7 @@ from tests.prefix_sharing.helpers import (
     with_stock_head,
 )
 from trl_fsdp_qlora.prefix_sharing import cascade
+from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 
@@ -201,6 +202,24 @@ def fewer_rows_on_one_rank_at_first(scene):
     scene.assert_right(scene.run())
 
 
+def wrapped_below_a_recurrent_layer() -> None:
+    """By FSDP1 or FSDP2: weights are gathered in each call of the layer, and ranks call it differently often."""
+    mesh = init_device_mesh("cpu", (2,))
+    for wrapper in ("fsdp1", "fsdp2"):
+        scene = Scene("ddp", "qwen3_5")
+        scene.model = scene.base
+        for layer in recurrent_layers(scene.base):
+            if wrapper == "fsdp2":
+                fully_shard(layer.out_proj, mesh=mesh)
+            else:
+                layer.out_proj = FullyShardedDataParallel(
+                    layer.out_proj, use_orig_params=True, device_id=torch.device("cpu")
+                )
+        logps = scene.run()
+        torch.testing.assert_close(logps, scene.expected, atol=2e-5, rtol=1e-5)
+        assert "wraps parts of a recurrent layer" in scene.sharing.describe(), (wrapper, scene.sharing.describe())
+
+
 EVERY = (comparing_leaves_nothing, an_old_policy_pass_is_cut_differently_on_each_rank)
 ATTENTION = (
     between_micro_batches, a_kernel_error_on_one_rank, an_unpackable_batch_on_one_rank, a_wrong_gradient_on_one_rank,
@@ -214,6 +233,7 @@ def text() -> None:
             print(wrapper, name, scenario.__name__, flush=True)
             scenario(Scene(wrapper, name))
             dist.barrier()
+    wrapped_below_a_recurrent_layer()
 
 
 # --- prompts with images on both ranks, and on one of them only -------------------------------------------------------

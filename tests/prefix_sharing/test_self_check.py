@@ -287,3 +287,10 @@ def test_missing_values_and_first_tokens_by_hand():
 @pytest.mark.processes
 def test_two_ranks_answer_together_what_one_of_them_meets_alone():
     launch(Path(__file__).with_name("ranks_worker.py"), "text", timeout=240)
+
+
+@pytest.mark.processes
+def test_recurrent_layers_under_zero_3_run_as_stock():
+    """ZeRO-3 gathers in each call of a layer, which a packed row calls as often as its batch wants: ranks waited for each other."""
+    pytest.importorskip("deepspeed")
+    launch(Path(__file__).with_name("zero3_worker.py"), timeout=120)

@@ -16,6 +16,7 @@ from .attention import BACKENDS, UnsupportedAttention, set_aside
 from .dropout import attention_reason, other_dropout, without_dropout
 from .layout import BatchFacts, UnpackableBatch, cut_rows
 from .packed_model import PackedModel
+from .recurrent import gathered_per_call
 from .self_check import (
     ROWS_FP32,
     ROWS_HALF,
@@ -86,6 +87,8 @@ class PrefixSharing:
 
     def describe(self) -> str:
         """A line for a start-up report: what runs packed, or why not, and what draws differently there."""
+        if self.choice == "auto":  # else it is an error, of all ranks' first pass
+            self._look_at_wrappers("policy")
         if not self.active():
             return f"prefix sharing: {self._reasons['policy']}"
         packed = self._models["policy"]
@@ -94,7 +97,8 @@ class PrefixSharing:
 
     def feature(self) -> tuple[str, str]:
         """Heading and line of the start-up block, see `EfficientGRPOTrainer.features`."""
-        return "on" if self.active() else "off" if self.choice == "off" else "as stock TRL", self.describe()
+        line = self.describe()
+        return "on" if self.active() else "off" if self.choice == "off" else "as stock TRL", line
 
     def active(self) -> bool:
         """Whether the policy's passes run packed."""
@@ -126,6 +130,8 @@ class PrefixSharing:
             (`tokens_fraction`), seconds until the forward returned (on CUDA: was queued), and the share of attention
             layers that each backend served (`layers_<backend>`).
         """
+        if request.role not in self._reasons and not self._models[request.role].checked:
+            self._look_at_wrappers(request.role)
         if request.role not in self._reasons:
             self._compare_once(request, padded)
         if request.role in self._reasons:
@@ -146,6 +152,11 @@ class PrefixSharing:
         figures = {f"layers_{name}": calls.count(name) / len(calls) for name in sorted(set(calls))}
         figures |= {"tokens_fraction": tokens / request.input_ids.numel(), "seconds": time.perf_counter() - start}
         return PassResult((torch.cat(logps), entropies, aux_loss), figures)
+
+    def _look_at_wrappers(self, role: str) -> None:
+        """Give up if wrappers that came after [`prepare`] do not allow packed rows; all ranks have the same ones."""
+        if role not in self._reasons and (reason := gathered_per_call(self._models[role].base)) is not None:
+            self._give_up(role, reason)
 
     def _compare_once(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> None:
         """Before a model's first pass (also the first with gradients, nested rows or images): all ranks compare a few rows."""
