@@ -24,7 +24,7 @@ from tests.prefix_sharing.helpers import (
     stock_log_probs,
     with_stock_head,
 )
-from trl_fsdp_qlora.prefix_sharing import cascade
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade
 from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
@@ -51,9 +51,9 @@ def whole(model):
 class Scene:
     """A model under a wrapper that both ranks have alike; six rows of two groups on one, four that hardly share on the other."""
 
-    def __init__(self, wrapper, name):
+    def __init__(self, wrapper, name, choice="auto"):
         self.wrapper, self.base, reference = wrapper, build(name), with_stock_head(build(name))
-        self.sharing = prepared(self.base)
+        self.sharing = prepared(self.base, choice)
         self.model = wrapped(wrapper, self.base)
         mine = slice(0, 6) if dist.get_rank() == 0 else slice(6, 10)
         self.batch = tuple(x[mine] for x in awkward_batch())
@@ -119,6 +119,23 @@ def an_unpackable_batch_on_one_rank(scene):
         assert scene.sharing.active() and scene.sharing._models["policy"].checked
         torch.testing.assert_close(logps, stock_log_probs(scene.model, ids, mask)[0], atol=2e-5, rtol=1e-5)
         logps.sum().backward()
+
+
+def an_unpackable_batch_on_one_rank_under_a_named_backend(scene):
+    """An error of both ranks, in the first pass and later."""
+    ids, mask = (x.clone() for x in scene.batch)
+    if dist.get_rank() == 1:
+        mask[0, -COMPLETION + 2] = 0
+    for first in (True, False):
+        scene = Scene(scene.wrapper, "qwen3", "cascade")
+        if not first:
+            scene.run()
+        try:
+            scene.run((ids, mask))
+        except PrefixSharingError as error:
+            assert ("left padding" if dist.get_rank() else "another rank's cannot be packed") in str(error)
+        else:
+            raise AssertionError("this rank went on")
 
 
 def a_wrong_gradient_on_one_rank(scene):
@@ -222,7 +239,7 @@ def wrapped_below_a_recurrent_layer() -> None:
 
 EVERY = (comparing_leaves_nothing, an_old_policy_pass_is_cut_differently_on_each_rank)
 ATTENTION = (
-    between_micro_batches, a_kernel_error_on_one_rank, an_unpackable_batch_on_one_rank, a_wrong_gradient_on_one_rank,
+    between_micro_batches, a_kernel_error_on_one_rank, an_unpackable_batch_on_one_rank, an_unpackable_batch_on_one_rank_under_a_named_backend, a_wrong_gradient_on_one_rank,
     an_error_outside_of_attention, out_of_memory_on_one_rank, nothing_to_score_on_one_rank_at_first, fewer_rows_on_one_rank_at_first,
 )  # fmt: skip
 

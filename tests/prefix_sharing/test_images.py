@@ -20,6 +20,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import joined_images, split_pixel_values_by_grid
 from trl_fsdp_qlora.grpo.groups import micro_batches
 from trl_fsdp_qlora.prefix_sharing import images
+from trl_fsdp_qlora.prefix_sharing import sharing as prefix_sharing
 from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
 from .helpers import (
@@ -331,6 +332,28 @@ def test_the_comparison_of_the_first_pass_takes_rows_with_images():
         ([5, 6, 5, 6, 0], [6, 5, 6, 0]),
     ):
         assert torch.equal(request.rows(rows).subsample(4).input_ids, ids[taken])
+
+
+def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
+    """With tools a vision class asked in every pass until an image came, and the host waited each time."""
+    request, sharing, stock = pictured("qwen3_vl")
+    text, asked, reduced = request.rows([5, 6]), [], prefix_sharing.reduced_over_ranks
+    monkeypatch.setattr(prefix_sharing, "reduced_over_ranks", lambda *args: asked.append(1) or reduced(*args))
+
+    def exchanges(request):
+        asked.clear()
+        assert sharing.log_probs(request, stock)[1]
+        return len(asked)
+
+    assert exchanges(text) > 1  # a few rows are compared
+    assert exchanges(text) == 1
+    sharing.look_for_images(False, text.input_ids.device)
+    assert [exchanges(text) for _ in range(2)] == [0, 0]
+    sharing.forget_images()
+    assert exchanges(text) == 1  # of the passes while completions are drawn
+    sharing.look_for_images(True, text.input_ids.device)
+    assert exchanges(text) == 1 and exchanges(request) > 1
+    assert exchanges(text) == exchanges(request) == 0
 
 
 # Of the language model: nothing of the tower is trained.

@@ -153,6 +153,7 @@ class EfficientGRPOTrainer(ShardedQLoRAMixin, GRPOTrainer):
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.efficiency(counts))
             rank, slices = self.accelerator.process_index, self.args.steps_per_generation
+            self.prefix_sharing.look_for_images("pixel_values" in batch, self.accelerator.device)
             self._buffered_inputs = micro_batches(batch, self.num_generations, rank, slices)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
 

@@ -62,6 +62,7 @@ class PrefixSharing:
     expects_images: bool = False
     _models: dict[str, PackedModel] = field(default_factory=dict, init=False)
     _reasons: dict[str, str] = field(default_factory=dict, init=False)  # why a model runs padded
+    _images_may_come: bool = field(default=True, init=False)
     _logged: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self):
@@ -111,8 +112,18 @@ class PrefixSharing:
 
     def forget_images(self) -> None:
         """Give the memory of the image features back, which were kept for the passes over one generation batch."""
+        self._images_may_come = True  # with tools, on any rank
         for packed in self._models.values():
             packed.images.features.clear()
+
+    def look_for_images(self, here: bool, device: torch.device) -> None:
+        """Ask whether a generation batch has images on any rank (`here`: on this one). Every rank has to call it.
+
+        Until then each pass asks; afterwards those over a batch without any need not.
+        """
+        packed = self._models.get("policy")
+        if self.expects_images and packed is not None and packed.images.reason is None:
+            self._images_may_come = bool(reduced_over_ranks([int(here)], device)[0])
 
     def log_probs(self, request: PassRequest, padded: Callable[[PassRequest], LogProbs]) -> PassResult:
         """What stock computes for this request, on packed rows where that is exact: pack, forward, unpack.
@@ -132,6 +143,8 @@ class PrefixSharing:
         """
         if request.role not in self._reasons and not self._models[request.role].checked:
             self._look_at_wrappers(request.role)
+        if request.role not in self._reasons and self.choice != "auto":
+            self._refuse_together(request)
         if request.role not in self._reasons:
             self._compare_once(request, padded)
         if request.role in self._reasons:
@@ -163,7 +176,8 @@ class PrefixSharing:
         model, device = self._models[request.role], request.input_ids.device
         gradients, nests = compares_gradients(request.model), request.nested and model.pairs_per_token is not None
         with_images = request.has_images and model.images.reason is None
-        if self.expects_images and model.images.reason is None and (gradients, nests, True) not in model.checked:
+        asks = self.expects_images and self._images_may_come and model.images.reason is None
+        if asks and (gradients, nests, True) not in model.checked:
             # The first come to some ranks earlier than to others.
             with_images = bool(reduced_over_ranks([int(with_images)], device)[0])
         if (gradients, nests, with_images) in model.checked:
@@ -263,6 +277,16 @@ class PrefixSharing:
             return self._models[request.role].read(request)
         except UnpackableBatch as error:
             self._log("A batch", str(error))
+
+    def _refuse_together(self, request: PassRequest) -> None:
+        """Raise on all ranks if a backend was named and a rank's batch cannot be packed. Every rank has to call it."""
+        problem = None
+        try:
+            self._models[request.role].read(request)
+        except UnpackableBatch as error:
+            problem = str(error)
+        if any(reduced_over_ranks([int(problem is not None)], request.input_ids.device)):
+            self._log("A batch", problem or "another rank's cannot be packed")
 
     def _give_up(self, role: str, reason: str) -> None:
         self._reasons[role] = reason
