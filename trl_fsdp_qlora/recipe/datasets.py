@@ -297,7 +297,7 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     measured = prompts_of(args, measured[: args.eval_problems])
     aside = f"; {len(problems.validation)} kept for validation" if problems.validation and of_test else ""
     kind = "held-out" if of_test else "validation"
-    say(f"data: {len(train)} training and {counted(len(measured), f'{kind} problem')} from {args.dataset}{aside}")
+    say(f"data: {len(train):,} training and {counted(len(measured), f'{kind} problem')} from {args.dataset}{aside}")
     return train, measured
 
 
