@@ -286,7 +286,7 @@ def test_missing_values_and_first_tokens_by_hand():
 
 @pytest.mark.processes
 def test_two_ranks_answer_together_what_one_of_them_meets_alone():
-    launch(Path(__file__).with_name("ranks_worker.py"), "text", timeout=240)
+    launch(Path(__file__).with_name("ranks_worker.py"), "text", timeout=360)
 
 
 @pytest.mark.processes
