@@ -25,6 +25,7 @@ from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.datasets import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
+from trl_fsdp_qlora.run.plain import counted
 
 
 @dataclass
@@ -48,7 +49,7 @@ def main() -> None:
     if script.stage == "estimate":
         report = trainer.estimate_values()
         say(
-            f"V* of {report.prompts} prompts is in {config.value_cache}: {report.already_known} were there, "
+            f"V* of {counted(report.prompts, 'prompt')} is in {config.value_cache}: {report.already_known} were there, "
             f"{report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
         )
         return

@@ -94,7 +94,7 @@ def test_a_prompt_that_stage_one_never_saw_is_refused_or_estimated(make_trainer)
     trainer.estimate_values()
     trainer.model.train()
     rows = [*problems(6).to_list(), {"prompt": "7+7=", "answer": "4"}]
-    with pytest.raises(ValueError, match=r"1 prompts have no V\* .*'7\+7='.*unseen_prompts='estimate'"):
+    with pytest.raises(ValueError, match=r"1 prompt without a V\*, .*'7\+7='.*unseen_prompts='estimate'"):
         trainer._generate_and_score_completions(rows)
     trainer.args.unseen_prompts = "estimate"
     assert trainer._generate_and_score_completions(rows)["advantages"].isfinite().all()

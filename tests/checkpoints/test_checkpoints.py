@@ -8,8 +8,12 @@ import time
 import pytest
 import safetensors.torch
 import torch
+from accelerate import Accelerator
 from filelock import FileLock
+from transformers import TrainerState
+from trl import GRPOConfig
 
+from tests.tiny import config
 from trl_fsdp_qlora.checkpoints import checkpoints
 from trl_fsdp_qlora.checkpoints.disk import CheckpointError
 
@@ -160,6 +164,24 @@ def test_no_flipped_bit_of_a_checkpoint_goes_unseen_or_raises(tmp_path):
             *range(text.index('"run"'), len(text)),
         }
         assert {place for place in unseen if not text[place].isspace()} <= harmless
+
+
+def test_what_a_run_was_writing_when_it_ended_does_not_stay_behind(tmp_path):
+    writer = checkpoints.WholeCheckpoints(config(GRPOConfig, tmp_path), Accelerator(cpu=True), lambda: ({}, {}))
+    staging, state = tmp_path / checkpoints.STAGING, TrainerState()
+    (staging / "checkpoint-1").mkdir(parents=True)  # of a run that was killed
+    with writer.alone():
+        assert not staging.exists()
+        with writer.writing(tmp_path / "checkpoint-2", state, {}):
+            (staging / "checkpoint-2" / "trainer_state.json").write_text("{}")
+        assert not staging.exists() and checkpoints.why_incomplete(tmp_path / "checkpoint-2") is None
+        with (
+            pytest.raises(OSError, match="no space left"),
+            writer.alone(),
+            writer.writing(tmp_path / "checkpoint-3", state, {}),
+        ):
+            raise OSError("no space left")
+    assert not staging.exists() and not (tmp_path / "checkpoint-3").exists()
 
 
 def test_a_checkpoint_written_anew_replaces_the_old_one(tmp_path):

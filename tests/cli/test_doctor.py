@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -16,6 +17,7 @@ REWARDS = """
 import sys
 def few(completions, **columns): return [1.0]
 def breaks(completions, **columns): return [completions["no"]]
+def texts(completions, **columns): return ["good" for text in completions]
 async def later(completions, **columns): return [float(len(str(text))) for text in completions]
 """
 
@@ -46,7 +48,10 @@ def test_a_recipe_that_is_right_and_no_folder_is_left(findings, place):
         status, found = findings(f"--output_dir runs/new/one {more}")
         assert status == 0 and {item["level"] for item in found} == {"ok"}, found
         said = {item["check"]: item["text"] for item in found}
-        assert said["data"] == "7100 training and 1000 held-out problems from addition"
+        assert re.match(
+            r"one step of a random Qwen3ForCausalLM of 0.\dM weights on \d+ completions", said["rehearsal"]
+        )
+        assert said["data"] == "7,100 training and 1,000 held-out problems from addition"
     assert said["recipe"] == "EfficientGRPOConfig, 2 processes"
     assert [path for path in sorted(place.rglob("*")) if "__pycache__" not in path.parts] == before
 
@@ -74,6 +79,24 @@ def test_each_finding_by_itself(words, level, said, findings):
     assert [item for item in wrong if item["level"] == level and said in item["text"]], wrong
     assert all("\n" not in item["text"] for item in found)
     assert status == any(item["level"] == "error" for item in wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--loss_type grp", "Unknown loss type: grp"),
+        ('--generation_kwargs {"temperature":0.0}', "has to be a strictly positive float"),
+        ("--reward_weights 1 2", "Number of reward weights (2) must match number of reward functions (1)"),
+        ("--rewards rewards.py:texts", "str"),
+        ("--report_to comet_ml", "CometCallback requires comet-ml"),
+    ],
+)
+def test_a_rehearsal_finds_what_ends_a_step(words, said, findings, place):
+    before = sorted(place.rglob("*"))
+    status, found = findings(words)
+    assert status == 1 and [item["check"] for item in found if item["level"] == "error"] == ["rehearsal"]
+    assert said in found[0]["text"]
+    assert [path for path in sorted(place.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
 def test_a_state_dict_that_loses_the_model(findings, place):

@@ -80,6 +80,7 @@ def test_what_is_done_beside_the_maths_may_fail(tmp_path, monkeypatch, caplog, b
     assert made.state.global_step == 2
     assert [checkpoints.why_incomplete(tmp_path / f"checkpoint-{step}") for step in (1, 2)] == [None, None]
     assert (tmp_path / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / checkpoints.STAGING).exists()
     lines = [record for record in caplog.records if "the run goes on" in record.message]
     said = [record.message for record in lines]
     assert not any("\n" in record.message or record.exc_info for record in lines)  # a line each, and no traceback

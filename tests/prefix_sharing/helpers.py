@@ -233,21 +233,21 @@ class Pass(NamedTuple):
     padded_forwards: int
 
 
-def one_pass(model, door, batch=None, scored_BC=None, **arguments) -> Pass:
+def one_pass(model, door, batch=None, scored_BC=None, completion=COMPLETION, **arguments) -> Pass:
     """A pass over a batch as a trainer makes it: compared with stock's where it is the first of its kind, then scored."""
     ids, mask = batch or awkward_batch()
-    labels = completion_labels(ids, mask)
+    labels = completion_labels(ids, mask, completion)
     of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
     tokens_per_pass = {name: arguments.pop(name) for name in ("tokens_per_pass",) if name in arguments}
     whole = Batch(ids, mask, labels.clone(), arguments, **of_images)
     if scored_BC is not None:
-        labels[:, -COMPLETION:].masked_fill_(~scored_BC, -100)
+        labels[:, -completion:].masked_fill_(~scored_BC, -100)
     with counting_padded_forwards(door.base) as padded:
-        door.compare_with_stock(model, whole)
+        door.compare_with_stock(model, whole, **tokens_per_pass)
         inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, **arguments}
         for_the_door = of_images | tokens_per_pass if door.is_active else {}
         output = model(**inputs, **for_the_door, fused_lm_head=True)
-    values = (x[:, -COMPLETION:] for x in (output.log_probs, output.entropy))
+    values = (x[:, -completion:] for x in (output.log_probs, output.entropy))
     return Pass(*values, door.figures, len(padded))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +25,8 @@ from tests.prefix_sharing.helpers import (
     stock_log_probs,
     with_stock_head,
 )
-from trl_fsdp_qlora.prefix_sharing import cascade
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade
+from trl_fsdp_qlora.prefix_sharing.recurrent import recurrent_layers
 
 
 def wrapped(wrapper, model):
@@ -50,9 +51,9 @@ def whole(model):
 class Scene:
     """A model under a wrapper that both ranks have alike; six rows of two groups on one, four that hardly share on the other."""
 
-    def __init__(self, wrapper, name):
+    def __init__(self, wrapper, name, choice="auto"):
         self.wrapper, self.base, reference = wrapper, build(name), with_stock_head(build(name))
-        self.door = prepared(self.base)
+        self.door = prepared(self.base, choice)
         self.model = wrapped(wrapper, self.base)
         mine = slice(0, 6) if dist.get_rank() == 0 else slice(6, 10)
         self.batch = tuple(x[mine] for x in awkward_batch())
@@ -182,6 +183,23 @@ def no_trainer_compares_and_one_rank_is_wrong(scene):
         scene.assert_right(logps)
 
 
+def an_unpackable_batch_on_one_rank_under_a_named_backend(scene):
+    """An error of both ranks, in the first pass and later."""
+    ids, mask = (x.clone() for x in scene.batch)
+    if dist.get_rank() == 1:
+        mask[0, -COMPLETION + 2] = 0
+    for first in (True, False):
+        scene = Scene(scene.wrapper, "qwen3", "cascade")
+        if not first:
+            scene.run()
+        try:
+            scene.run((ids, mask))
+        except PrefixSharingError as error:
+            assert ("holes" if dist.get_rank() else "another rank's cannot be packed") in str(error)
+        else:
+            raise AssertionError("this rank went on")
+
+
 def a_wrong_gradient_on_one_rank(scene):
     def attend(call):
         if dist.get_rank() == 1:
@@ -210,6 +228,43 @@ def an_error_outside_of_attention(scene):
     scene.assert_right(logps)
 
 
+def out_of_memory_on_one_rank(scene):
+    """In the packed forward, in the padded one, or in the packed backward: both ranks end. Under FSDP2 they meet in each."""
+    if scene.wrapper == "fsdp2":
+        return
+
+    class FailingBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise torch.OutOfMemoryError("out of memory: backward")
+
+    def failing(original, where):
+        def run(*args, **arguments):
+            if where == "padded forward" and arguments["attention_mask"].ndim != 2:
+                return original(*args, **arguments)
+            if where == "packed backward":
+                return FailingBackward.apply(original(*args, **arguments))
+            raise torch.OutOfMemoryError(f"out of memory: {where}")
+
+        return run if dist.get_rank() else original
+
+    for where in ("packed forward", "packed backward", "padded forward"):
+        scene = Scene("ddp", "qwen3")  # a forward that has ended early leaves DDP's ranks out of step
+        owner, name = (scene.base.base_model, "forward") if where == "padded forward" else (cascade, "attend")
+        with mock.patch.object(owner, name, failing(getattr(owner, name), where)):
+            try:
+                scene.run()
+            except torch.OutOfMemoryError as error:
+                assert ("out of memory: " if dist.get_rank() else "another rank ran out of memory") in str(error)
+            else:
+                raise AssertionError(f"{where}: this rank went on")
+        assert all(p.grad is None for p in scene.model.parameters())
+
+
 def nothing_to_score_on_one_rank_at_first(scene):
     """Both ranks count the first pass as compared, row by row: a rank that did something else would be alone."""
     scene.run(scored_BC=scene.batch[1][:, -COMPLETION:].bool() & (dist.get_rank() == 0)).sum().backward()
@@ -224,9 +279,28 @@ def fewer_rows_on_one_rank_at_first(scene):
     scene.assert_right(scene.run())
 
 
+def wrapped_below_a_recurrent_layer() -> None:
+    """By FSDP1 or FSDP2: weights are gathered in each call of the layer, and ranks call it differently often."""
+    mesh = init_device_mesh("cpu", (2,))
+    for wrapper in ("fsdp1", "fsdp2"):
+        scene = Scene("ddp", "qwen3_5")
+        scene.model = scene.base
+        for layer in recurrent_layers(scene.base):
+            if wrapper == "fsdp2":
+                fully_shard(layer.out_proj, mesh=mesh)
+            else:
+                layer.out_proj = FullyShardedDataParallel(
+                    layer.out_proj, use_orig_params=True, device_id=torch.device("cpu")
+                )
+        logps = scene.run()
+        torch.testing.assert_close(logps, scene.expected, atol=2e-5, rtol=1e-5)
+        assert "wraps parts of a recurrent layer" in scene.door.describe(), (wrapper, scene.door.describe())
+
+
 EVERY = (comparing_leaves_nothing, an_old_policy_pass_is_cut_differently_on_each_rank, no_trainer_compares)
 ATTENTION = (
     between_micro_batches, a_kernel_error_on_one_rank, an_unpackable_batch_on_one_rank, a_wrong_gradient_on_one_rank,
+    an_unpackable_batch_on_one_rank_under_a_named_backend, out_of_memory_on_one_rank,
     an_error_outside_of_attention, nothing_to_score_on_one_rank_at_first, fewer_rows_on_one_rank_at_first,
     an_unpackable_batch_on_one_rank_in_passes, no_trainer_compares_and_one_rank_cannot_pack,
     no_trainer_compares_and_one_rank_is_wrong,
@@ -239,6 +313,7 @@ def text() -> None:
             print(wrapper, name, scenario.__name__, flush=True)
             scenario(Scene(wrapper, name))
             dist.barrier()
+    wrapped_below_a_recurrent_layer()
 
 
 # --- prompts with images on both ranks, and on one of them only -------------------------------------------------------

@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.prefix_sharing import door as door_module
 from trl_fsdp_qlora.prefix_sharing import images
 from trl_fsdp_qlora.prefix_sharing.door import Batch, Door, sampled_rows
 from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch
@@ -321,6 +322,30 @@ def test_the_comparison_of_the_first_pass_takes_rows_with_images():
     ):
         few = batch.rows(np.array(rows))
         assert torch.equal(few.input_ids[sampled_rows(few, 4)], batch.input_ids[taken])
+
+
+def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
+    """With tools a vision class asked in every pass until an image came, and the host waited each time."""
+    model, batch = pictured("qwen3_vl")
+    asked, reduced = [], door_module.reduced_over_ranks
+    monkeypatch.setattr(door_module, "reduced_over_ranks", lambda *args: asked.append(1) or reduced(*args))
+    door = prepared(model, expects_images=True)
+    text = batch.rows(np.array([5, 6]))
+
+    def exchanges(batch):
+        asked.clear()
+        door.compare_with_stock(model, batch)
+        return len(asked)
+
+    assert exchanges(text) > 1  # a few rows are compared
+    assert exchanges(text) == 1
+    door.look_for_images(False, text.input_ids.device)
+    assert [exchanges(text) for _ in range(2)] == [0, 0]
+    door.forget_images()
+    assert exchanges(text) == 1  # of the passes while completions are drawn
+    door.look_for_images(True, text.input_ids.device)
+    assert exchanges(text) == 1 and exchanges(batch) > 1
+    assert exchanges(text) == exchanges(batch) == 0
 
 
 # Of the language model: nothing of the tower is trained.

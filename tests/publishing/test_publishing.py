@@ -24,13 +24,14 @@ from trl import ModelConfig
 from tests.fsdp2_qlora import tiny as qlora
 from tests.publishing.hub_server import TOKEN, hub
 from tests.tiny import character_tokenizer, lora, prompts, save_tiny_model, trainer
-from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints
 from trl_fsdp_qlora.compat.replaced import replaced
 from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.publishing import card, publish
 from trl_fsdp_qlora.publishing.logits import LOGITS, prove, record_logits
 from trl_fsdp_qlora.publishing.merge import load_model, merge_adapter
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 
 BASE, REPO = "owner/tiny-base", "me/sums"
 SENT = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", LOGITS}
@@ -147,6 +148,34 @@ def test_what_is_on_the_hub_is_listed_and_no_secret_enters_a_card(tmp_path, data
     assert "a secret" not in str(whole) and "passw0rd" not in str(whole) and "/home/bob" not in str(whole)
     assert "model = AutoModelForCausalLM.from_pretrained(adapter)\n" in whole.text and "PeftModel" not in whole.text
     assert "base = 'o/base'\nadapter = 'me/adapter'\n" in whole.text and "fill in" not in whole.text
+
+
+DEFAULTS = {"use_cpu": True, "bf16": False}  # given, since TRL's own is bf16
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "learning_rate": 3e-5},
+        {"generation_batch_size": 32},
+        {"steps_per_generation": 4},
+        {"token_selection": "prefix_cut", "token_selection_rate": 0.9},
+    ],
+)
+def test_a_card_lists_what_was_given_and_nothing_that_follows_from_it(given, tmp_path):
+    configs = [EfficientGRPOConfig(str(tmp_path), **DEFAULTS, **given)]
+    configs += [] if "token_selection" in given else [AStarPOConfig(str(tmp_path), **DEFAULTS, **given)]
+    for args in configs:
+        assert card.changed_arguments(args) == DEFAULTS | given
+        again = type(args)(str(tmp_path), **card.changed_arguments(args))
+        assert again.to_dict() == args.to_dict()
+    args.learning_rate = 0.5  # after its checks
+    args.token_selection_rate = 0.25
+    assert card.changed_arguments(args).items() >= {"learning_rate": 0.5, "token_selection_rate": 0.25}.items()
+    settings = (ScriptArguments("addition"), ModelConfig("base"))
+    listed = {name: value for each in settings for name, value in card.changed_arguments(each).items()}
+    assert listed == {"dataset": "addition", "model_name_or_path": "base"}
 
 
 def test_a_licence_is_the_bases_and_one_that_cannot_be_looked_up_is_said_once(tmp_path, monkeypatch, caplog):

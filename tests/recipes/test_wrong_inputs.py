@@ -59,7 +59,7 @@ GRPO = [
     ("--dataset columns.jsonl", "'columns.jsonl' has columns a, b; looked for Body, Question, Answer | "),
     ("--held_out 0", "training and held-out problems are both 'data.jsonl', which has no splits; set held_out"),
     ("--held_out 0 --eval_dataset copy.jsonl", "all 55 problems of 'data.jsonl' are among the held-out ones"),
-    ("--held_out 54 --per_device_train_batch_size 16", "the training dataset has 1 rows, but one generation batch"),
+    ("--held_out 54 --per_device_train_batch_size 16", "the training dataset has 1 row, but one generation batch"),
 ]
 OTHERS = [
     ("a_star_po", "--beta 0", "beta=0.0 has no place in A*-PO"),

@@ -27,6 +27,7 @@ from trl_fsdp_qlora.rollout.adapter_sync import (
     warnings_for,
 )
 from trl_fsdp_qlora.rollout.completions import sampling
+from trl_fsdp_qlora.rollout.engine import _Serving
 
 LORA = LoraConfig(r=16, target_modules="all-linear")
 
@@ -174,3 +175,43 @@ def test_sampling_parameters():
     drawn = sampling(GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, **common), 11)
     assert (drawn["temperature"], drawn["top_p"], drawn["top_k"], drawn["seed"]) == (0.7, 0.9, 0, 11)
     assert sampling(GenerationConfig(do_sample=True, **common), 11)["temperature"] == 1.0
+
+
+class Asleep:
+    """vLLM's `LLM` before 0.31, which has no `release_kv_cache_memory`: what is copied or drawn needs its memory to be there."""
+
+    def __init__(self):
+        self.there, self.llm_engine = {"weights", "kv_cache"}, self
+
+    def sleep(self, level=1):
+        assert level == 1  # 2 throws the base away, and 0 frees nothing
+        self.there = set()
+
+    def wake_up(self, tags=None):
+        assert not self.there & set(tags)
+        self.there |= set(tags)
+
+    def add_lora(self, request):
+        assert "weights" in self.there
+        return True
+
+    def remove_lora(self, number):
+        assert "weights" in self.there
+
+    def generate(self, prompts, lora_request):
+        assert self.there == {"weights", "kv_cache"}
+        return lora_request.lora_int_id
+
+
+def test_an_older_vllm_sleeps_with_its_weights_in_host_memory():
+    """Steps as the trainer makes them: a sync, a rollout; then a rollout without a sync."""
+    older = Asleep()
+    serving = _Serving(older)
+    serving.sleep()
+    for version in (1, 2):
+        serving.load(SimpleNamespace(lora_int_id=version, lora_path="adapter"))
+        for _ in range(2):
+            serving.wake_up(tags=["kv_cache"])
+            assert serving.generate(["prompt"]) == version
+            serving.sleep()
+            assert older.there == set()

@@ -1,9 +1,12 @@
 """The block before the first step."""
 
+import io
 import re
+import sys
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.run.plain import counted
 from trl_fsdp_qlora.telemetry.startup import startup_block
 
 
@@ -25,6 +28,37 @@ def test_every_line_stands_under_what_it_is_and_fsdp_on_a_cpu_is_said_to_be_none
     for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert "no FSDP" in headings(made)["hardware"][0]
+
+
+def test_one_of_a_thing_is_no_plural(tmp_path):
+    def rows(**changes):
+        made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, **changes)
+        block = headings(made) | {
+            "whole run": [startup_block(made.args, made.model, changes.get("steps", 1), []).split("whole run:")[1]]
+        }
+        return [
+            " ".join(block[name][0].splitlines()[0].split())
+            for name in ("optimizer step", "generation batch", "whole run")
+        ]
+
+    one = rows(per_device_train_batch_size=4)
+    assert one[0] == "4 completions in the loss = 1 prompt × 4 completions"
+    assert one[1:] == [
+        "4 completions = 1 prompt × 4, every optimizer step",
+        "1 optimizer step, 1 prompt, 4 completions",
+    ]
+    assert [counted(n, "row") for n in (0, 1, 1.0, 2, 1024, 0.5)] == [
+        "0 rows", "1 row", "1 row", "2 rows", "1,024 rows", "0.5 rows",
+    ]  # fmt: skip
+
+
+def test_the_block_has_its_lines_for_itself_beside_a_progress_bar(tmp_path, monkeypatch):
+    screen = io.StringIO()  # a terminal shows both on one screen
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, screen)
+    trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, disable_tqdm=False, max_steps=1).train()
+    lines = [line.split("\r")[-1].strip() for line in screen.getvalue().split("\n")]
+    assert "trl-fsdp-qlora" in lines and "0%" in screen.getvalue(), lines
 
 
 def test_what_was_switched_off_and_what_runs_as_stock(tmp_path):

@@ -112,9 +112,10 @@ def test_the_time_left_begins_with_the_first_step(monkeypatch, capsys):
     for seconds in (2, 4):
         callback.on_step_begin(args, state, control)
         now[0] += seconds
+        callback.on_optimizer_step(args, state, control)
+        now[0] += 5  # another callback's accuracy is no step, but what is left will have it again
         state.global_step += 1
         callback.on_step_end(args, state, control)
-        now[0] += 5  # accuracy between steps is no step, but what is left will have it again
     callback.on_log(args, state, control, logs={"loss": 0.0, "reward": 1.0, "accuracy": 0.955})
     assert capsys.readouterr().out == "step  2/10  reward 1.000  accuracy 95.5%  3.00 s/step  1:04 left\n"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from accelerate.logging import get_logger
 
 from ..grpo.config import EfficientGRPOConfig
-from ..run.config_fields import documented, option
+from ..run.config_fields import documented, note_derived, option
 from ..run.shipped import cache_folder
 from .estimators import ESTIMATORS, SamplePlan
 from .objectives import OBJECTIVES
@@ -138,6 +138,7 @@ class AStarPOConfig(EfficientGRPOConfig):
         ):
             if wrong:
                 raise ValueError(f"{name}={getattr(self, name)!r} has no place in A*-PO: {reason}")
+        note_derived(self, self._left_at_default)
 
     @property
     def sample_plan(self) -> SamplePlan:

@@ -33,6 +33,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ..rollout.dynamic_sampling import combine
+from ..run.plain import counted
 from ..run.ranks import on_main
 from ..telemetry.phases import PhaseTimer
 from ..telemetry.terminal import progress
@@ -157,8 +158,8 @@ class ReferenceValues:
         self.estimated = True
         report.seconds = time.perf_counter() - started
         logger.info(
-            f"V* of {report.prompts} prompts in {report.seconds:.1f} s: {report.already_known} from {self.folder}, "
-            f"{report.samples} samples drawn; mean {np.nanmean([self.known[key] for key in items]):.3f}"
+            f"V* of {counted(report.prompts, 'prompt')} in {report.seconds:.1f} s: {report.already_known} from {self.folder}, "
+            f"{counted(report.samples, 'sample')} drawn; mean {np.nanmean([self.known[key] for key in items]):.3f}"
         )
         return report
 
@@ -229,7 +230,7 @@ class ReferenceValues:
         keys = [key for key, _ in self.items(as_loaded(dataset))]
         if missing := self._missing(keys):
             raise ValueError(
-                f"filter_all_failed needs V* of {len(missing)} prompts, which a sharded model cannot sample before training: run "
+                f"filter_all_failed needs V* of {counted(len(missing), 'prompt')}, which a sharded model cannot sample before training: run "
                 "stage 1 alone first (--stage estimate, not sharded) or set filter_all_failed=False"
             )
         low, plan = (self.args.value_reward_range or [0.0])[0], self.args.sample_plan
@@ -252,10 +253,10 @@ class ReferenceValues:
             if self.args.unseen_prompts == "refuse":
                 first = next(iter(unseen.values()))
                 raise ValueError(
-                    f"{len(unseen)} prompts have no V* and unseen_prompts='refuse' (the first is {str(first.row['prompt'])[:200]!r}): "
+                    f"{counted(len(unseen), 'prompt')} without a V*, and unseen_prompts='refuse' (the first is {str(first.row['prompt'])[:200]!r}): "
                     "run stage 1 on them, or set unseen_prompts='estimate'"
                 )
-            logger.info(f"{len(unseen)} prompts that stage 1 never saw: estimating their V* now")
+            logger.info(f"{counted(len(unseen), 'prompt')} that stage 1 never saw: estimating V* now")
             self.fill(unseen)
         return torch.tensor([self.known[key] for key, _ in items], dtype=torch.float32)
 

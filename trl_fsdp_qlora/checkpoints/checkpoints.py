@@ -309,11 +309,18 @@ class WholeCheckpoints:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the output folder for this run, see [`hold`]."""
-        on_main(lambda: hold(self._lock), self.args.should_save)
+        staging = Path(self.args.output_dir) / STAGING
+
+        def begin() -> None:
+            hold(self._lock)
+            shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it wrote a checkpoint
+
+        on_main(begin, self.args.should_save)
         try:
             yield
         finally:
             if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)  # where writing a checkpoint has failed
                 self._lock.release()
 
     def resume_from(self, resume: str | bool | None) -> str | None:
@@ -345,7 +352,7 @@ class WholeCheckpoints:
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         staging = checkpoint.parent / STAGING / checkpoint.name
         if self.args.should_save:
-            shutil.rmtree(staging.parent, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(staging.parent, ignore_errors=True)
             staging.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
         self.staging = staging.parent
@@ -364,6 +371,7 @@ class WholeCheckpoints:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             commit(staging, checkpoint, {"settings": self.run[0] | self.run[1]})
+            shutil.rmtree(staging.parent, ignore_errors=True)  # empty by now
             best = state.best_model_checkpoint
             rotate_checkpoints(str(checkpoint.parent), self.args.save_total_limit, best, use_mtime=True)
         self.accelerator.wait_for_everyone()

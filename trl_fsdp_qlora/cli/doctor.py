@@ -2,7 +2,8 @@
 
 Says what would fail, or silently do the wrong thing, before it does. Looks at this machine and at what is installed; with --config
 (or fields) also at the run that they describe: the accelerate config against the model, vLLM, the adapter, the tokenizer, the data
-and the rewards. No GPU is needed and no weight is loaded. The exit status is 1 where there is an error.
+and the rewards; then it rehearses one step with a small random model. No GPU is needed and no weight is loaded. The exit status is
+1 where there is an error.
 """
 
 # The checks of a run are those that it makes itself (`recipe/checks.py`, `fsdp2_qlora/launch_checks.py`,
@@ -155,8 +156,12 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     yield Finding("ok", "recipe", f"{type(config).__name__}, {processes} process{'es' * (processes > 1)}")
     with patch_environment(**launch):
         yield from _of_launch(config, model, launch)
-    yield from _of_recipe(script, config, model)
-    yield from _of_data(script, config)
+    findings = list(_of_recipe(script, config, model))
+    train, of_data = _of_data(script, config)
+    findings += of_data
+    yield from findings
+    if not {finding.check for finding in findings if finding.level == "error"} - {"output_dir"}:
+        yield _rehearsed(script, config, model, train)
 
 
 def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Finding]]:
@@ -249,24 +254,41 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
         yield Finding("warning", "tokenizer", f"{reason}: give the tokenizer one of its own")
 
 
-def _of_data(script: Any, config: Any) -> Iterator[Finding]:
+def _of_data(script: Any, config: Any) -> tuple[Any, list[Finding]]:
+    """The data that is trained on (`None` where it cannot be loaded), and what is found of it and of the rewards."""
     from ..recipe.datasets import load_data
     from ..recipe.runner import reward_functions
     from ..run.input_checks import check_dataset
 
+    train, findings = None, []
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             train, _ = load_data(script)
         check_dataset(train, config.generation_batch_size // config.num_generations)
-        yield Finding("ok", "data", printed.getvalue().strip().splitlines()[-1].removeprefix("data: "))
+        findings.append(Finding("ok", "data", printed.getvalue().strip().splitlines()[-1].removeprefix("data: ")))
         rewards: list[Callable] = []
         with contextlib.suppress(UserError):  # an unknown reward is a finding already
             rewards = reward_functions(script)
-        yield from constant_rewards(rewards, train.select(range(min(8, len(train)))))
+        findings += constant_rewards(rewards, train.select(range(min(8, len(train)))))
     except UserError as error:
-        yield Finding("error", "data", str(error))
+        findings.append(Finding("error", "data", str(error)))
     except Exception as error:  # of a function of the user's own, which training would end in
-        yield Finding("error", "rewards", f"a reward failed on the first prompts: {type(error).__name__}: {error}")
+        reason = f"a reward failed on the first prompts: {type(error).__name__}: {error}"
+        findings.append(Finding("error", "rewards", reason))
+    return train, findings
+
+
+def _rehearsed(script: Any, config: Any, model: Any, train: Any) -> Finding:
+    """How one step of the run goes with a small random model."""
+    from . import rehearsal
+
+    try:
+        with rehearsal.silence():
+            ran = rehearsal.one_step(script, config, model, train)
+        return Finding("ok", "rehearsal", ran)
+    except Exception as error:  # whatever it is, training would end in it
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return Finding("error", "rehearsal", f"a step of training ends in {reason[:600]}")
 
 
 def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding]:

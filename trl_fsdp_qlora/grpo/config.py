@@ -10,7 +10,7 @@ from ..fsdp2_qlora.generation import MODES as GATHERS
 from ..rollout.adapter_sync import CHOICES as SYNCS
 from ..rollout.prompt_selection import CHOICES as SELECTIONS
 from ..run import redaction
-from ..run.config_fields import SWITCHES, documented, option, spelled
+from ..run.config_fields import SWITCHES, documented, left_at_default, note_derived, option, spelled
 from ..scoring.logprobs import HEAD_KERNELS
 from ..telemetry.phases import MODES as CLOCKS
 from .token_budget import check_config
@@ -155,6 +155,7 @@ class EfficientGRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         self._take_numpy()
+        self._left_at_default = left_at_default(self)
         for name in SWITCHES:
             setattr(self, name, spelled(getattr(self, name)))
         if self.token_selection_rate is None:
@@ -168,6 +169,7 @@ class EfficientGRPOConfig(GRPOConfig):
             value, known = getattr(self, item.name), item.metadata.get("choices")
             if known and item.name not in GRPOConfig.__dataclass_fields__ and value not in known:
                 raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
+        note_derived(self, self._left_at_default)
 
     def _check_choice(self) -> None:
         first, explore, half_life = (

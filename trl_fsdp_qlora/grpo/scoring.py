@@ -84,6 +84,12 @@ class ScoringThroughTheDoor:
             if door is not None:
                 door.forget_images()
 
+    def look_for_images(self, here: bool) -> None:
+        """Let the ranks agree whether a generation batch has images; `here`: this rank's has. Every rank has to call it."""
+        for door in (self.door, self.reference_door):
+            if door is not None:
+                door.look_for_images(here, self.accelerator.device)
+
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs) -> LogProbs:
         stock = super()._get_per_token_logps_and_entropies
         if self.door is None:

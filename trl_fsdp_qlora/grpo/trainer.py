@@ -42,6 +42,7 @@ from ..rollout.group_statistics import GroupStatistics
 from ..rollout.prompt_selection import PromptSelection
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
+from ..run.plain import counted
 from ..scoring.cpu_linear import fast_linears
 from ..telemetry.phases import PhaseTimer, TelemetryCallback, token_counts
 from ..telemetry.startup import StartupCallback
@@ -134,6 +135,7 @@ class EfficientGRPOTrainer(ScoringThroughTheDoor, ShardedQLoRAMixin, GRPOTrainer
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.efficiency(counts))
             rank, slices = self.accelerator.process_index, self.args.steps_per_generation
+            self.look_for_images("pixel_values" in batch)
             self._buffered_inputs = micro_batches(batch, self.num_generations, rank, slices)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
 
@@ -332,9 +334,7 @@ class EfficientGRPOTrainer(ScoringThroughTheDoor, ShardedQLoRAMixin, GRPOTrainer
         # Transformers looks whether a run is over after a step: one that was over would do one more.
         if self.state.global_step < max_steps:
             return begins
-        finished = (
-            f"the run in {self.args.output_dir} is finished ({self.state.global_step} steps): nothing is trained"
-        )
+        finished = f"the run in {self.args.output_dir} is finished ({counted(self.state.global_step, 'step')}): nothing is trained"
         logger.warning(f"{finished}. Raise max_steps or num_train_epochs, or set another output_dir")
         return num_train_epochs, 0
 

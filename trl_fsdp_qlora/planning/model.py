@@ -68,6 +68,17 @@ def _quantize(model: nn.Module, dtype: torch.dtype, nested: bool) -> None:
                     module.state_bytes += state
 
 
+def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
+    """Let the config of a language model have these of its layers only, in place."""
+    count = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count:  # says something of each layer
+            setattr(text, name, [value[i] for i in layers])
+        elif isinstance(value, list) and name.endswith("layer_ids"):  # names some of them (Zamba2)
+            setattr(text, name, [place for place, i in enumerate(layers) if i in value])
+    text.num_hidden_layers = len(layers)
+
+
 def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | None = None) -> nn.Module:
     """The model of a run on the meta device, in the dtypes that it is trained in; of its layers those of `layers` only.
 
@@ -76,14 +87,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     """
     config = copy.deepcopy(config)
     if layers is not None:
-        text = config.get_text_config()
-        count = text.num_hidden_layers
-        for name, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == count:  # says something of each layer
-                setattr(text, name, [value[i] for i in layers])
-            elif isinstance(value, list) and name.endswith("layer_ids"):  # names some of them (Zamba2)
-                setattr(text, name, [place for place, i in enumerate(layers) if i in value])
-        text.num_hidden_layers = len(layers)
+        keep_layers(config.get_text_config(), layers)
     name, dtype = settings.model.model_name_or_path, dtype_of(settings, config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:

@@ -36,7 +36,7 @@ from .dropout import attention_reason, other_dropout, without_dropout
 from .forest import Forest, grow
 from .images import Images, fingerprints
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, lay_out, read_batch
-from .recurrent import SHORTEST, recurrent_layers
+from .recurrent import SHORTEST, gathered_per_call, recurrent_layers
 from .recurrent import install as install_recurrent
 from .scope import checkpointed, computing, place
 from .self_check import (
@@ -258,6 +258,7 @@ class Door:
         self.figures = PassFigures()
         self.checked: set = set()
         self.is_aside = False
+        self.images_may_come = True
         self._is_prepared = False
         self._logged: set[str] = set()
         self._own_forward = None
@@ -335,19 +336,30 @@ class Door:
 
     def describe(self) -> str:
         """A line for a start-up report: what runs packed, or why not, and what draws differently there."""
+        if self.attention == "auto":  # else it is an error, of all ranks' first pass
+            self._look_at_wrappers()
         if not self.is_active:
             return f"prefix sharing: {self.reason}"
         return "; ".join(filter(None, [f"prefix sharing: {self.attention}", other_dropout(self.base)]))
 
     def feature(self) -> tuple[str, str]:
         """Heading and line of the start-up block, see `EfficientGRPOTrainer.features`."""
-        heading = "on" if self.is_active else "off" if self.attention == "off" else "as stock TRL"
-        return heading, self.describe()
+        line = self.describe()
+        return "on" if self.is_active else "off" if self.attention == "off" else "as stock TRL", line
 
     def forget_images(self) -> None:
         """Give the memory of kept image features back."""
+        self.images_may_come = True  # with tools, on any rank
         if self._is_prepared:
             self.images.features.clear()
+
+    def look_for_images(self, here: bool, device: torch.device) -> None:
+        """Ask whether a generation batch has images on any rank (`here`: on this one). Every rank has to call it.
+
+        Until then each pass asks; afterwards those over a batch without any need not.
+        """
+        if self.expects_images and self.is_active and self.images.reason is None:
+            self.images_may_come = bool(reduced_over_ranks([int(here)], device)[0])
 
     def set_aside(self) -> contextlib.AbstractContextManager:
         """The model's own attention implementation inside, as generation expects it."""
@@ -361,6 +373,21 @@ class Door:
             yield
         finally:
             self.is_aside = before
+
+    def _look_at_wrappers(self) -> None:
+        """Give up if wrappers that came later do not allow packed rows; all ranks have the same ones."""
+        if self.is_active and (reason := gathered_per_call(self.base)) is not None:
+            self.give_up(reason)
+
+    def _refuse_together(self, batch: "Batch") -> None:
+        """Raise on all ranks if a backend was named and a rank's batch cannot be packed. Every rank has to call it."""
+        problem = None
+        try:
+            self._read(batch)
+        except UnpackableBatch as error:
+            problem = str(error)
+        if any(reduced_over_ranks([int(problem is not None)], batch.input_ids.device)):
+            self._log("A batch", problem or "another rank's cannot be packed")
 
     def give_up(self, reason: str) -> None:
         """From now on passes run as in stock TRL."""
@@ -393,11 +420,16 @@ class Door:
             autocast: context manager factory that the forward runs in.
             tokens_per_pass: of the pass, see [`score`]. No forward of the comparison holds more tokens than one of the pass.
         """
+        if not self.checked:
+            self._look_at_wrappers()
         if not self.is_active:
             return
+        if self.attention != "auto":
+            self._refuse_together(batch)
         gradients = compares_gradients(model)
         with_images = batch.has_images and self.images.reason is None
-        if self.expects_images and self.images.reason is None and (gradients, True) not in self.checked:
+        asks = self.expects_images and self.images_may_come and self.images.reason is None
+        if asks and (gradients, True) not in self.checked:
             # The first come to some ranks earlier than to others.
             with_images = bool(reduced_over_ranks([int(with_images)], batch.input_ids.device)[0])
         if (gradients, with_images) in self.checked:
@@ -425,6 +457,9 @@ class Door:
         Returns:
             Whether this pass may run packed.
         """
+        self._look_at_wrappers()
+        if not self.is_active:
+            return False
         device = next(self.base.parameters()).device if batch is None else batch.input_ids.device
         with contextlib.nullcontext() if is_sharded(self.base) else judging_alone():
             has_images = sequences is not None and batch.has_images

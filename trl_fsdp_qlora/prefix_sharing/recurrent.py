@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..scoring.transfer import to_device
 from .forest import Forest
@@ -117,6 +118,21 @@ def install(model: nn.Module) -> None:
         if not hasattr(module, "own_forward"):
             module.own_forward = module.forward
             module.forward = types.MethodType(_forward, module)
+
+
+def gathered_per_call(model: nn.Module) -> str | None:
+    """Why the recurrent layers of `model` (as it is wrapped now) cannot be called as often as a batch wants; `None` if they can.
+
+    A layer is called once for each run of prompts and each batch of completions. Where every call of it gathers weights, ranks with
+    other batches would wait for each other. A wrapper around the whole layer or above it gathers once.
+    """
+    for layer in recurrent_layers(model):
+        if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+            return "DeepSpeed's ZeRO-3 gathers a recurrent layer's weights in each of its calls, whose number differs between ranks"
+        inside = (module for module in layer.modules() if module is not layer)
+        if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in inside):
+            return "FSDP wraps parts of a recurrent layer and gathers them in each of its calls, whose number differs between ranks"
+    return None
 
 
 def _forward(self, *args, **kwargs):

@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, constan
 from transformers import ProcessorMixin
 
 from ..compat.transformers import auto_class_of, model_name
+from ..run.config_fields import DERIVED
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.redaction import command_line, is_secret_name, portable
@@ -23,9 +24,6 @@ from ..run.redaction import command_line, is_secret_name, portable
 # What a run sets that says nothing about the result, or follows from other fields.
 _NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank", "debug"}
 _NOT_RECIPE |= {"resume_from_checkpoint", "show_completions", "phase_metrics", "accelerator_config"}
-_NOT_RECIPE |= {"generation_batch_size"}
-# What a reader looks for first, also where it is the default.
-_ALWAYS = {"dataset", "prompt_template", "system_prompt", "rewards", "answer_format", "held_out"}
 _NOTHING = (None, "", [], {}, "none", ["none"])
 _TEMPLATE = Path(__file__).with_name("card.md")
 
@@ -76,8 +74,11 @@ def base_model_license(base_model: str) -> str | None:
 
 
 def changed_arguments(args: Any) -> dict[str, Any]:
-    """Fields of a config dataclass that differ from their defaults (some in any case), plain, without paths and secrets."""
-    changed = {}
+    """Fields of a config dataclass that differ from their defaults, plain, without paths and secrets.
+
+    What a config has worked out from other fields is no difference.
+    """
+    changed, derived = {}, getattr(args, DERIVED, {})
     for item in fields(args):
         if not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
             continue
@@ -85,7 +86,7 @@ def changed_arguments(args: Any) -> dict[str, Any]:
         default = plain(item.default_factory() if item.default_factory is not MISSING else item.default)
         # A config turns "" and None into [] or {} when it is made.
         same = value == default or (value in _NOTHING and default in _NOTHING)
-        if not same or item.name in _ALWAYS:
+        if not same and not (item.name in derived and value == plain(derived[item.name])):
             changed[item.name] = portable(value)
     return changed
 
@@ -93,8 +94,10 @@ def changed_arguments(args: Any) -> dict[str, Any]:
 def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:
     """What reproduces a run: with `settings` (of a recipe) a file that `--config` takes."""
     recipe = changed_arguments(args)
-    if args.steps_per_generation == args.gradient_accumulation_steps:  # what follows without it
-        recipe.pop("steps_per_generation", None)
+    if not hasattr(args, DERIVED):  # TRL's own config, which sets both from the batch size
+        recipe.pop("generation_batch_size", None)
+        if args.steps_per_generation == args.gradient_accumulation_steps:
+            recipe.pop("steps_per_generation", None)
     for more in settings:
         recipe |= changed_arguments(more)
     if settings:  # whose model has fields of its own for how it is loaded

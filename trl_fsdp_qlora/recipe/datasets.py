@@ -13,6 +13,7 @@ from datasets import Dataset, Image, List, concatenate_datasets, load_dataset, l
 from datasets.exceptions import DatasetsError
 
 from ..errors import mistyped_path
+from ..run.plain import counted
 from . import reasoning_gym
 from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
 from .arguments import ScriptArguments
@@ -264,9 +265,11 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
         test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
         train, dropped = without_overlap(train, test)
         if dropped:
-            say(f"left {dropped} training problems out that are among the held-out ones")
+            say(f"left {counted(dropped, 'training problem')} out that are among the held-out ones")
         if not train:
-            raise DatasetError(f"all {dropped} problems of {args.dataset!r} are among the held-out ones; set held_out")
+            raise DatasetError(
+                f"all {counted(dropped, 'problem')} of {args.dataset!r} are among the held-out ones; set held_out"
+            )
     elif not args.skip_accuracy:
         what = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
         raise DatasetError(
@@ -289,12 +292,12 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     train, of_test = prompts_of(args, problems.train), args.accuracy_on == "test"
     measured = problems.test if of_test else problems.validation
     if measured is None:
-        say(f"data: {len(train)} training problems from {args.dataset}; none held out")
+        say(f"data: {counted(len(train), 'training problem')} from {args.dataset}; none held out")
         return train, None
     measured = prompts_of(args, measured[: args.eval_problems])
     aside = f"; {len(problems.validation)} kept for validation" if problems.validation and of_test else ""
     kind = "held-out" if of_test else "validation"
-    say(f"data: {len(train)} training and {len(measured)} {kind} problems from {args.dataset}{aside}")
+    say(f"data: {len(train):,} training and {counted(len(measured), f'{kind} problem')} from {args.dataset}{aside}")
     return train, measured
 
 
@@ -309,5 +312,5 @@ def load_held_out(args: ScriptArguments) -> Dataset:
         if args.eval_dataset is None and not has_splits(args.dataset):
             say(f"measuring on all of {args.dataset}; --held_out as in a recipe takes what its training left out")
     test = test[: args.eval_problems]
-    say(f"data: {len(test)} problems from {args.eval_dataset or args.dataset}")
+    say(f"data: {counted(len(test), 'problem')} from {args.eval_dataset or args.dataset}")
     return prompts_of(args, test)

@@ -32,12 +32,14 @@ logger = logging.getLogger(__name__)
 class _Serving:
     """vLLM's `LLM` as `VLLMGeneration.generate` uses it: requests name the adapter, and sleeping keeps the weights.
 
-    TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back. Freeing the cache alone takes
-    vLLM 0.31 or newer.
+    TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back. vLLM 0.31 and newer free the cache
+    alone; older ones take the weights along, at level 1 into host memory, from where they come back before they are used.
     """
 
     def __init__(self, llm):
         self._llm = llm
+        self._frees_the_cache_alone = hasattr(llm, "release_kv_cache_memory")
+        self._weights_in_host_memory = False
         self.adapter = None
 
     def __getattr__(self, name):
@@ -48,6 +50,7 @@ class _Serving:
 
     def load(self, request) -> None:
         """Answer with the adapter of a `LoRARequest` from now on, and forget the one before."""
+        self._wake_weights()  # the adapter is copied to where the engine keeps those that it serves
         engine = self._llm.llm_engine
         if not engine.add_lora(request):
             raise RolloutError(f"vLLM refused the adapter in {request.lora_path}")
@@ -56,11 +59,21 @@ class _Serving:
         self.adapter = request
 
     def sleep(self, level: int = 2) -> None:
-        self._llm.sleep(level=0)
-        self._llm.release_kv_cache_memory()
+        if self._frees_the_cache_alone:
+            self._llm.sleep(level=0)
+            self._llm.release_kv_cache_memory()
+        else:
+            self._llm.sleep(level=1)
+            self._weights_in_host_memory = True
 
     def wake_up(self, tags=None) -> None:
+        self._wake_weights()
         self._llm.wake_up(tags=["kv_cache"])
+
+    def _wake_weights(self) -> None:
+        if self._weights_in_host_memory:
+            self._llm.wake_up(tags=["weights"])
+            self._weights_in_host_memory = False
 
 
 def server_info(args: Any) -> dict[str, Any]:

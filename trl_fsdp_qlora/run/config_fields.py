@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
+from .plain import plain
+
 Config = TypeVar("Config", bound=type)
 
 # Fields of this package's configs that hold a word, `on` or `off` among the possible ones.
@@ -23,6 +25,28 @@ def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any
     `dataclasses.MISSING`, and `choices` are what the command line takes."""
     metadata = {"help": help} | ({} if choices is None else {"choices": list(choices)})
     return dataclasses.field(default=default, metadata=metadata)
+
+
+# Attribute of a config: by field, what its checks have worked out where the user had left the default.
+DERIVED = "_derived"
+
+
+def left_at_default(config: Any) -> set[str]:
+    """Names of the fields of `config` that have their default values; ask before its checks work others out."""
+    return {item.name for item in dataclasses.fields(config) if _is_default(config, item)}
+
+
+def note_derived(config: Any, names: Collection[str]) -> None:
+    """Remember which of the fields `names`, once at their defaults, have other values now that the checks are done."""
+    derived = {item.name for item in dataclasses.fields(config) if not _is_default(config, item)} & set(names)
+    setattr(config, DERIVED, {name: getattr(config, name) for name in derived})
+
+
+def _is_default(config: Any, item: dataclasses.Field) -> bool:
+    try:
+        return plain(getattr(config, item.name, None)) == plain(default_of(item))
+    except (TypeError, ValueError):  # what JSON cannot hold was given by someone
+        return False
 
 
 def own_fields(cls: type) -> list[dataclasses.Field]:

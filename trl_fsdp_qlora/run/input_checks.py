@@ -14,6 +14,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..compat.transformers import model_class
 from ..errors import UserError
+from .plain import counted
 
 # Numbers that TRL, PEFT or vLLM take and that can only be a mistake: what each field may be, and why. Most of the others end a
 # run by NaN or do the opposite of what was meant, without a word. Infinity switches some limits off, and 0 most terms: both stay.
@@ -106,7 +107,8 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
         hint = "dataset.rename_column('question', 'prompt'); of several splits take one: dataset['train']"
         raise UserError(f"{reason}. Rename the one that holds the prompts: {hint}")
     if hasattr(dataset, "__len__") and len(dataset) < max(generation_prompts, 1):
-        reason = f"has {len(dataset)} rows, but one generation batch takes {generation_prompts} different prompts"
+        takes = counted(generation_prompts, "different prompt")
+        reason = f"has {counted(len(dataset), 'row')}, but one generation batch takes {takes}"
         raise UserError(
             f"the training dataset {reason}. Lower generation_batch_size, raise num_generations, or add rows"
         )

@@ -14,6 +14,12 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=_part))
 
 
+def counted(count: float, noun: str) -> str:
+    """`1 row`, `2 rows`, `1,024 prompts`, `0.5 prompts`."""
+    number = f"{int(count):,}" if count == int(count) else f"{count:g}"
+    return f"{number} {noun}{'' if count == 1 else 's'}"
+
+
 def _part(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(plain, value), key=str)

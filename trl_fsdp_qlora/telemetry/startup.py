@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..compat.older_gpus import lacks_bf16
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..fsdp2_qlora.prepare import dense_shapes
 from ..run.nonfatal import nonfatal
+from ..run.plain import counted
 
 _PROMPT_CHARACTERS = 800  # of a rendered prompt; the middle of a longer one is left out
 _LAYOUTS = {"FSDP": "weights sharded over them by FSDP", "DEEPSPEED": "DeepSpeed"}
@@ -47,10 +49,15 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
     every = args.steps_per_generation * uses / args.gradient_accumulation_steps
     again = f", each used {uses} times" if uses > 1 else ""
     when = "every optimizer step" if every == 1 else f"every {every:g} optimizer steps"
-    step = f"{completions} completions in the loss = {completions / group:g} prompts × {group} completions{again}"
-    whole = f"{steps} optimizer steps, {steps * new / group:,.0f} prompts, {steps * new:,.0f} completions"
-    drawn = f"{batch} completions = {batch // group} prompts × {group}, {when}"
-    rows = [("optimizer step", step), ("generation batch", drawn), ("whole run", whole)]
+    step = f"{counted(completions, 'completion')} in the loss"
+    step += f" = {counted(completions / group, 'prompt')} × {counted(group, 'completion')}{again}"
+    whole = (
+        counted(steps, "optimizer step"),
+        counted(round(steps * new / group), "prompt"),
+        counted(round(steps * new), "completion"),
+    )
+    drawn = f"{counted(batch, 'completion')} = {counted(batch // group, 'prompt')} × {group}, {when}"
+    rows = [("optimizer step", step), ("generation batch", drawn), ("whole run", ", ".join(whole))]
     for kind, (count, size) in parameter_bytes(model).items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
     kind, where = args.distributed_state.distributed_type.value, args.device.type
@@ -90,7 +97,7 @@ def first_prompt(
     if len(text) > 2 * half:
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
     lines = "\n".join(f"    {line}" for line in text.splitlines())
-    return f"the first training prompt, {len(ids)} tokens:\n{lines}"
+    return f"the first training prompt, {counted(len(ids), 'token')}:\n{lines}"
 
 
 class StartupCallback(TrainerCallback):
@@ -106,4 +113,6 @@ class StartupCallback(TrainerCallback):
         block = startup_block(args, model, state.max_steps, self._features())
         prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
         text, encoding = "\n".join(filter(None, (block, prompt))), sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        # Not `print`: transformers' progress bar is there by now, and the block's first line would stand behind it.
+        tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()

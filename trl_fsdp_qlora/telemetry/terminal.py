@@ -108,8 +108,11 @@ class TerminalCallback(TrainerCallback):
         self._step_began = time.perf_counter()
         self._began = self._began or self._step_began
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        # Not at the step's end, when other callbacks measure accuracy before this one is asked.
         self._seconds += time.perf_counter() - self._step_began
+
+    def on_step_end(self, args, state, control, **kwargs):
         self._steps += 1
         # On every rank: logging sums the loss over them.
         if args.logging_strategy != "no" and (state.global_step == self._first_step + 1 or _is_last(state, control)):
