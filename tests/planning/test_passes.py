@@ -5,21 +5,17 @@ import torch
 import transformers as tf
 import trl.trainer.utils
 from peft import get_peft_model
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.benchmark_modules import benchmark
 from tests.planning.models import LAYERS, config, folder, in_4_bits, settings
-from tests.prefix_sharing.helpers import packed_forward
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
 from trl_fsdp_qlora.planning import passes
 from trl_fsdp_qlora.planning.plan import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
-from trl_fsdp_qlora.prefix_sharing.attention import install
-from trl_fsdp_qlora.prefix_sharing.layout import pack
+from trl_fsdp_qlora.prefix_sharing.door import open_door
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.rollout.decoding import _Batch
 from trl_fsdp_qlora.scoring import logprobs
-from trl_fsdp_qlora.scoring.logprobs import add_scoring_head
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.
 NEAR = 0.05
@@ -35,9 +31,7 @@ def touched_columns(monkeypatch):
 def built(run, base=None):
     torch.manual_seed(0)
     base = base or tf.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
-    install(base)
-    add_fused_lm_head(base)
-    add_scoring_head(base)
+    open_door(base, compares=False)
     model = get_peft_model(base, lora_config(run.model)) if run.model.use_peft else base
     if run.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -60,16 +54,14 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     ids[:, :prompt] = ids[:: run.num_generations, :prompt].repeat_interleave(run.num_generations, 0)
     mask, labels = torch.ones_like(ids), ids.clone()
     labels[:, :prompt] = -100
-    layout = pack(ids, mask, run.max_completion_length)
+    door = open_door(model, attention="auto" if packed else "off", compares=False)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker, torch.set_grad_enabled(grad):
         before = tracker.now
-        if packed:
-            out = packed_forward(model, layout)
-        else:
-            out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         if grad:
             out.log_probs.sum().backward()
+    assert not packed or door.figures.tokens == passes.loss_shape(run, True, False).length
     return tracker.peak - before
 
 

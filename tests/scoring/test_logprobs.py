@@ -6,9 +6,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
-from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
+from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction, FusedHead
 from trl_fsdp_qlora.scoring import cpu_linear, frozen_head
-from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, choose_head_kernel, score_positions
+from trl_fsdp_qlora.scoring.logprobs import choose_head_kernel, score_positions, score_with_head
 
 N, H, V = 37, 24, 150
 
@@ -169,19 +169,42 @@ def test_scoring_head_equals_the_models_own_logits(trained_head):
     index = torch.tensor([0, 5, 9, 12, 20])
     targets = ids_BT.flatten()[index + 1]
     want = stock_BTV.flatten(0, 1)[index, targets]
-    add_scoring_head(model, temperature=0.8)
-    output = model(input_ids=ids_BT, score_index_N=index, score_targets_N=targets)
-    torch.testing.assert_close(output.log_probs, want, atol=1e-5, rtol=1e-5)
+    head = FusedHead(0.8, False, ("log_probs", "entropy"), None, 1.0)
+    hidden = model.model(input_ids=ids_BT).last_hidden_state.flatten(0, 1)
+    found = score_with_head(model, hidden[index], targets, head)
+    torch.testing.assert_close(found["log_probs"], want, atol=1e-5, rtol=1e-5)
     parameter = model.model.layers[0].mlp.up_proj.weight
-    got = torch.autograd.grad(output.log_probs.sum(), parameter)[0]
+    got = torch.autograd.grad(found["log_probs"].sum(), parameter, retain_graph=True)[0]
     torch.testing.assert_close(got, torch.autograd.grad(want.sum(), parameter)[0], atol=1e-5, rtol=1e-4)
-    assert model(input_ids=ids_BT).logits.shape == (2, 11, 97)
     # An empty micro-batch must run its backward: DDP and FSDP wait for every rank.
     empty = torch.zeros(0, dtype=torch.long)
-    model(input_ids=ids_BT, score_index_N=empty, score_targets_N=empty).log_probs.sum().backward()
+    hidden = model.model(input_ids=ids_BT).last_hidden_state.flatten(0, 1)
+    score_with_head(model, hidden[empty], empty, head)["log_probs"].sum().backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("outputs", [("log_probs",), ("entropy",), ("log_sum_sq_probs", "mean_logits", "is_top1")])
+def test_scoring_head_gives_what_trls_head_was_asked_for(outputs):
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(9, 32), torch.randint(0, 97, (9,))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
+    found = score_with_head(model, hidden, targets, FusedHead(0.8, False, outputs, 3.0, 0.5))
+    assert {name for name, x in found.items() if x is not None} == {"log_probs", *outputs}
+    logits = 3.0 * torch.tanh(0.5 * model.lm_head(hidden) / 3.0) / 0.8
+    log_p = logits.log_softmax(-1)
+    wanted = {
+        "log_probs": log_p.gather(1, targets[:, None])[:, 0],
+        "entropy": -(log_p.exp() * log_p).sum(1),
+        "log_sum_sq_probs": log_p.exp().square().sum(1).log(),
+        "mean_logits": logits.mean(1),
+        "is_top1": logits.argmax(1) == targets,
+    }
+    for name, x in found.items():
+        if x is not None:
+            torch.testing.assert_close(x.to(wanted[name].dtype), wanted[name], atol=1e-4, rtol=1e-5, msg=name)
 
 
 def test_which_kernel_scores():

@@ -29,10 +29,10 @@ class Shape(NamedTuple):
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
-    """The micro-batch of the loss: P + G·C tokens per group on a packed row, B·(P + C) padded; every completion at full length."""
+    """The micro-batch of the loss: P + G·(C - 1) tokens per group on a packed row, B·(P + C) padded; every completion at full length."""
     rows, prompt, length = settings.per_device_train_batch_size, settings.prompt_tokens, settings.max_completion_length
-    if packed:  # a segment starts with a copy of the prompt's last token
-        return Shape(1, settings.groups * prompt + rows * length, rows * length, True)
+    if packed:  # a completion's last token is only ever a target
+        return Shape(1, settings.groups * prompt + rows * (length - 1), rows * length, True)
     # On a CPU TRL's kernel projects every position.
     return Shape(rows, prompt + length, rows * (length if on_gpu else prompt + length - 1), False)
 
