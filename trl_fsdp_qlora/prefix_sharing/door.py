@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import extract_model_from_parallel
+from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
+from accelerate.utils.modeling import get_mixed_precision_context_manager
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -314,10 +315,18 @@ class Door:
             if not isinstance(self.base, PreTrainedModel):
                 return
             add_fused_lm_head(self.base, temperature=temperature, outputs=outputs)
-        forward = vars(self.base)["forward"]
-        if forward is self._own_forward:
+        forward, wrapped = (vars(self.base).get(name) for name in ("forward", "_original_forward"))
+        if self._own_forward is not None and self._own_forward in (forward, wrapped):
             return
-        self._own_forward = self.base.forward = types.MethodType(_through_the_door(self.base, forward), self.base)
+        inner = forward if wrapped is None else wrapped
+        self._own_forward = types.MethodType(_through_the_door(self.base, inner), self.base)
+        if wrapped is None:
+            self.base.forward = self._own_forward
+            return
+        # Accelerate's mixed precision stays around the door, or packed passes would run without it.
+        self.base._original_forward = self._own_forward
+        in_autocast = get_mixed_precision_context_manager(native_amp=True)(self._own_forward.__func__)
+        self.base.forward = types.MethodType(convert_outputs_to_fp32(in_autocast), self.base)
 
     @_not_compiled
     def _head(self) -> FusedHead | None:

@@ -1,0 +1,397 @@
+"""`share_prompts(model)`: what a fused call gives is what it gave, whatever the rows are and whoever wrapped the model."""
+
+import copy
+import logging
+from contextlib import contextmanager
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import get_peft_model
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+
+from tests.tiny import lora
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
+from trl_fsdp_qlora.prefix_sharing.door import open_door
+
+from .helpers import (
+    COUNTING,
+    MAKE,
+    MASKED,
+    MULTIMODAL,
+    VOCABULARY,
+    assert_equal_gradients,
+    build,
+    counting_padded_forwards,
+    gradients,
+    with_stock_head,
+)
+
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+FAST = ("llama", "gemma2", "gpt_oss", "qwen3_5", "mamba", "opt", "falcon", "gemma3 (images)")
+FAMILIES = MAKE | {f"{name} (images)": make for name, make in MULTIMODAL.items()}
+
+
+def random_tokens(count: int, draw: torch.Generator) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (count,), generator=draw)
+
+
+def groups(draw) -> list[tuple[torch.Tensor, list[int]]]:
+    """Three prompts behind one system prompt, three completions of each: tokens, and which of them are labels."""
+    rows, system = [], random_tokens(12, draw)
+    for n in range(3):
+        prompt = torch.cat([system, random_tokens(4 + n, draw)])
+        for c in range(3):
+            tokens = torch.cat([prompt, random_tokens(5 + 2 * c, draw)])
+            rows.append((tokens, [*range(len(prompt), len(tokens))]))
+    return rows
+
+
+def awkward(draw) -> list[tuple[torch.Tensor, list[int]]]:
+    """A row that is another's beginning, one twice, one that leaves it half-way, holes in labels, none, labels from the start."""
+    system, completion = random_tokens(10, draw), random_tokens(9, draw)
+    first, second = (torch.cat([system, random_tokens(n, draw)]) for n in (6, 3))
+    whole = torch.cat([first, completion])
+    behind_first = [
+        whole,
+        torch.cat([first, completion[:5]]),
+        whole.clone(),
+        torch.cat([first, completion[:4], random_tokens(5, draw)]),
+    ]
+    rows = [(tokens, [*range(len(first), len(tokens))]) for tokens in behind_first]
+    start = len(second)
+    rows.append((torch.cat([second, random_tokens(7, draw)]), [start, start + 1, start + 5]))
+    rows.append((torch.cat([second, random_tokens(4, draw)]), []))
+    rows.append((random_tokens(20, draw), [*range(1, 20)]))
+    rows.append((random_tokens(2, draw), [1]))
+    rows += [(torch.cat([second, random_tokens(1, draw)]), [start]) for _ in range(2)]
+    return rows
+
+
+def padded(rows, side: str, draw) -> dict[str, torch.Tensor]:
+    """A batch of rows in any order, with random tokens in the padding."""
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=draw)]
+    width = max(len(tokens) for tokens, _ in rows) + 2
+    ids = torch.randint(3, VOCABULARY, (len(rows), width), generator=draw)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, (tokens, scored) in enumerate(rows):
+        room = width - len(tokens)
+        offset = {"right": 0, "left": room, "mixed": (3 * i) % (room + 1)}[side]
+        ids[i, offset : offset + len(tokens)] = tokens
+        mask[i, offset : offset + len(tokens)] = 1
+        for token in scored:
+            labels[i, offset + token] = tokens[token]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def make_batch(make_rows=groups, side="right", seed=0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return padded(make_rows(draw), side, draw)
+
+
+def call(model, batch, **arguments) -> FusedCausalLMOutput:
+    return model(**batch, **arguments, fused_lm_head=True)
+
+
+def assert_equal_outputs(ours, stock, labels, tolerance=2e-5):
+    is_scored = labels[:, 1:] != -100
+    assert torch.equal(ours.label_mask, stock.label_mask) and torch.equal(ours.label_mask, is_scored)
+    for name in (*FIELDS, "loss", "aux_loss"):
+        mine, theirs = getattr(ours, name), getattr(stock, name)
+        assert (mine is None) == (theirs is None), name
+        if mine is None:
+            continue
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, name
+        if name == "is_top1":
+            assert torch.equal(mine, theirs)
+        else:
+            torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=1e-5, msg=name)
+        assert mine.ndim == 0 or not mine[~is_scored].any(), name
+
+
+def assert_shares(model, batch, **arguments):
+    """Values and gradients of the loss, of weighted log-probabilities and of their entropies; the pass was packed."""
+    door = model.prompt_sharing if hasattr(model, "prompt_sharing") else model.get_base_model().prompt_sharing
+    weight = torch.randn(2, *batch["labels"][:, 1:].shape, generator=torch.Generator().manual_seed(3))
+
+    def run():
+        output = call(model, batch, **arguments)
+        entropy = 0.0 if output.entropy is None else (output.entropy * weight[1]).sum()
+        (output.loss + (output.log_probs * weight[0]).sum() + entropy).backward()
+        return output, gradients(model)
+
+    with door.closed():
+        stock, reference = run()
+    ours, found = run()
+    assert door.is_active, door.describe()
+    assert 0 < door.figures.tokens < batch["input_ids"].numel()
+    assert_equal_outputs(ours, stock, batch["labels"])
+    assert_equal_gradients(found, reference, tolerance=2e-5)
+    return door.figures
+
+
+SLOW = [name for name in FAMILIES if name not in FAST]
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_rows_of_any_kind_in_any_order_equal_stock(name):
+    model = with_stock_head(build(FAMILIES[name]))
+    share_prompts(model)
+    for make_rows in (groups, awkward):
+        for side in ("right", "left", "mixed"):
+            figures = assert_shares(model, make_batch(make_rows, side))
+            # What stands in other columns is another row where a model sees columns.
+            if make_rows is groups and (side == "right" or name.removesuffix(" (images)") not in COUNTING):
+                assert len(figures.levels) >= 2 or name in MASKED, (side, figures)
+
+
+def test_the_tokens_that_are_computed():
+    """Three levels: what all rows begin with, three prompts, nine completions without their last tokens."""
+    model = with_stock_head(build("llama"))
+    share_prompts(model)
+    for side in ("right", "left", "mixed"):
+        figures = assert_shares(model, make_batch(groups, side))
+        assert figures.levels == [12, 4 + 5 + 6, 3 * (4 + 6 + 8)]
+        assert (figures.tokens, figures.padded_tokens) == (81, 9 * 29)
+
+
+@pytest.mark.parametrize("outputs", [("log_probs",), ("entropy",), FIELDS, ("log_sum_sq_probs", "is_top1")])
+def test_every_field_that_was_asked_for(outputs):
+    model = build("gemma2")  # with a softcap
+    add_fused_lm_head(model, 0.7, outputs=outputs)
+    share_prompts(model)
+    assert_shares(model, make_batch(awkward, "mixed"))
+    half = make_batch(awkward, "mixed")
+    assert_shares(model, half, num_items_in_batch=torch.tensor(7.0))
+
+
+def test_the_head_in_float32():
+    model = build("llama").bfloat16()
+    add_fused_lm_head(model, 0.9, cast_lm_head_to_fp32=True)
+    share_prompts(model)
+    batch = make_batch()
+    ours = call(model, batch).log_probs
+    assert model.prompt_sharing.figures.tokens and ours.dtype == torch.float32
+    with model.prompt_sharing.closed():
+        stock = call(model, batch).log_probs
+    # Rounding of bfloat16 in what comes before the head.
+    assert (ours - stock).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("how", ["argument", "config"])
+def test_the_router_loss(how):
+    """It counts every token of the batch, so every token is computed."""
+    model = with_stock_head(build("qwen3_moe"))
+    model.config.router_aux_loss_coef = 0.5
+    model.config.output_router_logits = how == "config"
+    share_prompts(model)
+    figures = assert_shares(
+        model, make_batch(awkward, "mixed"), **({"output_router_logits": True} if how == "argument" else {})
+    )
+    assert figures.tokens > assert_shares(model, make_batch(groups)).tokens / 2
+    output = call(model, make_batch(awkward), output_router_logits=True)
+    assert output.aux_loss > 0
+
+
+def test_no_labels_and_no_mask():
+    model = with_stock_head(build("qwen3"))
+    share_prompts(model)
+    call(model, make_batch())
+    batch = make_batch()
+    batch["labels"][:] = -100
+    output = call(model, batch)
+    assert output.loss == 0 and not output.log_probs.any() and model.prompt_sharing.figures.tokens == 1
+    output.loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    model.zero_grad()
+    whole = torch.randint(3, VOCABULARY, (4, 17))
+    whole[:, :9] = whole[0, :9]
+    figures = assert_shares(model, {"input_ids": whole, "labels": whole.clone()})
+    assert figures.tokens == 9 + 4 * 7
+
+
+def test_twice_off_and_on_again():
+    model = with_stock_head(build("llama"))
+    before, batch = model.forward, make_batch()
+    assert share_prompts(model) is model
+    once = model.forward
+    assert share_prompts(model).forward is once and once is not before
+    call(model, batch)
+    assert model.prompt_sharing.figures.tokens
+    share_prompts(model, attention="off")
+    with counting_padded_forwards(model) as calls:
+        off = call(model, batch)
+    assert len(calls) == 1 and not model.prompt_sharing.figures.tokens
+    share_prompts(model, attention="two_part")
+    on = call(model, batch)
+    assert set(model.prompt_sharing.figures.layer_calls) == {"two_part"}
+    assert_equal_outputs(on, off, batch["labels"])
+    with pytest.raises(PrefixSharingError, match="auto, off, cascade, two_part"):
+        share_prompts(model, attention="fast")
+
+
+def test_other_calls_are_the_models_own():
+    model, plain = (build("qwen3_5") for _ in range(2))
+    share_prompts(model)
+    batch = make_batch(side="left")
+    with counting_padded_forwards(model) as calls:
+        ours = model(**batch)
+    assert len(calls) == 1 and torch.equal(ours.logits, plain(**batch).logits)
+    torch.testing.assert_close(ours.loss, plain(**batch).loss)
+    prompts = {name: x[:, :16] for name, x in batch.items() if name != "labels"}
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**prompts, **settings), plain.generate(**prompts, **settings))
+
+
+def test_a_model_without_trls_head_gets_one():
+    model, reference = (build("llama") for _ in range(2))
+    share_prompts(model, temperature=0.8, outputs=FIELDS)
+    add_fused_lm_head(reference, 0.8, outputs=FIELDS)
+    batch = make_batch(awkward, "mixed")
+    assert_equal_outputs(call(model, batch), call(reference, batch), batch["labels"])
+    assert model.prompt_sharing.figures.tokens
+
+
+def test_a_head_that_comes_later_serves():
+    """A trainer that is made after `share_prompts` puts TRL's head on: what it asks for is what it gets."""
+    model, reference = (build("llama") for _ in range(2))
+    share_prompts(model)
+    for one in (model, reference):
+        add_fused_lm_head(one, 0.6, outputs=("log_probs", "is_top1"))
+    batch = make_batch(awkward, "mixed")
+    wanted = call(reference, batch)
+    assert_equal_outputs(call(model, batch), wanted, batch["labels"])
+    share_prompts(model)
+    assert_equal_outputs(call(model, batch), wanted, batch["labels"])
+    assert model.prompt_sharing.figures.tokens
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_adapters(order):
+    torch.manual_seed(0)
+    model = build("qwen3")
+    if order == "before":
+        share_prompts(with_stock_head(model))
+    model = get_peft_model(with_stock_head(model) if order == "after" else model, lora())
+    if order == "after":
+        share_prompts(model)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    figures = assert_shares(model, make_batch(awkward, "mixed"))
+    with model.disable_adapter(), torch.no_grad():
+        off = call(model, make_batch(awkward, "mixed"))
+    door = model.get_base_model().prompt_sharing
+    assert door.figures.tokens == figures.tokens
+    with door.closed(), model.disable_adapter(), torch.no_grad():
+        stock = call(model, make_batch(awkward, "mixed"))
+    assert_equal_outputs(off, stock, make_batch(awkward, "mixed")["labels"])
+
+
+@pytest.mark.parametrize("order", ["before", "after", "both"])
+def test_mixed_precision_is_as_near_to_float32_as_stock(order):
+    """Accelerate wraps the forward in autocast: the packed one runs inside of it whoever came first."""
+    batch, results = make_batch(awkward, "mixed"), {}
+    exact = call(with_stock_head(build("qwen3")), batch).log_probs
+    for name in ("stock", "ours"):
+        model = with_stock_head(build("qwen3"))
+        if name == "ours" and order != "after":
+            share_prompts(model)
+        seen = []
+        model.model.layers[0].mlp.register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(out.dtype))
+        prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+        if name == "ours" and order != "before":
+            share_prompts(prepared)
+        output = call(prepared, batch)
+        assert set(seen) == {torch.bfloat16}, seen
+        assert output.log_probs.dtype == torch.float32
+        results[name] = (output.log_probs - exact).abs().mean()
+        if name == "ours":
+            assert model.prompt_sharing.is_active and model.prompt_sharing.figures.tokens
+    assert 0 < results["ours"] <= 1.5 * results["stock"]
+
+
+def positions(batch):
+    return {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+
+
+def shifted(batch):
+    labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    return {"shift_labels": labels.contiguous()}
+
+
+UNKNOWN = {"position_ids": positions, "shift_labels": shifted, "inputs_embeds": None, "a mask of pairs": None}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_the_door_does_not_know_runs_as_stock(name, caplog):
+    model, reference = with_stock_head(build("llama")), with_stock_head(build("llama"))
+    share_prompts(model)
+    batch = make_batch(awkward, "mixed")
+    call(model, batch)
+    if name == "inputs_embeds":
+        arguments = {"inputs_embeds": reference.get_input_embeddings()(batch["input_ids"]).detach(), **batch}
+        del arguments["input_ids"]
+    elif name == "a mask of pairs":
+        causal = torch.ones(29, 29).tril().bool()[: batch["input_ids"].shape[1], : batch["input_ids"].shape[1]]
+        arguments = {**batch, "attention_mask": causal.expand(len(batch["input_ids"]), 1, *causal.shape)}
+    else:
+        arguments = {**batch, **UNKNOWN[name](batch)}
+    with caplog.at_level(logging.WARNING), counting_forwards(model) as calls:
+        outputs = [call(model, arguments) for _ in range(2)]
+    assert len(calls) == 2 and not model.prompt_sharing.figures.tokens
+    assert torch.equal(outputs[0].log_probs, call(reference, arguments).log_probs)
+    lines = [record.getMessage() for record in caplog.records if "runs padded as in stock TRL" in record.getMessage()]
+    assert len(lines) == 1
+    share_prompts(model, attention="cascade")
+    with pytest.raises(PrefixSharingError, match="use prefix_sharing='auto' to allow that"):
+        call(model, arguments)
+
+
+@contextmanager
+def counting_forwards(model):
+    """A list that gets an entry for each forward of the backbone, whatever its arguments."""
+    calls = []
+    handle = model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def test_a_model_of_another_kind_is_left_alone(caplog):
+    """Not transformers': there is no head to put on it, and nothing breaks."""
+    model = torch.nn.Linear(2, 2)
+    share_prompts(model)
+    assert "not a transformers model" in caplog.text and model(torch.zeros(1, 2)).shape == (1, 2)
+    with pytest.raises(PrefixSharingError, match="not a transformers model"):
+        share_prompts(torch.nn.Linear(2, 2), attention="cascade")
+
+
+def test_the_first_pass_is_compared_and_a_wrong_one_is_not_taken(monkeypatch):
+    model = with_stock_head(build("llama"))
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x + 0.3 * x.roll(1, dims=1))  # it mixes neighbours in the row
+    batch = make_batch(awkward, "right")
+    expected = call(model, batch)
+    share_prompts(model)
+    assert torch.equal(call(model, batch).log_probs, expected.log_probs)
+    assert "difference in log-probability" in model.prompt_sharing.describe()
+
+
+def test_each_model_has_a_door_of_its_own():
+    """A copy (a reference model) calls itself, and not the model that it was copied from."""
+    model = with_stock_head(build("llama"))
+    share_prompts(model)
+    batch = make_batch()
+    call(model, batch)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(1.05)
+    ours = call(copied, batch)
+    open_door(copied, attention="off")
+    assert_equal_outputs(ours, call(copied, batch), batch["labels"])
+    assert (ours.log_probs - call(model, batch).log_probs).abs().max() > 1e-3
