@@ -182,9 +182,7 @@ class Contender:
         loss = gradient = None
         if generation_only:
             prompt_ids = trainer._tokenize_prompts([row["prompt"] for row in batch])[0]
-            with (
-                trainer.prefix_sharing.set_aside() if hasattr(trainer, "prefix_sharing") else contextlib.nullcontext()
-            ):
+            with trainer.own_attention() if hasattr(trainer, "own_attention") else contextlib.nullcontext():
                 trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations)
         else:
             loss = self._timed("training_step", trainer.training_step)(trainer.model, batch, None).item()

@@ -26,7 +26,7 @@ from trl_fsdp_qlora.fsdp2_qlora.generation import gathered
 from trl_fsdp_qlora.planning.hardware import CONTEXT, read_hardware
 from trl_fsdp_qlora.planning.plan import PROCESS, ROOM, make_plan
 from trl_fsdp_qlora.planning.settings import from_words, read_launch
-from trl_fsdp_qlora.prefix_sharing import sharing
+from trl_fsdp_qlora.prefix_sharing import door
 
 SMALL = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
 MODELS = {
@@ -152,11 +152,11 @@ def step(trainer, model, batch) -> dict[str, int]:
 def skip_the_comparison() -> None:
     """Take packed rows unseen: where no kernel ran there are no numbers to compare with those of padded rows."""
 
-    def unjudged(request, packed, *args) -> None:
+    def unjudged(model, packed, *args) -> None:
         with torch.no_grad():
-            packed(request)
+            packed()
 
-    sharing.compare = unjudged
+    door.compare = unjudged
 
 
 def measure(contestant: str, point: Point, limit: int | None = None) -> dict[str, int]:
@@ -176,7 +176,7 @@ def measure(contestant: str, point: Point, limit: int | None = None) -> dict[str
     held = torch.cuda.memory_allocated()
     step(trainer, model, batch)  # from here on there is an optimizer state
     peaks = step(trainer, model, batch)
-    if contestant == "ours" and not trainer.prefix_sharing.active():
+    if contestant == "ours" and not trainer.door.is_active:
         raise RuntimeError("prefix sharing was off, so this is no measurement of it")
     return {
         "held": held,
@@ -201,7 +201,7 @@ def measure_rank(point: Point, prefix_sharing: str) -> dict:
         whole = torch.cuda.memory_allocated()
     step(trainer, model, batch)  # from here on there is an optimizer state
     peaks = step(trainer, model, batch)
-    if trainer.prefix_sharing.active() != (prefix_sharing == "auto"):
+    if trainer.door.is_active != (prefix_sharing == "auto"):
         raise RuntimeError(f"prefix sharing is not {prefix_sharing!r}, so this is no measurement of it")
     return {
         "base": trainer.base_bytes.to_dict(),

@@ -17,11 +17,9 @@ import time
 import torch
 import transformers
 from synthetic import RESULTS, SavedBytes, cpu_name
-from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
-from trl_fsdp_qlora.scoring.request import Kind, PassRequest
 
-from trl_fsdp_qlora.prefix_sharing import PrefixSharing
+from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
 
 IMAGE, VOCABULARY, TEXT, COMPLETION, GROUP, PATCH = 3, 512, 16, 64, 8, 16
 # Of the image, in patches: four patches are a token.
@@ -75,36 +73,24 @@ def make_batch(tokens: int):
     return ids, torch.ones_like(ids), vision
 
 
-class Stock:
-    """What TRL's padded pass asks of its trainer."""
-
-    class accelerator:
-        @staticmethod
-        def autocast():
-            return torch.autocast("cpu", enabled=False)
-
-    def __call__(self, request):
-        run = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__
-        return request.padded(lambda model, *args, **kwargs: run(self, model, *args, **kwargs))
-
-
 def measure(tokens: int, frozen: bool, runs: int) -> dict:
     ids, mask, vision = make_batch(tokens)
     models = {"stock": small_model(frozen), "ours": small_model(frozen)}
-    add_fused_lm_head(models["stock"], 1.0, outputs=("log_probs", "entropy"))
-    stock = Stock()
-    add_fused_lm_head(models["ours"], 1.0, outputs=("log_probs", "entropy"))
-    sharing = PrefixSharing()
-    sharing.prepare("policy", models["ours"])
-    requests = {k: PassRequest(Kind.POLICY, m).on(ids, mask, COMPLETION, **vision) for k, m in models.items()}
+    for model in models.values():
+        add_fused_lm_head(model, 1.0, outputs=("log_probs", "entropy"))
+    door = open_door(models["ours"], compares=False)
+    labels = ids.clone()
+    labels[:, :-COMPLETION] = -100
+    num_images = vision.pop("num_images")
+    batch = Batch(ids, mask, labels, vision, num_images)
     passes = {
-        "stock": lambda: stock(requests["stock"])[0],
-        "ours": lambda: sharing.log_probs(requests["ours"], stock).values[0],
+        "stock": lambda: models["stock"](**batch.arguments(), fused_lm_head=True).log_probs,
+        "ours": lambda: models["ours"](**batch.arguments(), num_images=num_images, fused_lm_head=True).log_probs,
     }
 
     def step(name: str, saved=None) -> float:
         models[name].zero_grad(set_to_none=True)
-        sharing.forget_images()  # each step has a generation batch of its own
+        door.forget_images()  # each step has a generation batch of its own
         start = time.perf_counter()
         if saved is None:
             logps = passes[name]()
@@ -114,8 +100,11 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
         logps.sum().backward()
         return time.perf_counter() - start
 
+    door.compare_with_stock(models["ours"], batch)
     for name in models:
         step(name)
+    if not door.figures.tokens:
+        raise RuntimeError(f"nothing was packed, so this is no measurement of it: {door.describe()}")
     seconds = {name: [] for name in models}
     for _ in range(runs):
         for name in models:
@@ -126,7 +115,7 @@ def measure(tokens: int, frozen: bool, runs: int) -> dict:
     pairs = list(zip(models["stock"].parameters(), models["ours"].parameters(), strict=True))
     largest = max(a.grad.abs().max() for a, _ in pairs if a.grad is not None)
     off = max(((a.grad - b.grad).abs().max() / largest).item() for a, b in pairs if a.grad is not None)
-    ratio = ids.numel() / (ids.shape[1] - COMPLETION - 1 + GROUP * COMPLETION)
+    ratio = ids.numel() / door.figures.tokens
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "image_tokens": tokens,
