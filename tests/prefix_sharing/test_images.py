@@ -326,10 +326,9 @@ def test_the_comparison_of_the_first_pass_takes_rows_with_images():
 
 def test_ranks_ask_each_other_for_images_once_per_generation_batch(monkeypatch):
     """With tools a vision class asked in every pass until an image came, and the host waited each time."""
-    model, batch = pictured("qwen3_vl")
+    model, door, batch = pictured("qwen3_vl")
     asked, reduced = [], door_module.reduced_over_ranks
     monkeypatch.setattr(door_module, "reduced_over_ranks", lambda *args: asked.append(1) or reduced(*args))
-    door = prepared(model, expects_images=True)
     text = batch.rows(np.array([5, 6]))
 
     def exchanges(batch):
