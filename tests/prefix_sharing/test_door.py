@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import get_peft_model
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -289,6 +290,15 @@ def test_adapters(order):
     assert_equal_outputs(off, stock, make_batch(awkward, "mixed")["labels"])
 
 
+@pytest.fixture
+def fresh_accelerator():
+    """Another precision than that of the tests before and after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize("order", ["before", "after", "both"])
 def test_mixed_precision_is_as_near_to_float32_as_stock(order):
     """Accelerate wraps the forward in autocast: the packed one runs inside of it whoever came first."""
