@@ -93,7 +93,7 @@ def changed_arguments(args: Any) -> dict[str, Any]:
 def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:
     """What reproduces a run: with `settings` (of a recipe) a file that `--config` takes."""
     recipe = changed_arguments(args)
-    if args.steps_per_generation == args.gradient_accumulation_steps:  # what follows without it
+    if getattr(args, "steps_per_generation", None) == args.gradient_accumulation_steps:  # what follows without it
         recipe.pop("steps_per_generation", None)
     for more in settings:
         recipe |= changed_arguments(more)
