@@ -64,7 +64,7 @@ class OwnConfig:
 
     def __post_init__(self):
         self._take_numpy()
-        for name in SWITCHES:
+        for name in {item.name for item in fields(self)}.intersection(SWITCHES):
             setattr(self, name, spelled(getattr(self, name)))
         super().__post_init__()
 
