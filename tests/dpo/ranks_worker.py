@@ -46,7 +46,9 @@ def reward(completions, **_columns):
 
 
 def pairs() -> Dataset:
-    rows = [{"prompt": f"{i}+{i * 3} is", "chosen": f" {i * 4}.", "rejected": f" {i * 4 + 1} or {i}"} for i in range(32)]
+    rows = [
+        {"prompt": f"{i}+{i * 3} is", "chosen": f" {i * 4}.", "rejected": f" {i * 4 + 1} or {i}"} for i in range(32)
+    ]
     return Dataset.from_list(rows)
 
 
