@@ -25,7 +25,7 @@ FLOORS = [
     {"recipe"},
     {"planning"},
     {"grpo"},
-    {"t_spmo", "a_star_po"},
+    {"t_spmo", "a_star_po", "rloo", "dpo"},
     {"cli"},
     {"__init__", "__main__"},
 ]

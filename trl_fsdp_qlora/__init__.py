@@ -1,4 +1,4 @@
-"""GRPO and its cheaper relatives on one node, with TRL's interface.
+"""GRPO, RLOO, DPO and cheaper relatives on one node, with TRL's interface.
 
 `from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer` is the whole change to a TRL script. Names are
 imported when first used, so `import trl_fsdp_qlora` costs neither torch nor any optional package.
@@ -18,8 +18,12 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "AStarPOConfig": "a_star_po.config",
     "AStarPOTrainer": "a_star_po.trainer",
+    "EfficientDPOConfig": "dpo.config",
+    "EfficientDPOTrainer": "dpo.trainer",
     "EfficientGRPOConfig": "grpo.config",
     "EfficientGRPOTrainer": "grpo.trainer",
+    "EfficientRLOOConfig": "rloo.config",
+    "EfficientRLOOTrainer": "rloo.trainer",
     "TSPMOConfig": "t_spmo.config",
     "TSPMOTrainer": "t_spmo.trainer",
     "share_prompts": "prefix_sharing.door",
@@ -28,8 +32,12 @@ _EXPORTS = {
 __all__ = [
     "AStarPOConfig",
     "AStarPOTrainer",
+    "EfficientDPOConfig",
+    "EfficientDPOTrainer",
     "EfficientGRPOConfig",
     "EfficientGRPOTrainer",
+    "EfficientRLOOConfig",
+    "EfficientRLOOTrainer",
     "TSPMOConfig",
     "TSPMOTrainer",
     "__version__",
@@ -39,9 +47,13 @@ __all__ = [
 if TYPE_CHECKING:
     from .a_star_po.config import AStarPOConfig
     from .a_star_po.trainer import AStarPOTrainer
+    from .dpo.config import EfficientDPOConfig
+    from .dpo.trainer import EfficientDPOTrainer
     from .grpo.config import EfficientGRPOConfig
     from .grpo.trainer import EfficientGRPOTrainer
     from .prefix_sharing.door import share_prompts
+    from .rloo.config import EfficientRLOOConfig
+    from .rloo.trainer import EfficientRLOOTrainer
     from .t_spmo.config import TSPMOConfig
     from .t_spmo.trainer import TSPMOTrainer
 

@@ -26,6 +26,8 @@ COMMANDS = {
     "grpo": _Command("cli.scripts", "grpo", "train with GRPO: --config FILE.yaml and any field"),
     "t-spmo": _Command("cli.scripts", "t_spmo", "train with T-SPMO, credit for single tokens"),
     "a-star-po": _Command("cli.scripts", "a_star_po", "train with A*-PO, one completion per prompt"),
+    "rloo": _Command("cli.scripts", "rloo", "train with RLOO"),
+    "dpo": _Command("cli.scripts", "dpo", "train with DPO, on pairs of the model's right and wrong answers"),
     "sft": _Command("cli.scripts", "sft", "teach worked answers first, where a base is never right"),
     "evaluate": _Command("cli.scripts", "evaluate", "measure accuracy on held-out problems"),
     "merge": _Command("cli.scripts", "merge", "merge an adapter into its unquantized base"),
@@ -48,7 +50,7 @@ def _help() -> str:
         "usage: trl-fsdp-qlora COMMAND ...\n\n"
         f"{lines}\n\n"
         "trl-fsdp-qlora COMMAND --help has each command's options; --version says which version this is.\n"
-        "The first four and evaluate also take --accelerate_config NAME and --num_processes N."
+        "The first six and evaluate also take --accelerate_config NAME and --num_processes N."
     )
 
 

@@ -124,7 +124,7 @@ def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(f
     for folder in ("_recipes", "_accelerate_configs"):
         for path in (installed / "trl_fsdp_qlora" / folder).rglob("*.yaml"):
             head = re.sub(r" \\\n# *", " ", path.read_text().partition("\n\n")[0])
-            for line in re.findall(r"trl-fsdp-qlora ((?:grpo|t-spmo|a-star-po|sft) .*)", head):
+            for line in re.findall(r"trl-fsdp-qlora ((?:grpo|t-spmo|a-star-po|rloo|dpo|sft) .*)", head):
                 heads[str(path)] = line.replace("RECIPE", "small-base/grpo/quickstart")
     assert len(heads) >= 30 and {line.split()[0] for line in heads.values()} == {"grpo", "t-spmo", "a-star-po", "sft"}
     said = python(folders, "-c", CODE, json.dumps(list(IN_TURN)), json.dumps(heads))

@@ -343,11 +343,11 @@ class WholeCheckpoints:
         return self._resolved
 
     @contextmanager
-    def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any]) -> Iterator[None]:
+    def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any] | None) -> Iterator[None]:
         """Around the trainer's own writing of `checkpoint`, which goes to `self.staging` meanwhile; older ones are removed only then.
 
         In the trainer's `state` the best checkpoint is named as it will be called. `rollouts` are this rank's unused completions, as
-        [`load_rollouts`] gives them back.
+        [`load_rollouts`] gives them back; `None` of a trainer that draws none.
         """
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         staging = checkpoint.parent / STAGING / checkpoint.name
@@ -360,7 +360,7 @@ class WholeCheckpoints:
             yield
         finally:
             self.staging = None
-        if not self.args.save_only_model:
+        if not self.args.save_only_model and rollouts is not None:
             torch.save({**rollouts, "shape": self.run[0]}, _rollout_file(staging, rank, ranks))
         if state.best_global_step:
             best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")

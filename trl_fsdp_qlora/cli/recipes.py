@@ -40,7 +40,10 @@ def all_recipes() -> list[Recipe]:
             match = _FIELD.match(line)
             field = match["field"] if match else field
             head[field] = f"{head.get(field, '')} {match['text'] if match else line.removeprefix('#').strip()}".strip()
-        command = next((name for name in ("t_spmo", "a_star_po", "sft") if path.parent.name.startswith(name)), "grpo")
+        command = next(
+            (name for name in ("t_spmo", "a_star_po", "rloo", "dpo", "sft") if path.parent.name.startswith(name)),
+            "grpo",
+        )
         expected = f"{head['']} {head.get('hardware', '')} {head.get('expect', '')}"
         was_run = "never" if _NEVER.search(expected) else "shortened" if _SHORTENED.search(expected) else "yes"
         hardware = re.sub(r"\s*\((?=[^)]*never run)[^)]*\)", "", head.get("hardware", "not known"))

@@ -110,6 +110,8 @@ def default_config(asked: str | None) -> tuple[str, int]:
 grpo = functools.partial(_launched, "grpo")
 t_spmo = functools.partial(_launched, "t_spmo")
 a_star_po = functools.partial(_launched, "a_star_po")
+rloo = functools.partial(_launched, "rloo")
+dpo = functools.partial(_launched, "dpo")
 sft = functools.partial(_launched, "sft")
 evaluate = functools.partial(_launched, "evaluate")
 merge = functools.partial(_called, "merge")

@@ -42,23 +42,60 @@ def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
     return args
 
 
+def completed(call: dict[str, Any], cls: type, suffix: str) -> dict[str, Any]:
+    """A trainer's arguments with a whole config of `cls`; numbers in it that can only be a mistake are warned of.
+
+    Raises:
+        UserError: several processes were launched of which each takes itself for the only one.
+    """
+    model = call["model"]
+    args = cls.complete(call.get("args")) or own_config(cls, None, model, suffix)
+    for line in checks.mistakes(args):
+        logger.warning(line)  # what TRL takes is no error
+    options = args.model_init_kwargs or {}
+    peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"))
+    checks.check_processes(args.world_size)
+    return {**call, "args": args, "peft_config": peft_config}
+
+
+def check_prompts(call: dict[str, Any], needs_prompt: bool = True) -> None:
+    """Refuse a dataset that a trainer which draws completions would trip over, see [`checks.check_dataset`]."""
+    args = call["args"]
+    if (dataset := call.get("train_dataset")) is not None:
+        checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
+
+
+def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, Any]:
+    """A trainer's arguments with the base loaded where FSDP2 is to shard a 4-bit one that is given by name.
+
+    Args:
+        needs_reference: a model of its own beside the policy, were there no adapter to switch off.
+
+    Raises:
+        ValueError: a wrong combination of launch and model.
+    """
+    model, args = call["model"], call["args"]
+    quantization_config, options = call.get("quantization_config"), args.model_init_kwargs or {}
+    loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
+    quantized = quantization_config or options.get("quantization_config") or loaded_in
+    check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
+    check_reference(needs_reference and adapter_and_base(call)[0] is None)
+    if isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False):
+        # Once per node. TRL's own default dtype, so that the same script gives the same numbers.
+        options = {"dtype": "float32", **options}
+        model, quantization_config = load_quantized_base(model, quantization_config, **options), None
+    return {**call, "model": model, "quantization_config": quantization_config}
+
+
 def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
     """The arguments of `trl.GRPOTrainer` to construct it with, from those the user gave, and what vLLM is sent.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
     """
-    model, args = call["model"], call.get("args")
-    args = EfficientGRPOConfig.complete(args) or own_config(EfficientGRPOConfig, None, model, "GRPO")
-    for line in checks.mistakes(args):
-        logger.warning(line)  # what TRL takes is no error
-    options = args.model_init_kwargs or {}
-    peft_config = checks.language_model_only(call.get("peft_config"), model, options.get("revision"))
-    call = call | {"peft_config": peft_config}
-    checks.check_processes(args.world_size)
-    if (dataset := call.get("train_dataset")) is not None:
-        needs_prompt = call.get("environment_factory") is None
-        checks.check_dataset(dataset, args.generation_batch_size // args.num_generations, needs_prompt)
+    call = completed(call, EfficientGRPOConfig, "GRPO")
+    args, dataset = call["args"], call.get("train_dataset")
+    check_prompts(call, needs_prompt=call.get("environment_factory") is None)
     found = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
     found += [name for name in ("image", "images") if name in (getattr(dataset, "column_names", None) or ())]
     found += ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
@@ -73,17 +110,6 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
             f"num_generations_first draws single-turn completions of text prompts in two parts, and there is {', '.join(found)}: "
             "set num_generations_first=None"
         )
-    quantization_config = call.get("quantization_config")
     # Refuses what vLLM cannot serve before anything is loaded.
-    adapter, is_quantized = adapter_and_base(call)
-    sync = choose_sync(args, adapter, is_quantized, ask=True)
-    loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
-    quantized = quantization_config or options.get("quantization_config") or loaded_in
-    check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
-    check_reference(args.beta != 0.0 and adapter is None)
-    if isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False):
-        # Once per node. TRL's own default dtype, so that the same script gives the same numbers.
-        options = {"dtype": "float32", **options}
-        model, quantization_config = load_quantized_base(model, quantization_config, **options), None
-    loaded = {"model": model, "args": args, "quantization_config": quantization_config}
-    return {**call, **loaded}, sync
+    sync = choose_sync(args, *adapter_and_base(call), ask=True)
+    return with_base_loaded(call, needs_reference=args.beta != 0.0), sync

@@ -1,24 +1,20 @@
 """`EfficientGRPOConfig`: `trl.GRPOConfig` plus the few switches this package adds."""
 
-import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-import numpy as np
 from trl import GRPOConfig
 
-from ..fsdp2_qlora.generation import MODES as GATHERS
 from ..rollout.adapter_sync import CHOICES as SYNCS
 from ..rollout.prompt_selection import CHOICES as SELECTIONS
-from ..run import redaction
-from ..run.config_fields import SWITCHES, documented, left_at_default, note_derived, option, spelled
-from ..scoring.logprobs import HEAD_KERNELS
-from ..telemetry.phases import MODES as CLOCKS
+from ..run.config_fields import documented, option
+from . import options
+from .options import OwnConfig
 from .token_budget import check_config
 
 
 @documented
 @dataclass(repr=False)
-class EfficientGRPOConfig(GRPOConfig):
+class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     """Every field of [`trl.GRPOConfig`], unchanged in meaning, and the ones below.
 
     The text beside a field is its only one: `--help`, this docstring and docs/config.md take it from there.
@@ -27,20 +23,11 @@ class EfficientGRPOConfig(GRPOConfig):
         ValueError: values that cannot be right together; says what to write instead.
     """
 
+    STOCK = GRPOConfig
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # noqa: RUF012 (a list, as in TRL)
 
-    prefix_sharing: str = option(
-        "auto",
-        "How the forward and backward passes treat the prompt that the completions of a group share. 'auto' "
-        "computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
-        "'cascade' and 'two_part' insist on one attention backend; 'off' is stock TRL.",
-    )
-    lm_head_kernel: str = option(
-        "auto",
-        "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' (two matrix "
-        "products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU. Values agree up to rounding.",
-        choices=HEAD_KERNELS,
-    )
+    prefix_sharing: str = option(**options.PREFIX_SHARING)
+    lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
     skip_zero_advantage: bool = option(
         True,
         "Leave completions with zero advantage out of the forward and backward where no other term of the "
@@ -67,12 +54,7 @@ class EfficientGRPOConfig(GRPOConfig):
         "With token_selection: 'self_normalized' (S-GRPO's own), 'horvitz_thompson' (unbiased), or 'auto', "
         "which is the former for 's_grpo' and the latter for the others.",
     )
-    compact_generation: bool = option(
-        True,
-        "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample with one random "
-        "number per row: the same distribution, but not the completions that stock TRL draws from the same seed. Runs as stock, "
-        "and says why, where it would not be exact.",
-    )
+    compact_generation: bool = option(**options.COMPACT_GENERATION)
     dynamic_sampling: bool = option(
         False,
         "Draw further prompts in place of groups whose rewards are all equal (DAPO). Changes which prompts are "
@@ -128,36 +110,13 @@ class EfficientGRPOConfig(GRPOConfig):
         None,
         "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take precedence.",
     )
-    fsdp_gather: str = option(
-        "auto",
-        "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole model is gathered for "
-        "the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for every token; 'auto': once, where it "
-        "fits into half of the free memory of every rank.",
-        choices=GATHERS,
-    )
-    fsdp_keep_gathered: bool = option(
-        False,
-        "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank then holds the whole "
-        "4-bit base while it trains.",
-    )
-    phase_metrics: str = option(
-        "on",
-        "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "
-        "the allocator's peak after each phase, so that every phase of every step has its own "
-        "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'.",
-        choices=CLOCKS,
-    )
-    show_completions: int = option(
-        2,
-        "In recipes: completions printed with their rewards some ten times in a run, from the lowest reward to "
-        "the highest; 0 for none. With log_completions, TRL's own table is printed instead.",
-    )
+    fsdp_gather: str = option(**options.FSDP_GATHER)
+    fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
+    phase_metrics: str = option(**options.PHASE_METRICS)
+    show_completions: int = option(**options.SHOW_COMPLETIONS)
 
     def __post_init__(self):
-        self._take_numpy()
-        self._left_at_default = left_at_default(self)
-        for name in SWITCHES:
-            setattr(self, name, spelled(getattr(self, name)))
+        self.note_defaults()
         if self.token_selection_rate is None:
             self.token_selection_rate = 0.75 if self.token_selection == "prefix_cut" else 0.5
         if self.num_generations < 1:
@@ -165,11 +124,7 @@ class EfficientGRPOConfig(GRPOConfig):
         super().__post_init__()
         check_config(self)
         self._check_choice()
-        for item in fields(self):
-            value, known = getattr(self, item.name), item.metadata.get("choices")
-            if known and item.name not in GRPOConfig.__dataclass_fields__ and value not in known:
-                raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
-        note_derived(self, self._left_at_default)
+        self.check_choices()
 
     def _check_choice(self) -> None:
         first, explore, half_life = (
@@ -186,46 +141,3 @@ class EfficientGRPOConfig(GRPOConfig):
             raise ValueError(f"prompt_selection_explore={explore} is a share of the groups; use a number from 0 to 1")
         if not half_life > 0:
             raise ValueError(f"prompt_selection_half_life={half_life} is a number of optimizer steps; use one above 0")
-
-    def _take_numpy(self) -> None:
-        # An optimizer.pt with numpy's number as the learning rate could be written, but not read again.
-        for name, value in vars(self).items():
-            if isinstance(value, np.generic):
-                setattr(self, name, value.item())
-
-    @classmethod
-    def complete(cls, args: GRPOConfig | None) -> "GRPOConfig | None":
-        """`args` with this class's own fields at their defaults where it lacks them, so a plain TRL config serves."""
-        if args is None or isinstance(args, cls):
-            return args
-        completed = copy.copy(args)
-        if type(args) is GRPOConfig:
-            completed.__class__ = cls  # so that what is said below of secrets holds for it too
-        completed.__dict__ = {item.name: item.default for item in fields(cls)} | vars(args)
-        cls._take_numpy(completed)
-        return completed
-
-    # --- secrets stay in memory: `torch.save` puts a config into every checkpoint, trackers are sent `to_dict` --------
-
-    def __getstate__(self):
-        return redaction.without_secrets(self.__dict__)
-
-    def __copy__(self):
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)  # copies within a process keep what a pickle leaves out
-        return twin
-
-    def __deepcopy__(self, memo):
-        twin = copy.copy(self)
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
-
-    def to_dict(self):
-        return redaction.without_secrets(super().to_dict())
-
-    def __str__(self):
-        shown = redaction.without_secrets({item.name: getattr(self, item.name) for item in fields(self)})
-        lines = "".join(f"{name}={value},\n" for name, value in sorted(shown.items()))
-        return f"{type(self).__name__}(\n{lines})"
-
-    __repr__ = __str__

@@ -60,7 +60,9 @@ class ScoringThroughTheDoor:
     def open_doors(self, entropy_gradient: bool) -> None:
         """Once the models are made. `entropy_gradient`: the loss has a term in the entropy."""
         columns = set(getattr(self.train_dataset, "column_names", None) or ())
-        may_have_images = bool({"image", "images"} & columns or self.tools or getattr(self, "environments", None))
+        may_have_images = bool({"image", "images"} & columns)
+        # Of GRPO's, which may return pictures.
+        may_have_images |= bool(getattr(self, "tools", None) or getattr(self, "environments", None))
         options = {
             "attention": self.args.prefix_sharing,
             "lm_head_kernel": self.args.lm_head_kernel,
@@ -140,7 +142,9 @@ class ScoringThroughTheDoor:
         logps_BC, entropies_BC, aux_loss = values
         if door.is_active and door.figures.tokens:
             self._add_metrics(door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}"))
-            if self.top_entropy_quantile < 1.0 and entropies_BC is not None:  # a quantile may fall on a tie
+            if (
+                getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None
+            ):  # a quantile may fall on a tie
                 entropies_BC = share_values(
                     entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"]
                 )

@@ -96,7 +96,7 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
     recipe = changed_arguments(args)
     if not hasattr(args, DERIVED):  # TRL's own config, which sets both from the batch size
         recipe.pop("generation_batch_size", None)
-        if args.steps_per_generation == args.gradient_accumulation_steps:
+        if getattr(args, "steps_per_generation", None) == args.gradient_accumulation_steps:
             recipe.pop("steps_per_generation", None)
     for more in settings:
         recipe |= changed_arguments(more)

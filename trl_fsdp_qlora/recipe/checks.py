@@ -52,7 +52,7 @@ def check_training(config: Any, model: ModelConfig) -> None:
         raise ConfigError(line)
     if config.prefix_sharing not in CHOICES:
         raise ConfigError(f"prefix_sharing={config.prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
-    if config.use_vllm:
+    if getattr(config, "use_vllm", False):
         check_installed("vllm", "use_vllm: true")
     if model.load_in_4bit or model.load_in_8bit:
         check_installed("bitsandbytes", "load_in_4bit: true" if model.load_in_4bit else "load_in_8bit: true")

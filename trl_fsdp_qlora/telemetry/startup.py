@@ -35,14 +35,8 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     return counts
 
 
-def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[tuple[str, str]]) -> str:
-    """The start-up text of a run of `steps` optimizer steps.
-
-    Args:
-        args: its `GRPOConfig`.
-        model: what is trained, as it lies on this rank.
-        features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
-    """
+def _online_rows(args: Any, steps: int) -> list[tuple[str, str]]:
+    """What an optimizer step and the run take, for a trainer that draws completions."""
     group, uses, ranks = args.num_generations, args.num_iterations, args.world_size
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
     new, batch = completions / uses, args.generation_batch_size
@@ -57,7 +51,25 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         counted(round(steps * new), "completion"),
     )
     drawn = f"{counted(batch, 'completion')} = {counted(batch // group, 'prompt')} × {group}, {when}"
-    rows = [("optimizer step", step), ("generation batch", drawn), ("whole run", ", ".join(whole))]
+    return [("optimizer step", step), ("generation batch", drawn), ("whole run", ", ".join(whole))]
+
+
+def _pair_rows(args: Any, steps: int) -> list[tuple[str, str]]:
+    """The same for preference pairs."""
+    pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    whole = f"{counted(steps, 'optimizer step')}, {counted(steps * pairs, 'preference pair')}"
+    return [("optimizer step", f"{counted(pairs, 'preference pair')} in the loss"), ("whole run", whole)]
+
+
+def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[tuple[str, str]]) -> str:
+    """The start-up text of a run of `steps` optimizer steps.
+
+    Args:
+        args: its config.
+        model: what is trained, as it lies on this rank.
+        features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
+    """
+    rows, ranks = (_online_rows if hasattr(args, "num_generations") else _pair_rows)(args, steps), args.world_size
     for kind, (count, size) in parameter_bytes(model).items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
     kind, where = args.distributed_state.distributed_type.value, args.device.type
@@ -72,8 +84,9 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         precision = f"{'bfloat16' if args.bf16 else 'float16'} mixed precision, parameters in {precision}"
     if "bfloat16" in precision and lacks_bf16(args.device):
         precision += "; this GPU has no bfloat16 and emulates it: fp16: true is faster"
-    rollouts = f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"
-    rows += [("hardware", hardware), ("precision", precision), ("rollouts", rollouts)]
+    rows += [("hardware", hardware), ("precision", precision)]
+    if hasattr(args, "use_vllm"):
+        rows.append(("rollouts", f"vLLM ({args.vllm_mode})" if args.use_vllm else "transformers"))
     for heading in ("on", "off", "as stock TRL"):
         lines = [line for of, line in features if of == heading]
         rows += [(heading if i == 0 else "", line) for i, line in enumerate(lines)]

@@ -1,0 +1,103 @@
+"""DPO on pairs of right and wrong answers to problems with exact answers.
+
+    trl-fsdp-qlora dpo --config SmolLM2-135M-Instruct/dpo/svamp_pairs --accelerate_config cpu
+
+The pairs are read from the file that `pairs` names, a JSON object with `prompt`, `chosen` and `rejected` a line. Where it is not there
+yet it is written: the model answers each training problem `pair_samples` times, and right answers are preferred to wrong ones.
+Every field of `DPOScriptArguments`, `EfficientDPOConfig` and `trl.ModelConfig` can stand in the YAML file and be overridden on
+the command line; `trl-fsdp-qlora evaluate --adapter FOLDER` measures what came of it, and `--model_name_or_path` what was before.
+"""
+
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from trl import ModelConfig
+
+from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
+from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
+from trl_fsdp_qlora.publishing.merge import load_model
+from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_recipe
+from trl_fsdp_qlora.recipe.datasets import load_problems, prompts_of
+from trl_fsdp_qlora.recipe.pairs import read_pairs, sample_pairs, write_pairs
+from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
+from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
+from trl_fsdp_qlora.recipe.script import resumable, run_main, say
+from trl_fsdp_qlora.recipe.worked import worked
+from trl_fsdp_qlora.run.ranks import on_main
+
+
+@dataclass
+class DPOScriptArguments(ScriptArguments):
+    """[`trl_fsdp_qlora.recipe.arguments.ScriptArguments`], and where the preference pairs come from."""
+
+    pairs: str = option("pairs.jsonl", "File of preference pairs, one a line; written first where it is not there.")
+    pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
+    pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
+    pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
+    pair_worked: bool = option(
+        True,
+        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) where no answer of the model is right.",
+    )
+    max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
+
+
+def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: ModelConfig, tokenizer) -> None:
+    """Write `script.pairs`; the ranks share the work."""
+    problems = load_problems(script, whole_rows=True).train[: script.pair_problems]
+    taught = [worked(problem["columns"]) if script.pair_worked else None for problem in problems]
+    dtype = "auto" if model.dtype in (None, "auto") else getattr(torch, model.dtype)
+    answering = load_model(model.model_name_or_path, None, revision=model.model_revision, dtype=dtype)
+    pairs = sample_pairs(
+        answering.to(config.device),
+        tokenizer,
+        prompts_of(script, problems),
+        taught,
+        samples=script.pair_samples,
+        most=script.pairs_per_problem,
+        max_new_tokens=script.max_completion_length,
+        answer_format=script.answer_format,
+        batch_size=script.accuracy_batch_size,
+        seed=config.seed,
+        progress=not config.disable_tqdm,
+    )
+    if not pairs:
+        raise ConfigError(f"none of {len(problems)} problems has both a right and a wrong answer; raise pair_samples")
+    on_main(lambda: write_pairs(script.pairs, pairs))
+    say(f"{len(pairs)} pairs of {len(problems)} problems are in {script.pairs}")
+
+
+def main() -> None:
+    script, config, model = parse_recipe((DPOScriptArguments, EfficientDPOConfig, ModelConfig))
+    tokenizer = check_recipe(script, config, model)
+    check_output_dir(config.output_dir, config.resume_from_checkpoint)
+    if not on_main(Path(script.pairs).is_file):
+        make_pairs(script, config, model, tokenizer)
+    PartialState().wait_for_everyone()
+    trainer = EfficientDPOTrainer(
+        model.model_name_or_path,
+        args=config,
+        train_dataset=read_pairs(script.pairs),
+        **model_arguments(config, model),
+    )
+    trainer.card_info.settings = (script, model)
+    trainer.card_info.dataset, trainer.card_info.license = script.dataset, script.license
+    trainer.card_info.data_license = script.data_license
+    with resumable(trainer):
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.create_model_card(Path(config.output_dir).name)
+    settings = measured_settings(script, config, model)
+    RunRecord(config.output_dir).put(settings=settings, history=trainer.state.log_history)
+    keep_paths(config.output_dir, script)
+    say(f"adapter and card are in {config.output_dir}")
+
+
+if __name__ == "__main__":
+    run_main(main)

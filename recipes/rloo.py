@@ -1,0 +1,37 @@
+"""RLOO on problems with exact answers.
+
+One process, or any number of them:
+
+    trl-fsdp-qlora rloo --config SmolLM2-135M-Instruct/rloo/basic_arithmetic --accelerate_config cpu
+
+Every field of `ScriptArguments`, `EfficientRLOOConfig` and `trl.ModelConfig` can stand in the YAML file and be
+overridden on the command line. Leaves the adapter, its card, `metrics.json` and `training.png` in `output_dir`; a run
+that was killed goes on with `--resume_from_checkpoint auto`.
+"""
+
+import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
+
+# isort: split
+
+from trl import ModelConfig
+
+from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer
+from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
+from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
+from trl_fsdp_qlora.recipe.checks import check_recipe
+from trl_fsdp_qlora.recipe.datasets import load_data
+from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
+from trl_fsdp_qlora.recipe.script import run_main
+
+
+def main() -> None:
+    script, config, model = parse_recipe((ScriptArguments, EfficientRLOOConfig, ModelConfig))
+    check_recipe(script, config, model)
+    check_output_dir(config.output_dir, config.resume_from_checkpoint)
+    train, test = load_data(script)
+    trainer = build_trainer(EfficientRLOOTrainer, script, config, model, train)
+    run_recipe(trainer, script, test, config.resume_from_checkpoint)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,110 @@
+"""What one rank does in test_ranks.py: ranks_worker.py MODEL OUT label=scenario[:4bit] ...; weights and losses in a file."""
+
+import os
+import sys
+import traceback
+import zlib
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
+from trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer
+
+from tests.distributed.fsdp_on_gloo import force_fsdp
+from tests.fsdp2_qlora import tiny
+from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer, EfficientRLOOConfig, EfficientRLOOTrainer
+from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class FixedCompletions:
+    """Completions that depend on the prompt and its place in the group alone, not on weights or ranks."""
+
+    def _generate_single_turn(self, prompt_ids, *_):
+        seen, completions = {}, []
+        for key in map(tuple, prompt_ids):
+            place = seen[key] = seen.get(key, 0) + 1
+            draw = torch.Generator().manual_seed(zlib.crc32(repr((key, place)).encode()))
+            length = int(torch.randint(3, 13, (1,), generator=draw))
+            completions.append(torch.randint(3, 40, (length,), generator=draw).tolist())
+        return completions
+
+
+class StockRLOO(FixedCompletions, RLOOTrainer):
+    pass
+
+
+class OurRLOO(FixedCompletions, EfficientRLOOTrainer):
+    pass
+
+
+def reward(completions, **_columns):
+    return [(zlib.crc32(str(completion).encode()) % 1000) / 1000 for completion in completions]
+
+
+def pairs() -> Dataset:
+    rows = [
+        {"prompt": f"{i}+{i * 3} is", "chosen": f" {i * 4}.", "rejected": f" {i * 4 + 1} or {i}"} for i in range(32)
+    ]
+    return Dataset.from_list(rows)
+
+
+def settings(out):
+    return {
+        "output_dir": str(out), "max_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        "per_device_train_batch_size": 8 // WORLD_SIZE, "bf16": False, "gradient_checkpointing": False,
+        "learning_rate": 5e-2, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+        "dataloader_pin_memory": False, "save_strategy": "no",
+    }  # fmt: skip
+
+
+def train(name: str, path: str, out: Path, quantized: bool) -> dict:
+    model = tiny.load(path) if quantized else tiny.load_whole(path)
+    common = {"peft_config": tiny.lora(init_lora_weights=False), "processing_class": tiny.make_tokenizer()}
+    if name.endswith("dpo"):
+        cls, config = (DPOTrainer, DPOConfig) if name == "stock_dpo" else (EfficientDPOTrainer, EfficientDPOConfig)
+        trainer = cls(model=model, args=config(**settings(out)), train_dataset=pairs(), **common)
+    else:
+        cls, config = (StockRLOO, RLOOConfig) if name == "stock_rloo" else (OurRLOO, EfficientRLOOConfig)
+        args = config(**settings(out), num_generations=4, max_completion_length=16, shuffle_dataset=False, beta=0.1)
+        trainer = cls(model=model, reward_funcs=reward, args=args, train_dataset=tiny.prompt_data(32), **common)
+    tiny.as_reference(trainer.model)
+    trainer.train()
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trainer.save_model(str(out / "final"))
+    trainer.accelerator.wait_for_everyone()
+    return {
+        "loss": [entry["loss"] for entry in history],
+        "shared": "prefix_sharing/policy/tokens_fraction" in history[-1],
+        "adapter": {name: value.float() for name, value in gather_adapter(policy).items()},
+        "dtensors": all(isinstance(parameter, DTensor) for parameter in policy.parameters()),
+        "saved": (out / "final" / "adapter_model.safetensors").is_file(),
+    }
+
+
+def main(path, out, *scenarios):
+    force_fsdp()
+    out, results = Path(out), {}
+    for scenario in scenarios:
+        label, _, rest = scenario.partition("=")
+        name, _, quantized = rest.partition(":")
+        results[label] = train(name, path, out / label, bool(quantized))
+        torch.save(results, out / f"rank{RANK}.pt")
+        # Accelerate keeps the launch's state for the life of a process.
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the other rank may wait in a collective that this one will never join

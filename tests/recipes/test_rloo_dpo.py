@@ -1,0 +1,85 @@
+"""recipes/rloo.py and recipes/dpo.py on a small model: what they leave, pairs that are right and wrong, and going on."""
+
+import json
+import re
+from fractions import Fraction
+
+import pytest
+from datasets import Dataset
+
+from tests.tiny import save_tiny_model
+from trl_fsdp_qlora.recipe.answers import DatasetError, answers_match, extract_answer
+from trl_fsdp_qlora.recipe.pairs import _pairs, read_pairs, write_pairs
+
+COMMON = (
+    "--model_name_or_path base --dtype float32 --dataset sums.json --held_out 30 --output_dir out --max_completion_length 4 "
+    "--use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --gradient_checkpointing false --bf16 false "
+    "--use_cpu true --report_to none --disable_tqdm true --logging_steps 1 --resume_from_checkpoint auto"
+)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A small model, and sums with worked answers."""
+    save_tiny_model(tmp_path / "base")
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    rows = [{"Body": f"{a}+{b}", "Question": "=", "Equation": f"( {a}.0 + {b}.0 )", "Answer": a + b} for a, b in pairs]
+    (tmp_path / "sums.json").write_text(json.dumps(rows))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_rloo_trains_measures_and_goes_on(place, called, capsys):
+    words = f"{COMMON} --chat false --per_device_train_batch_size 8 --num_generations 4 --save_strategy steps --save_steps 1"
+    for steps in (1, 2):
+        called("rloo", f"{words} --max_steps {steps}")
+    assert "whole groups in every micro-batch" in capsys.readouterr().out
+    record = json.loads((place / "out" / "metrics.json").read_text())
+    assert record["before"]["n"] == record["after"]["n"] == 30
+    assert [entry["step"] for entry in record["history"] if "loss" in entry] == [1, 2]
+    assert "RLOO" in (place / "out" / "README.md").read_text()
+
+
+def test_dpo_makes_its_pairs_once_trains_and_is_measured(place, called, capsys):
+    words = (
+        f"{COMMON} --pairs pairs.jsonl --pair_problems 24 --pair_samples 2 --pairs_per_problem 1 --answer_format hash "
+        "--per_device_train_batch_size 8 --save_strategy steps --save_steps 1"
+    )
+    for steps in (1, 2):
+        called("dpo", f"{words} --max_steps {steps}")
+    text = capsys.readouterr().out
+    assert text.count("pairs of 24 problems are in pairs.jsonl") == 1 and "8 preference pairs in the loss" in text
+    pairs = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    assert 16 <= len(pairs) <= 24
+    for pair in pairs:
+        total = sum(map(int, re.findall(r"\d", pair["prompt"][-1]["content"])))
+        right, wrong = (extract_answer(pair[name][0]["content"], "hash") for name in ("chosen", "rejected"))
+        assert answers_match(right, Fraction(total)) and not answers_match(wrong, Fraction(total))
+    record = json.loads((place / "out" / "metrics.json").read_text())
+    assert [entry["step"] for entry in record["history"] if "loss" in entry] == [1, 2]
+    assert "DPO" in (place / "out" / "README.md").read_text()
+    called("evaluate", "--adapter out --output found.json")
+    assert json.loads((place / "found.json").read_text())["n"] == 30
+
+
+def test_an_answer_is_in_one_pair_and_the_models_own_right_answer_goes_before_the_worked_one():
+    row = {"prompt": "1+1=", "answer": 2, "row": 0}
+    texts = ["#### 2", "#### 3", "#### 3", "", "so #### 2", "#### 4", "#### 5"]
+    pairs = _pairs(row, "1 + 1 = 2\n#### 2", texts, 3, "hash", "0")
+    assert sorted(pair["chosen"] for pair in pairs) == [" #### 2", " so #### 2"]
+    assert len({pair["rejected"] for pair in pairs}) == 2
+    (taught,) = _pairs(row, "1 + 1 = 2\n#### 2", ["#### 7", "#### 8"], 3, "hash", "0")
+    assert taught["chosen"] == " 1 + 1 = 2\n#### 2"
+    assert _pairs(row, None, ["#### 7"], 3, "hash", "0") == [] == _pairs(row, "#### 2", ["#### 2"], 3, "hash", "0")
+
+
+def test_a_file_of_pairs_that_cannot_be_read_names_the_line(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    write_pairs(path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)
+    assert isinstance(read_pairs(path), Dataset) and len(read_pairs(path)) == 2
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a"}\n')
+    with pytest.raises(DatasetError, match="line 2: no JSON object with prompt, chosen, rejected"):
+        read_pairs(path)
+    path.write_text("")
+    with pytest.raises(DatasetError, match="holds no pairs"):
+        read_pairs(path)

@@ -1,0 +1,1 @@
+"""DPO whose pairs share their prompt, on the collaborators of the GRPO trainer."""

@@ -1,0 +1,30 @@
+"""`EfficientDPOConfig`: `trl.DPOConfig` plus the switches of `EfficientGRPOConfig` that apply."""
+
+from dataclasses import dataclass
+
+from trl import DPOConfig
+
+from ..grpo import options
+from ..grpo.options import OwnConfig
+from ..run.config_fields import documented, option
+
+
+@documented
+@dataclass(repr=False)
+class EfficientDPOConfig(OwnConfig, DPOConfig):
+    """Every field of [`trl.DPOConfig`], unchanged in meaning, and the ones below.
+
+    Raises:
+        ValueError: values that cannot be right together; says what to write instead.
+    """
+
+    STOCK = DPOConfig
+
+    prefix_sharing: str = option(**options.PREFIX_SHARING)
+    lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
+    fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
+    phase_metrics: str = option(**options.PHASE_METRICS)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_choices()

@@ -1,0 +1,109 @@
+"""`EfficientDPOTrainer`: `trl.DPOTrainer`'s interface; the two answers of a pair share the computation of their prompt."""
+
+import inspect
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from trl import DPOTrainer
+
+from ..fsdp2_qlora.loading import experts_in_4bit
+from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
+from ..grpo.arguments import completed, with_base_loaded
+from ..grpo.training import EfficientTraining
+from ..prefix_sharing.door import Batch, Door, open_door
+from ..prefix_sharing.layout import IGNORED_LABEL, UnpackableBatch
+from ..prefix_sharing.self_check import reduced_over_ranks
+from .config import EfficientDPOConfig
+
+# What TRL's collators put into a batch for the loss, not for the model.
+_OF_THE_LOSS = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
+
+
+class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
+    """Drop-in replacement of [`trl.DPOTrainer`]: same arguments, losses, metrics, checkpoints, options.
+
+    What differs is how:
+
+    - prompts are computed once per pair, and padding not at all, in the policy's passes and the reference's
+      ([`trl_fsdp_qlora.prefix_sharing.door.share_prompts`]);
+    - [`ShardedQLoRAMixin`]: FSDP2 with a 4-bit base;
+    - [`trl_fsdp_qlora.grpo.training.EfficientTraining`]: phases on the clock, whole checkpoints, a start-up block.
+    """
+
+    _tag_names = ["trl", "dpo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
+
+    # Of a trainer that was built without `__init__`.
+    door: Door | None = None
+    reference_door: Door | None = None
+
+    @wraps(DPOTrainer.__init__)
+    def __init__(self, *positional, **named):
+        call = inspect.signature(DPOTrainer.__init__).bind(self, *positional, **named).arguments
+        call.pop("self")
+        call = completed(call, EfficientDPOConfig, "DPO")
+        needs_reference = call.get("ref_model") is None and not call["args"].precompute_ref_log_probs
+        with experts_in_4bit():
+            super().__init__(**with_base_loaded(call, needs_reference))
+        self.begin("DPO ([arXiv 2305.18290](https://arxiv.org/abs/2305.18290))")
+        self._open_doors()
+        self.report_start()
+
+    def _open_doors(self) -> None:
+        options = {
+            "attention": self.args.prefix_sharing,
+            "lm_head_kernel": self.args.lm_head_kernel,
+            "entropy_gradient": False,
+            "expects_images": self._is_vision_dataset,
+            "compares": False,
+        }
+        self.door = open_door(self.accelerator.unwrap_model(self.model), **options)
+        if self.ref_model is not None:
+            self.reference_door = open_door(self.accelerator.unwrap_model(self.ref_model), **options)
+
+    def compute_ref_log_probs(self, model, inputs):
+        if self.door is None:  # TRL's constructor computes them ahead
+            self._open_doors()
+        door = self.door if self.ref_model is None else self.reference_door
+        with torch.no_grad():
+            self._compare_with_stock(door, model, inputs)
+        return super().compute_ref_log_probs(model, inputs)
+
+    def _compute_loss(self, model, inputs, return_outputs):
+        if self.door is None:
+            return super()._compute_loss(model, inputs, return_outputs)
+        self._compare_with_stock(self.door, model, inputs)
+        if self.ref_model is not None and not self.precompute_ref_logps:
+            with torch.no_grad():
+                self._compare_with_stock(self.reference_door, self.ref_model, inputs)
+        loss = super()._compute_loss(model, inputs, return_outputs)
+        if self.door.is_active and self.door.figures.tokens:
+            mode = "train" if self.model.training else "eval"
+            for name, value in self.door.figures.metrics("prefix_sharing/policy").items():
+                self._metrics[mode][name].append(value)
+        return loss
+
+    def _compare_with_stock(self, door: Door, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
+        """Compare a few pairs of the first batch of a kind with stock's pass, see [`Door.compare_with_stock`]."""
+        if not door.is_active:
+            return
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORED_LABEL)
+        others = {"input_ids", "attention_mask", *_OF_THE_LOSS}
+        vision = {name: value for name, value in inputs.items() if name not in others}
+        batch = Batch(inputs["input_ids"], inputs.get("attention_mask"), labels, vision)
+        if door.expects_images and not self._counts_images(door, batch):
+            return
+        # TRL's batch is all chosen answers, then all rejected ones: of a pair side by side.
+        in_pairs = np.arange(len(labels)).reshape(2, -1).T.ravel()
+        door.compare_with_stock(model, batch.rows(in_pairs), self.accelerator.autocast)
+
+    def _counts_images(self, door: Door, batch: Batch) -> bool:
+        """Give `batch` the number of images of each row; whether that could be told on every rank."""
+        is_counted = True
+        if batch.has_images:
+            try:
+                batch.num_images = door.images.count(batch)
+            except UnpackableBatch:  # which its pass says, too
+                is_counted = False
+        return not reduced_over_ranks([int(not is_counted)], batch.input_ids.device)[0]

@@ -1,0 +1,130 @@
+"""What trainers that draw completions have around their loss: rollouts, rewards, whole groups, completions kept in checkpoints."""
+
+import torch
+from accelerate.logging import get_logger
+
+from ..compat.trl import joined_images
+from ..rollout.rollout import GenerateSettings, Rollout
+from ..run.input_checks import too_long
+from ..telemetry.phases import token_counts
+from ..telemetry.unscored import ScoredCompletions
+from .groups import EpochRepeatSampler, micro_batches
+from .scoring import ScoringThroughTheDoor
+from .training import EfficientTraining
+
+logger = get_logger(__name__)
+
+
+class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
+    """Part of a trainer of TRL's that draws completions for its prompts and rewards them (GRPO, RLOO).
+
+    - `rollout`: where completions come from;
+    - completions of one prompt stay together in micro-batches, so that their prompt is computed once;
+    - a checkpoint holds the completions still to be used.
+    """
+
+    rollout = None  # of a trainer that was built without `__init__`
+
+    def begin(self, method: str) -> None:
+        super().begin(method)
+        self.rollout = Rollout(self.args, self.accelerator, self._dist)
+        self.scored_completions = ScoredCompletions(self.reward_func_names)
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = self.clock.phase("weight_sync")(self.vllm_generation.sync_weights)
+        if line := too_long(self.args.max_completion_length, self.model.config):
+            logger.warning(line)
+
+    # --- a step: groups stay whole, each phase is on the clock -------------------------------------------------------
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        sampler.__class__ = EpochRepeatSampler
+        return sampler
+
+    def _prepare_inputs(self, generation_batch):
+        # TRL's own method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        every = self.args.steps_per_generation * self.num_iterations
+        if self._step % every == 0 or self._buffered_inputs is None:
+            batch = self._generate_and_score_completions(generation_batch)
+            counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
+            self._add_metrics(self.clock.efficiency(counts))
+            rank, slices = self.accelerator.process_index, self.args.steps_per_generation
+            self.look_for_images("pixel_values" in batch)
+            self._buffered_inputs = micro_batches(batch, self.num_generations, rank, slices)
+        return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
+
+    def _generate_and_score_completions(self, inputs):
+        self.forget_images()
+        with self.clock.phase("prepare"), self.weights_gathered():
+            return self._make_batch(inputs)
+
+    def _make_batch(self, inputs):
+        """TRL's `_generate_and_score_completions`, inside its phase."""
+        return super()._generate_and_score_completions(inputs)
+
+    def _generate(self, prompts):
+        with self.own_attention(), self.clock.phase("generate"):
+            drawn = super()._generate(prompts)
+        if self.rollout is not None:
+            self._add_metrics(self.rollout.take_metrics())
+        return drawn
+
+    def _generate_settings(self) -> GenerateSettings | None:
+        """What TRL gives to transformers' `generate`; `None` where another engine generates."""
+        if self.use_vllm or self.use_transformers_continuous_batching:
+            return None
+        return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
+
+    def generating(self, wrapped=None):
+        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`]."""
+        return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self.clock.phase("reward"):
+            rewards_NK = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.model.training:
+            scored_NK = ~rewards_NK.isnan()
+            drawn = scored_NK.new_ones(len(scored_NK), 1)
+            self.telemetry.later(torch.cat([drawn, scored_NK], 1).sum(0), self.scored_completions.add)
+        return rewards_NK
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _rollouts_to_keep(self):
+        return {"step": self._step, "buffer": self._buffered_inputs}
+
+    def _take_rollouts(self, rollouts):
+        """Go on with what `_rollouts_to_keep` gave; `None` where that cannot be used."""
+        if rollouts is None:
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps  # as far as the sampler is
+        else:
+            self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._take_rollouts(self.checkpointing.load_rollouts(checkpoint))
+
+    def _load_best_model(self):
+        self._last_loaded_step = -1  # the engine holds the last weights, not the best
+        super()._load_best_model()
+
+    # --- what is said about a run ------------------------------------------------------------------------------------
+
+    def features(self):
+        per_device, size = self.args.per_device_train_batch_size, self.num_generations
+        groups = ("on", "whole groups in every micro-batch")
+        if per_device % size:
+            groups = (
+                "as stock TRL",
+                f"groups of {size} are split: make per_device_train_batch_size={per_device} a multiple",
+            )
+        door, *others = super().features()
+        rollouts = self.rollout.features(self.model, self._generate_settings())
+        return [door, groups, *rollouts, *self._engine_features(), *others]
+
+    def _engine_features(self) -> list[tuple[str, str]]:
+        """How the policy gets into vLLM, where it draws."""
+        return []

@@ -1,0 +1,126 @@
+"""What the configs of this package have in common: the fields that several trainers take, and how a config is copied and kept."""
+
+import copy
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..fsdp2_qlora.generation import MODES as GATHERS
+from ..run import redaction
+from ..run.config_fields import SWITCHES, left_at_default, note_derived, spelled
+from ..scoring.logprobs import HEAD_KERNELS
+from ..telemetry.phases import MODES as CLOCKS
+
+# Arguments of `run.config_fields.option`, by the name of the field.
+PREFIX_SHARING = {
+    "default": "auto",
+    "help": "How the forward and backward passes treat what rows of a batch begin with alike: the prompt of a group's completions or "
+    "of a preference pair. 'auto' computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
+    "'cascade' and 'two_part' insist on one attention backend; 'off' is stock TRL.",
+}
+LM_HEAD_KERNEL = {
+    "default": "auto",
+    "help": "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' (two matrix "
+    "products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU. Values agree up to rounding.",
+    "choices": HEAD_KERNELS,
+}
+COMPACT_GENERATION = {
+    "default": True,
+    "help": "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample with one random "
+    "number per row: the same distribution, but not the completions that stock TRL draws from the same seed. Runs as stock, "
+    "and says why, where it would not be exact.",
+}
+FSDP_GATHER = {
+    "default": "auto",
+    "help": "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole model is gathered for "
+    "the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for every token; 'auto': once, where it "
+    "fits into half of the free memory of every rank.",
+    "choices": GATHERS,
+}
+FSDP_KEEP_GATHERED = {
+    "default": False,
+    "help": "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank then holds the whole "
+    "4-bit base while it trains.",
+}
+PHASE_METRICS = {
+    "default": "on",
+    "help": "Seconds and peak memory of each phase of a step, as metrics: 'on'; 'peaks', which on CUDA also resets "
+    "the allocator's peak after each phase, so that every phase of every step has its own "
+    "(`torch.cuda.max_memory_allocated` then goes back to the last phase only); 'off'.",
+    "choices": CLOCKS,
+}
+SHOW_COMPLETIONS = {
+    "default": 2,
+    "help": "In recipes: completions printed with their rewards some ten times in a run, from the lowest reward to "
+    "the highest; 0 for none. With log_completions, TRL's own table is printed instead.",
+}
+
+
+class OwnConfig:
+    """Mixed into a config of TRL's, before it in the bases; the dataclass sets `STOCK` and is made with `repr=False`."""
+
+    STOCK: ClassVar[type]  # the config of TRL's that it extends
+
+    def note_defaults(self) -> None:
+        """To be called first: what is left at its default is known before anything is worked out."""
+        self._take_numpy()
+        self._left_at_default = left_at_default(self)
+
+    def __post_init__(self):
+        if not hasattr(self, "_left_at_default"):
+            self.note_defaults()
+        for name in {item.name for item in fields(self)}.intersection(SWITCHES):
+            setattr(self, name, spelled(getattr(self, name)))
+        super().__post_init__()
+
+    def check_choices(self) -> None:
+        """To be called last. Raises `ValueError` for a word that a field of this package does not know."""
+        for item in fields(self):
+            value, known = getattr(self, item.name), item.metadata.get("choices")
+            if known and item.name not in self.STOCK.__dataclass_fields__ and value not in known:
+                raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
+        note_derived(self, self._left_at_default)
+
+    def _take_numpy(self) -> None:
+        # An optimizer.pt with numpy's number as the learning rate could be written, but not read again.
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):
+                setattr(self, name, value.item())
+
+    @classmethod
+    def complete(cls, args: Any) -> Any:
+        """`args` with this class's own fields at their defaults where it lacks them, so a plain TRL config serves."""
+        if args is None or isinstance(args, cls):
+            return args
+        completed = copy.copy(args)
+        if type(args) is cls.STOCK:
+            completed.__class__ = cls  # so that what is said below of secrets holds for it too
+        completed.__dict__ = {item.name: item.default for item in fields(cls)} | vars(args)
+        cls._take_numpy(completed)
+        return completed
+
+    # --- secrets stay in memory: `torch.save` puts a config into every checkpoint, trackers are sent `to_dict` --------
+
+    def __getstate__(self):
+        return redaction.without_secrets(self.__dict__)
+
+    def __copy__(self):
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)  # copies within a process keep what a pickle leaves out
+        return twin
+
+    def __deepcopy__(self, memo):
+        twin = copy.copy(self)
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    def to_dict(self):
+        return redaction.without_secrets(super().to_dict())
+
+    def __str__(self):
+        shown = redaction.without_secrets({item.name: getattr(self, item.name) for item in fields(self)})
+        lines = "".join(f"{name}={value},\n" for name, value in sorted(shown.items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    __repr__ = __str__

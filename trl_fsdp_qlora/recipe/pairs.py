@@ -1,0 +1,109 @@
+"""Preference pairs out of problems with exact answers: the model's own right and wrong answers to one problem."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+
+from ..checkpoints.disk import written_whole
+from ..rollout.completions import generate, over_ranks
+from .answers import DatasetError, answers_match, extract_answer, parse_gold
+from .evaluation import encode, generation_configs
+
+FIELDS = ("prompt", "chosen", "rejected")
+
+
+def sample_pairs(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Dataset,
+    taught: Sequence[str | None],
+    *,
+    samples: int,
+    most: int,
+    max_new_tokens: int,
+    answer_format: str,
+    batch_size: int,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[dict[str, Any]]:
+    """Pairs of `prompt`, `chosen` and `rejected`, in TRL's form, the same on every rank; the ranks share the sampling.
+
+    Args:
+        model: an unwrapped causal language model, whole on every rank.
+        prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
+        taught: a worked right answer to each, which is chosen where none of the samples is right; or `None`.
+        samples: completions drawn of each problem, at temperature 1.
+        most: pairs of one problem. An answer is in one pair only.
+        max_new_tokens, answer_format, batch_size, seed, progress: as of [`trl_fsdp_qlora.recipe.evaluation.evaluate`].
+    """
+    rows = prompts.to_list()
+    _, config = generation_configs(model, tokenizer, max_new_tokens, temperature=1.0, top_p=1.0)
+
+    def draw(batch: range) -> list[list[int]]:
+        ids = encode([rows[i]["prompt"] for i in batch for _ in range(samples)], tokenizer)
+        return generate(model, ids, config, (seed << 20) + batch.start, synced=False)
+
+    def pair(batch: range, completions: list[list[int]]) -> list[list[dict]]:
+        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions]
+        return [
+            _pairs(rows[i], taught[i], texts[j * samples : (j + 1) * samples], most, answer_format, f"{seed} {i}")
+            for j, i in enumerate(batch)
+        ]
+
+    size = max(1, batch_size // samples)
+    found = over_ranks(len(rows), size, draw, pair, description="preference pairs" if progress else None)
+    return [each for pairs in found for each in pairs]
+
+
+def _pairs(row: dict, work: str | None, texts: list[str], most: int, answer_format: str, seed: str) -> list[dict]:
+    """Of one problem, from the `texts` of its samples."""
+    gold = parse_gold(row["answer"], row["row"])
+    texts = [text for text in dict.fromkeys(texts) if text]
+    right = [text for text in texts if answers_match(extract_answer(text, answer_format), gold)]
+    wrong = [text for text in texts if text not in right]
+    if not right and work is not None:
+        right = [work]
+    draw = random.Random(seed)
+    draw.shuffle(right)
+    draw.shuffle(wrong)
+    chat = not isinstance(row["prompt"], str)
+
+    def answer(text: str) -> Any:
+        return [{"role": "assistant", "content": text}] if chat else f" {text}"
+
+    chosen_and_rejected = list(zip(right, wrong, strict=False))[:most]
+    return [{"prompt": row["prompt"], "chosen": answer(a), "rejected": answer(b)} for a, b in chosen_and_rejected]
+
+
+def write_pairs(path: str | Path, pairs: list[dict]) -> None:
+    """One pair a line; the file is there when it is whole."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(Path(path)) as scratch:
+        scratch.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
+
+
+def read_pairs(path: str | Path) -> Dataset:
+    """The pairs in a file of lines of JSON.
+
+    Raises:
+        DatasetError: it cannot be read, a line is no pair, or there is none.
+    """
+    pairs = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"pairs={path!s} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            pairs.append({name: row[name] for name in FIELDS})
+        except (ValueError, KeyError, TypeError):
+            raise DatasetError(f"{path}, line {number}: no JSON object with {', '.join(FIELDS)}") from None
+    if not pairs:
+        raise DatasetError(f"{path} holds no pairs")
+    return Dataset.from_list(pairs)

@@ -1,0 +1,33 @@
+"""Worked answers, as datasets give them: for a supervised start, and as the right ones of preference pairs."""
+
+import re
+from fractions import Fraction
+
+
+def worked(row: dict) -> str | None:
+    """The worked answer of a row of SVAMP or GSM8K, ending in `#### answer`; `None` where there is none that is right.
+
+    `( ( 4.0 + 8.0 ) / 3.0 )` is `4 + 8 = 12`, `12 / 3 = 4`, `#### 4`; GSM8K's notes for a calculator are left out.
+    """
+    if "####" in str(row.get("answer")):
+        return re.sub(r"<<.*?>>", "", row["answer"]).strip()
+    text, lines = str(row.get("Equation")), []
+    number = r"(-?\d+(?:\.\d+)?(?:/\d+)?)"
+
+    def shown(x: Fraction) -> str:
+        return str(int(x) if x.denominator == 1 else float(x) if float(x) == x else x)
+
+    while found := re.search(rf"\( {number} ([-+*/]) {number} \)", text):  # the innermost, from the left
+        a, sign, b = Fraction(found[1]), found[2], Fraction(found[3])
+        if sign == "/" and not b:
+            return None
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or 1)}[sign]
+        terms = [f"({shown(x)})" if x < 0 else shown(x) for x in (a, b)]
+        lines.append(f"{terms[0]} {sign} {terms[1]} = {shown(value)}")
+        text = text.replace(found[0], str(value), 1)
+    try:
+        value = Fraction(text.strip())  # every operation is done
+        right = value == Fraction(str(row["Answer"]))
+    except ValueError:
+        return None
+    return "\n".join([*lines, f"#### {shown(value)}"]) if right else None

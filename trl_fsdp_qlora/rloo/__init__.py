@@ -1,0 +1,1 @@
+"""RLOO on the collaborators of the GRPO trainer."""

@@ -1,0 +1,57 @@
+"""`EfficientRLOOTrainer`: `trl.RLOOTrainer`'s interface, with another way of computing the same numbers."""
+
+import inspect
+from functools import wraps
+
+from trl import RLOOTrainer
+
+from ..fsdp2_qlora.loading import experts_in_4bit
+from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
+from ..grpo.arguments import check_prompts, completed, with_base_loaded
+from ..grpo.online import OnlineTraining
+from ..grpo.scoring import LossPass
+from .config import EfficientRLOOConfig
+
+
+class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
+    """Drop-in replacement of [`trl.RLOOTrainer`]: same arguments, losses, metrics, checkpoints, options.
+
+    What differs is how: see [`trl_fsdp_qlora.grpo.online.OnlineTraining`] and
+    [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`], on which `EfficientGRPOTrainer` stands, too. With vLLM it is TRL's own
+    engine, which is sent every weight.
+
+    Raises:
+        ValueError: no `prompt` column, an empty or too small dataset; before the first step.
+    """
+
+    _tag_names = ["trl", "rloo", "trl-fsdp-qlora"]  # noqa: RUF012 (a list, as in TRL)
+
+    @wraps(RLOOTrainer.__init__)
+    def __init__(self, *positional, **named):
+        call = inspect.signature(RLOOTrainer.__init__).bind(self, *positional, **named).arguments
+        call.pop("self")
+        call = completed(call, EfficientRLOOConfig, "RLOO")
+        check_prompts(call)
+        with experts_in_4bit():
+            super().__init__(**with_base_loaded(call, needs_reference=call["args"].beta != 0.0))
+        self.begin("RLOO ([arXiv 2402.14740](https://arxiv.org/abs/2402.14740))")
+        self.open_doors(entropy_gradient=False)
+        self.report_start(self._tokenize_prompts)
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
+        stock = super()._generate_single_turn
+
+        def single_turn(prompt_ids, images, multimodal_fields, *_):
+            return stock(prompt_ids, images, multimodal_fields), None  # TRL's RLOO asks for no log-probabilities
+
+        turn = (prompt_ids, images, multimodal_fields, self.num_generations, False)
+        return self.rollout.training_turn(single_turn, turn, self.model_wrapped, self._generate_settings())[0]
+
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(LossPass(model, image_keys=inputs.get("image_keys")), inputs)
+
+    def _engine_features(self):
+        line = (
+            "vLLM gets all weights, the adapter merged, by TRL's own way (the adapter alone is EfficientGRPOTrainer's)"
+        )
+        return [("as stock TRL", line)] if self.use_vllm else []
