@@ -31,7 +31,7 @@ def touched_columns(monkeypatch):
 def built(run, base=None):
     torch.manual_seed(0)
     base = base or tf.AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
-    open_door(base, compares=False)
+    open_door(base, compares=False, entropy_gradient=False)
     model = get_peft_model(base, lora_config(run.model)) if run.model.use_peft else base
     if run.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -54,7 +54,7 @@ def measured(run, model, packed: bool, grad: bool = True) -> int:
     ids[:, :prompt] = ids[:: run.num_generations, :prompt].repeat_interleave(run.num_generations, 0)
     mask, labels = torch.ones_like(ids), ids.clone()
     labels[:, :prompt] = -100
-    door = open_door(model, attention="auto" if packed else "off", compares=False)
+    door = open_door(model, attention="auto" if packed else "off", compares=False, entropy_gradient=False)
     tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
     with tracker, torch.set_grad_enabled(grad):
         before = tracker.now

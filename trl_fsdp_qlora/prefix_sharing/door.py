@@ -627,10 +627,10 @@ class Door:
     ) -> FusedCausalLMOutput:
         """One packed pass."""
         layout = self._lay_out(batch, sequences, rehearsal)
-        hidden, router_logits = self._run(batch, layout, sequences)
+        hidden_NH, router_logits = self._run(batch, layout, sequences)
         values = score_with_head(
             self.base,
-            hidden.flatten(0, 1)[layout.score_index_N.to(hidden.device)],
+            hidden_NH,
             layout.targets_N,
             self._head(),
             self.entropy_gradient,
@@ -752,7 +752,10 @@ class Door:
 
     @_but_for_the_model
     def _run(self, batch: Batch, layout: PackedLayout, sequences: Sequences) -> tuple[torch.Tensor, Any]:
-        """The last hidden states `(1, T, H)` of the packed row, and the router's logits where they are wanted."""
+        """The last hidden states `(N, H)` that predict labels, and the router's logits where they are wanted.
+
+        All others are freed here, before the head needs its room.
+        """
         if torch.is_grad_enabled() and self.recomputed is None:
             self.recomputed = checkpointed(self.base)
         device = batch.input_ids.device
@@ -767,7 +770,8 @@ class Door:
         with computing(layout, self.recomputed or ()), self.images.in_every_forward():
             outputs = self.base.base_model(**arguments)
         layout.is_computed = True
-        return outputs.last_hidden_state, getattr(outputs, "router_logits", None)
+        hidden_TH = outputs.last_hidden_state.flatten(0, 1)
+        return hidden_TH[layout.score_index_N.to(hidden_TH.device)], getattr(outputs, "router_logits", None)
 
     @_not_compiled
     def _output(self, batch: Batch, layout: PackedLayout, values: dict, router_logits) -> FusedCausalLMOutput:
