@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
+from trl_fsdp_qlora.compat.triton_kernels import interpreted, launch
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction
 from trl_fsdp_qlora.scoring import cpu_linear, frozen_head
 from trl_fsdp_qlora.scoring.logprobs import add_scoring_head, choose_head_kernel, score_positions
@@ -48,11 +49,24 @@ def assert_equal(found, hidden, weight, bias, targets, upstream, temperature=1.0
     assert (got - expected).abs().max() <= bound * expected.abs().max()
 
 
-@pytest.fixture(autouse=True, params=["torch", "oneDNN"])
+def launched(*args, **constants) -> bool:
+    """A kernel that Triton refuses is no test of it."""
+    assert launch(*args, **constants)
+    return True
+
+
+@pytest.fixture(autouse=True, params=["torch", "oneDNN", "Triton"])
 def several_tiles(monkeypatch, request):
-    """Sizes at which one call crosses tiles and chunks and ends in partial ones, by either library's products."""
+    """Sizes at which one call crosses tiles and chunks and ends in partial ones, by either library's products; or as on a GPU, with
+    the kernel in Triton's interpreter."""
     monkeypatch.setattr(frozen_head, "TOKEN_TILE", 16)
     monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK", 64)
+    if request.param == "Triton":
+        if not interpreted(frozen_head._fold_kernel):
+            pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+        monkeypatch.setattr(frozen_head, "runs", lambda kernel, x: x.dtype != torch.float64)
+        monkeypatch.setattr(frozen_head, "launch", launched)
+        monkeypatch.setattr(frozen_head, "_BLOCK", 32)
     if request.param == "oneDNN":
         serve_by_onednn(monkeypatch)
     else:

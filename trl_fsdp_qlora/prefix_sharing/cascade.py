@@ -14,9 +14,13 @@ repeated for grouped queries, nothing but q, k, v, o and l is kept for backward,
 `varlen_attn` cannot serve: its backward takes the output and the log-sum-exp of its own forward (docs/LOG.md).
 """
 
+# A kernel's annotations are read as text: `tl` is only there where Triton is.
+from __future__ import annotations
+
 import numpy as np
 import torch
 
+from ..compat.triton_kernels import jit, launch, runs, tl
 from .layout import PackedLayout, cumulative, equal_runs, fold, gather, join, padded
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -60,13 +64,67 @@ def attend(call) -> torch.Tensor:
 
 
 def merge(own_out, own_lse, prompt_out, prompt_lse) -> torch.Tensor:
-    """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, in at least float32.
+    """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, computed in at least float32.
 
-    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike.
+    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike. On a GPU one kernel computes it,
+    without copies in float32, and rounds to the outputs' dtype as whoever stores it would.
     """
+    if own_out.ndim == 3 and runs(_merge_kernel, own_out):
+        merged = torch.empty_like(own_out, memory_format=torch.contiguous_format)
+        tokens, heads, size = merged.shape
+        strides = *own_out.stride(), *prompt_out.stride(), *own_lse.stride(), *prompt_lse.stride()
+        blocks = {"HEADS": _MERGED_HEADS, "SIZE": 1 << (size - 1).bit_length()}
+        if launch(
+            _merge_kernel, tokens, merged, own_out, prompt_out, own_lse, prompt_lse, *strides, heads, size, **blocks
+        ):
+            return merged
     dtype = torch.promote_types(own_out.dtype, torch.float32)
     share = torch.sigmoid(prompt_lse.to(dtype) - own_lse.to(dtype)).unsqueeze(-1)
     return torch.lerp(own_out.to(dtype), prompt_out.to(dtype), share)
+
+
+_MERGED_HEADS = 8  # of a token at once
+
+
+@jit
+def _merge_kernel(
+    merged_ptr,
+    own_ptr,
+    prompt_ptr,
+    own_lse_ptr,
+    prompt_lse_ptr,
+    own_token,
+    own_head,
+    own_place,
+    prompt_token,
+    prompt_head,
+    prompt_place,
+    own_lse_token,
+    own_lse_head,
+    prompt_lse_token,
+    prompt_lse_head,
+    heads,
+    size,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    # One program per token.
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SIZE)
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)
+        there = head < heads
+        own_lse = tl.load(own_lse_ptr + token * own_lse_token + head * own_lse_head, mask=there, other=0.0)
+        prompt_lse = tl.load(prompt_lse_ptr + token * prompt_lse_token + head * prompt_lse_head, mask=there, other=0.0)
+        share = tl.sigmoid(prompt_lse.to(tl.float32) - own_lse.to(tl.float32))[:, None]
+        head, inside = head[:, None], there[:, None] & (place < size)[None, :]
+        place_own = token * own_token + head * own_head + place[None, :] * own_place
+        place_prompt = token * prompt_token + head * prompt_head + place[None, :] * prompt_place
+        own = tl.load(own_ptr + place_own, mask=inside, other=0.0).to(tl.float32)
+        prompt = tl.load(prompt_ptr + place_prompt, mask=inside, other=0.0).to(tl.float32)
+        merged = own + share * (prompt - own)
+        out = merged_ptr + (token * heads + head) * size + place[None, :]
+        tl.store(out, merged.to(merged_ptr.dtype.element_ty), mask=inside)
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
