@@ -1,11 +1,14 @@
 """Backends on their own: float64 gradients by finite differences, and a dense mask as oracle."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from trl_fsdp_qlora.compat import triton_kernels
+from trl_fsdp_qlora.compat.triton_kernels import interpreted, launch
 from trl_fsdp_qlora.prefix_sharing import attention, cascade, recurrent, two_part
 
 from .helpers import completion_labels, every_level_made, make_batch, pack
@@ -150,6 +153,29 @@ def test_cascade_merges_in_float32_in_half_precision():
     exact = sdpa(*(x.double() for x in leaves), attn_mask=dense_mask(layout), scale=0.4).transpose(1, 2)
     out = cascade.attend(Call(*leaves, layout))
     assert (out.double() - exact)[:, tail].norm() < 0.0035 * exact[:, tail].norm()  # 0.0026
+
+
+@pytest.mark.parametrize("heads, size", [(4, 16), (9, 40), (1, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_that_merges_is_the_torch_code_beside_it(monkeypatch, heads, size, dtype):
+    """In Triton's interpreter, on slices and transposed log-sum-exps as flash attention gives them."""
+    if not interpreted(cascade._merge_kernel):
+        pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+    torch.manual_seed(0)
+    own, prompt = (
+        torch.randn(30, heads, size, dtype=dtype)[11:],
+        torch.randn(19, heads, 2 * size, dtype=dtype)[..., ::2],
+    )
+    own_lse, prompt_lse = torch.randn(heads, 30)[:, 11:].t(), 3 * torch.randn(heads, 19).t()
+    prompt_lse[3], own_lse[4] = -torch.inf, -torch.inf  # nothing seen there
+    expected = cascade.merge(own, own_lse, prompt, prompt_lse)
+    monkeypatch.setattr(cascade, "runs", lambda kernel, x: True)
+    with patch.object(cascade, "launch", side_effect=launch) as launched:
+        merged = cascade.merge(own, own_lse, prompt, prompt_lse)
+    assert launched.call_count == 1 and not triton_kernels._refused
+    assert merged.dtype == dtype and merged.shape == own.shape
+    # The interpreter cuts a float32 off where a card rounds it to bfloat16.
+    torch.testing.assert_close(merged, expected.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
 # --- the calls for CUDA, with a dense stand-in for the kernels ---

@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import serve_by_onednn
 from trl_fsdp_qlora.compat.older_gpus import casting_wide_sums
+from trl_fsdp_qlora.compat.triton_kernels import interpreted, launch
 from trl_fsdp_qlora.compat.trl import ChunkedLogProbFunction, FusedHead
 from trl_fsdp_qlora.scoring import cpu_linear, frozen_head
 from trl_fsdp_qlora.scoring.logprobs import choose_head_kernel, score_positions, score_with_head
@@ -38,7 +39,7 @@ def assert_equal(found, hidden, weight, bias, targets, upstream, temperature=1.0
     of their logarithms.
     """
     settings = temperature, softcap, logit_scale
-    log_probs, entropy = found
+    log_probs, entropy, *_ = found
     want, want_entropy = reference(hidden, weight, bias, targets, *settings)
     size = logits(hidden, weight, bias, logit_scale).abs().max().item() * max(1.0, 1 / temperature)
     bound = 8 * torch.finfo(torch.float32).eps * size
@@ -48,11 +49,24 @@ def assert_equal(found, hidden, weight, bias, targets, upstream, temperature=1.0
     assert (got - expected).abs().max() <= bound * expected.abs().max()
 
 
-@pytest.fixture(autouse=True, params=["torch", "oneDNN"])
+def launched(*args, **constants) -> bool:
+    """A kernel that Triton refuses is no test of it."""
+    assert launch(*args, **constants)
+    return True
+
+
+@pytest.fixture(autouse=True, params=["torch", "oneDNN", "Triton"])
 def several_tiles(monkeypatch, request):
-    """Sizes at which one call crosses tiles and chunks and ends in partial ones, by either library's products."""
+    """Sizes at which one call crosses tiles and chunks and ends in partial ones, by either library's products; or as on a GPU, with
+    the kernel in Triton's interpreter."""
     monkeypatch.setattr(frozen_head, "TOKEN_TILE", 16)
     monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK", 64)
+    if request.param == "Triton":
+        if not interpreted(frozen_head._fold_kernel):
+            pytest.skip("needs Triton and TRITON_INTERPRET=1 (docs/launches.md)")
+        monkeypatch.setattr(frozen_head, "runs", lambda kernel, x: x.dtype != torch.float64)
+        monkeypatch.setattr(frozen_head, "launch", launched)
+        monkeypatch.setattr(frozen_head, "_BLOCK", 32)
     if request.param == "oneDNN":
         serve_by_onednn(monkeypatch)
     else:
@@ -129,7 +143,7 @@ def test_cuda_bfloat16_gradient(softcap, monkeypatch):
 def test_autocast_projects_bfloat16_operands_and_sums_in_float32():
     hidden, weight, _, targets, upstream = problem(False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        log_probs, entropy = score_positions(hidden, weight, None, targets)
+        log_probs, entropy, *_ = score_positions(hidden, weight, None, targets)
         stock, _, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 64, None, 1.0, ("log_probs",))
     assert log_probs.dtype == entropy.dtype == torch.float32
     rounded = [tensor.detach().bfloat16() for tensor in (hidden, weight)]
@@ -145,10 +159,10 @@ def test_autocast_projects_bfloat16_operands_and_sums_in_float32():
 
 def test_gradients_that_the_frozen_kernel_has_none_of_are_trls():
     hidden, weight, _, targets, upstream = problem(False)
-    _, entropy = score_positions(hidden, weight, None, targets)
+    _, entropy, *_ = score_positions(hidden, weight, None, targets)
     with pytest.raises(RuntimeError, match="entropy_gradient=True"):
         entropy.sum().backward()
-    _, entropy = score_positions(hidden, weight, None, targets, entropy_gradient=True)
+    _, entropy, *_ = score_positions(hidden, weight, None, targets, entropy_gradient=True)
     of_entropy = gradient(entropy, hidden, torch.ones(N))
     want = gradient(reference(hidden, weight, None, targets)[1], hidden, torch.ones(N))
     torch.testing.assert_close(of_entropy, want, atol=1e-5, rtol=1e-4)

@@ -8,7 +8,7 @@ at a time, into a frozen uint8 parameter `(experts, bytes)`. A row is one expert
 
 There are two ways to compute. On a CPU, and wherever a card has no grouped products, expert by expert: one that got tokens by
 bitsandbytes' own 4-bit product, and no other. That is a loop over 128 experts with a wait for the number of tokens of each, tens of
-thousands of kernel launches per forward of Qwen3-30B-A3B. On a GPU the experts of a layer are therefore
+thousands of kernel launches per forward of Qwen3-30B-A3B (docs/launches.md). On a GPU the experts of a layer are therefore
 dequantized in a few calls, as many at once as `SCRATCH_BYTES` hold, and multiplied with their tokens by
 `torch.nn.functional.grouped_mm`; the host never learns how many tokens an expert got. Nothing dense outlives a product either
 way, in the backward neither.

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ..fsdp2_qlora.loading import SCRATCH_BYTES
-from ..scoring.frozen_head import TOKEN_TILE, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
+from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"
 
@@ -142,19 +142,19 @@ class FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, keep_jacobian, on_gpu):
-        dtype, columns = compute_dtype(hidden_NH), VOCABULARY_CHUNK_GPU if on_gpu else VOCABULARY_CHUNK
+        dtype = compute_dtype(hidden_NH)
+        rows, columns = (TOKEN_TILE_GPU, VOCABULARY_CHUNK_GPU) if on_gpu else (TOKEN_TILE, VOCABULARY_CHUNK)
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            tile_TH, chunk_CH = hidden_NH[:TOKEN_TILE].to(dtype), weight_VH[:columns].to(dtype)
-            tiles = [log_probs_N.new_empty(len(tile_TH), len(chunk_CH)) for _ in range(2)]
-            if keep_jacobian:
-                tiles.append(torch.empty_like(tile_TH, dtype=torch.float32))
+            tile_TH, chunk_CH = hidden_NH[:rows].to(dtype), weight_VH[:columns].to(dtype)
+            logits = log_probs_N.new_empty(len(tile_TH), len(chunk_CH))
+            tiles = [logits, torch.empty_like(logits, dtype=dtype if on_gpu else None)]
             if dtype != torch.float32 and not on_gpu:  # a CPU computes a product in half precision in float32
                 wide = tile_TH.float(), chunk_CH.float()
                 del wide
             tiles.append(torch.empty_like(tile_TH, dtype=weight_VH.dtype))  # the targets' rows of the head
-            del tile_TH, chunk_CH, tiles
+            del tile_TH, chunk_CH, logits, tiles
         ctx.dtype = hidden_NH.dtype
         if keep_jacobian:
             ctx.save_for_backward(jacobian_NH)

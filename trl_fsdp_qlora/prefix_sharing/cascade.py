@@ -14,9 +14,13 @@ repeated for grouped queries, nothing but q, k, v, o and l is kept for backward,
 `varlen_attn` cannot serve: its backward takes the output and the log-sum-exp of its own forward (docs/LOG.md).
 """
 
+# A kernel's annotations are read as text: `tl` is only there where Triton is.
+from __future__ import annotations
+
 import numpy as np
 import torch
 
+from ..compat.triton_kernels import jit, launch, runs, tl
 from .layout import PackedLayout, cumulative, fold, gather, join, padded_batches
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -60,13 +64,69 @@ def attend(call) -> torch.Tensor:
 
 
 def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
-    """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, in at least float32.
+    """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, computed in at least float32.
 
-    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike.
+    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike. On a GPU one kernel computes it,
+    without copies in float32, and rounds to the outputs' dtype as whoever stores it would.
     """
+    if out.ndim == 3 and runs(_merge_kernel, out):
+        merged = torch.empty_like(out, memory_format=torch.contiguous_format)
+        tokens, heads, size = merged.shape
+        strides = *out.stride(), *ancestor_out.stride(), *lse.stride(), *ancestor_lse.stride()
+        blocks = {"HEADS": _MERGED_HEADS, "SIZE": 1 << (size - 1).bit_length()}
+        if launch(
+            _merge_kernel, tokens, merged, out, ancestor_out, lse, ancestor_lse, *strides, heads, size, **blocks
+        ):
+            return merged
     dtype = torch.promote_types(out.dtype, torch.float32)
     share = torch.sigmoid(ancestor_lse.to(dtype) - lse.to(dtype)).unsqueeze(-1)
     return torch.lerp(out.to(dtype), ancestor_out.to(dtype), share)
+
+
+_MERGED_HEADS = 8  # of a token at once
+
+
+@jit
+def _merge_kernel(
+    merged_ptr,
+    own_ptr,
+    ancestor_ptr,
+    own_lse_ptr,
+    ancestor_lse_ptr,
+    own_token,
+    own_head,
+    own_place,
+    ancestor_token,
+    ancestor_head,
+    ancestor_place,
+    own_lse_token,
+    own_lse_head,
+    ancestor_lse_token,
+    ancestor_lse_head,
+    heads,
+    size,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    # One program per token.
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SIZE)
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)
+        there = head < heads
+        own_lse = tl.load(own_lse_ptr + token * own_lse_token + head * own_lse_head, mask=there, other=0.0)
+        ancestor_lse = tl.load(
+            ancestor_lse_ptr + token * ancestor_lse_token + head * ancestor_lse_head, mask=there, other=0.0
+        )
+        share = tl.sigmoid(ancestor_lse.to(tl.float32) - own_lse.to(tl.float32))[:, None]
+        head, inside = head[:, None], there[:, None] & (place < size)[None, :]
+        place_own = token * own_token + head * own_head + place[None, :] * own_place
+        place_ancestor = token * ancestor_token + head * ancestor_head + place[None, :] * ancestor_place
+        own = tl.load(own_ptr + place_own, mask=inside, other=0.0).to(tl.float32)
+        ancestor = tl.load(ancestor_ptr + place_ancestor, mask=inside, other=0.0).to(tl.float32)
+        merged = own + share * (ancestor - own)
+        out = merged_ptr + (token * heads + head) * size + place[None, :]
+        tl.store(out, merged.to(merged_ptr.dtype.element_ty), mask=inside)
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:

@@ -9,20 +9,28 @@ It does not depend on the loss, so it can be computed in the forward, while the 
 is then an elementwise product, for every loss, on- or off-policy; a kernel that stores nothing has to project a second
 time. Σ_v p_v W[v] is accumulated over chunks of the vocabulary with a running maximum, as flash attention accumulates
 its values, so the only wide buffers are two of TOKEN_TILE × VOCABULARY_CHUNK elements, whatever N and V are. On a CPU
-they stay in the cache.
+they stay in the cache. On a GPU the tiles are larger, and one Triton kernel folds a tile of logits into the running sums:
+200 launches for 8,192 tokens × 152k words, where small tiles in torch operations were 7,100 (docs/launches.md).
 """
+
+# A kernel's annotations are read as text: `tl` is only there where Triton is.
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..compat.older_gpus import refuses_wide_sum
+from ..compat.triton_kernels import jit, launch, runs, tl
 from .cpu_linear import gains, product
 
 # Together 8 MB in float32: large enough for the GEMMs to run at full rate, small enough for the last-level cache.
 TOKEN_TILE = 1024
 VOCABULARY_CHUNK = 1024
-# A GPU wants fewer and larger launches; two buffers of this size are still below TRL's one of 4096 × 8192.
-VOCABULARY_CHUNK_GPU = 4096
+# A GPU wants fewer and larger launches; with bfloat16 operands both buffers together are 192 MiB, TRL's one is 256.
+TOKEN_TILE_GPU = 4096
+VOCABULARY_CHUNK_GPU = 8192
 # exp(z - reference) may exceed one by this many nats before the sums are moved to a new reference. Relative precision
 # does not depend on it; exp(30) times the vocabulary is far from float32's end.
 REFERENCE_SLACK = 30.0
@@ -52,19 +60,19 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         # As TRL's kernel: under autocast the projection runs in autocast's dtype, else in that of the hidden states.
         autocast = torch.is_autocast_enabled(device_type)
         compute_dtype = torch.get_autocast_dtype(device_type) if autocast else hidden_NH.dtype
+        token_tile = TOKEN_TILE if device_type == "cpu" else TOKEN_TILE_GPU
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_accumulator_dtype(compute_dtype))
         # In the sums' precision: rounding it to bf16 here and the product again would put the gradient's error above
         # that of a kernel that rounds once.
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
-        entropy_N, how = torch.empty_like(log_probs_N), (temperature, softcap, logit_scale, keep_jacobian)
+        entropy_N, how = torch.empty_like(log_probs_N), (temperature, softcap, logit_scale)
         with torch.autocast(device_type, enabled=False):
-            for start in range(0, len(hidden_NH), TOKEN_TILE):
-                tile = slice(start, start + TOKEN_TILE)
+            for start in range(0, len(hidden_NH), token_tile):
+                tile = slice(start, start + token_tile)
                 hidden_TH = hidden_NH[tile].to(compute_dtype)
-                found = _score_tile(hidden_TH, weight_VH, bias_V, targets_N[tile], *how)
-                log_probs_N[tile], entropy_N[tile], jacobian_TH = found
-                if keep_jacobian:
-                    jacobian_NH[tile] = jacobian_TH
+                jacobian_TH = jacobian_NH[tile] if keep_jacobian else None
+                scores = _score_tile(hidden_TH, weight_VH, bias_V, targets_N[tile], jacobian_TH, *how)
+                log_probs_N[tile], entropy_N[tile] = scores
         # Without this, an entropy that is only logged would come back as a gradient of zeros.
         ctx.set_materialize_grads(False)
         ctx.hidden_dtype = hidden_NH.dtype
@@ -105,65 +113,166 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
         sum_MN.addmm_(left_MK.to(sum_MN.dtype), right_KN.to(sum_MN.dtype), beta=beta)
 
 
-def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, temperature, softcap, logit_scale, keep_jacobian):
-    """One tile of tokens against the whole vocabulary: `(log_probs_T, entropy_T, jacobian_TH or None)`."""
+@dataclass
+class _Sums:
+    """Of a tile's tokens, over the vocabulary so far: the largest logit, the sums of e and e·z with e = exp(z − reference), and the
+    target's logit; `rescale_T1` is what the last move of the reference left of the sums, `None` where it did not move."""
+
+    reference_T1: torch.Tensor
+    sum_T1: torch.Tensor
+    logit_sum_T1: torch.Tensor
+    target_logit_T1: torch.Tensor
+    rescale_T1: torch.Tensor | None = None
+
+    @classmethod
+    def of_nothing(cls, tokens: int, device: torch.device, dtype: torch.dtype) -> _Sums:
+        zeros = torch.zeros((3, tokens, 1), device=device, dtype=dtype)
+        reference_T1 = torch.full((tokens, 1), -torch.inf, device=device, dtype=dtype)
+        return cls(reference_T1, *zeros, torch.empty_like(reference_T1))
+
+
+def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperature, softcap, logit_scale):
+    """One tile of tokens against the whole vocabulary: `(log_probs_T, entropy_T)`; its Jacobian is written where there is room."""
     tokens, compute_dtype = len(hidden_TH), hidden_TH.dtype
     dtype, device = _accumulator_dtype(compute_dtype), hidden_TH.device
-    vocabulary = len(weight_VH)
+    vocabulary, keep_jacobian = len(weight_VH), jacobian_TH is not None
     chunk = min(VOCABULARY_CHUNK if device.type == "cpu" else VOCABULARY_CHUNK_GPU, vocabulary)
+    in_kernel = runs(_fold_kernel, hidden_TH)
     logits = torch.empty(tokens * chunk, device=device, dtype=dtype)
-    weights = torch.empty(tokens * chunk, device=device, dtype=dtype)
-
-    reference_T1 = torch.full((tokens, 1), -torch.inf, device=device, dtype=dtype)
-    # Sums over the vocabulary of e, e·z and e·W, with e = exp(z − reference).
-    sum_T1 = torch.zeros((tokens, 1), device=device, dtype=dtype)
-    logit_sum_T1 = torch.zeros_like(sum_T1)
-    weight_sum_TH = torch.zeros(hidden_TH.shape, device=device, dtype=dtype) if keep_jacobian else None
-    target_logit_T1 = torch.zeros_like(sum_T1)
+    # The product rounds these to its operands' precision; the kernel writes them so.
+    weights = torch.empty(tokens * chunk, device=device, dtype=compute_dtype if in_kernel else dtype)
+    sums, settings = _Sums.of_nothing(tokens, device, dtype), (temperature, softcap, logit_scale)
+    if keep_jacobian:
+        jacobian_TH.zero_()  # the sum of e·W until the end
 
     for start in range(0, vocabulary, chunk):
         weight_CH = weight_VH[start : start + chunk].to(compute_dtype)
         width = len(weight_CH)
         z_TC, e_TC = (buffer[: tokens * width].view(tokens, width) for buffer in (logits, weights))
-        # Logits, softcapped and divided by the temperature. beta=0 reads nothing of what the buffer held.
+        # beta=0 reads nothing of what the buffer held.
         add_product(z_TC, hidden_TH, weight_CH.t(), beta=0.0)
         if bias_V is not None:
             z_TC.add_(bias_V[start : start + chunk].to(compute_dtype))
-        if softcap is not None:
-            z_TC.mul_(logit_scale / softcap).tanh_().mul_(softcap / temperature)
-        elif logit_scale != temperature:
-            z_TC.mul_(logit_scale / temperature)
-
         local_T1 = (targets_T - start).unsqueeze(-1)
-        found_T1 = z_TC.gather(-1, local_T1.clamp(0, width - 1))
-        target_logit_T1 = torch.where((local_T1 >= 0) & (local_T1 < width), found_T1, target_logit_T1)
-
-        maximum_T1 = torch.maximum(reference_T1, z_TC.amax(-1, keepdim=True))
-        # On a CPU the question costs nothing and saves rescaling the sums; on a GPU it would wait for the device.
-        if device.type != "cpu" or bool((maximum_T1 > reference_T1 + REFERENCE_SLACK).any()):
-            rescale_T1 = torch.exp(reference_T1 - maximum_T1)
-            reference_T1 = maximum_T1
-            sum_T1 *= rescale_T1
-            logit_sum_T1 *= rescale_T1
-            if keep_jacobian:
-                weight_sum_TH *= rescale_T1
-
-        torch.sub(z_TC, reference_T1, out=e_TC).exp_()
-        sum_T1 += e_TC.sum(-1, keepdim=True)
-        logit_sum_T1 += torch.bmm(e_TC.unsqueeze(1), z_TC.unsqueeze(2)).squeeze(-1)
+        if not (in_kernel and _fold_in_kernel(sums, z_TC, e_TC, local_T1, keep_jacobian, *settings)):
+            _fold(sums, z_TC, e_TC, local_T1, keep_jacobian, *settings)
         if keep_jacobian:
-            if softcap is not None:
-                # d softcap·tanh(u) / du carries 1 − tanh²
-                e_TC.mul_(z_TC.mul_(temperature / softcap).square_().neg_().add_(1))
-            add_product(weight_sum_TH, e_TC, weight_CH)
+            if sums.rescale_T1 is not None:
+                jacobian_TH *= sums.rescale_T1
+            add_product(jacobian_TH, e_TC, weight_CH)
 
-    log_partition_T1 = reference_T1 + sum_T1.log()
-    log_probs_T = (target_logit_T1 - log_partition_T1).squeeze(-1)
-    entropy_T = (log_partition_T1 - logit_sum_T1 / sum_T1).squeeze(-1)
-    if not keep_jacobian:
-        return log_probs_T, entropy_T, None
-    jacobian_TH = weight_sum_TH.div_(-sum_T1)
-    target_weight_TH = weight_VH[targets_T].to(compute_dtype).to(dtype)
+    log_partition_T1 = sums.reference_T1 + sums.sum_T1.log()
+    log_probs_T = (sums.target_logit_T1 - log_partition_T1).squeeze(-1)
+    entropy_T = (log_partition_T1 - sums.logit_sum_T1 / sums.sum_T1).squeeze(-1)
+    if keep_jacobian:
+        target_weight_TH = weight_VH[targets_T].to(compute_dtype).to(dtype)
+        if softcap is not None:
+            target_weight_TH *= 1 - (sums.target_logit_T1 * (temperature / softcap)).square()
+        jacobian_TH.div_(-sums.sum_T1).add_(target_weight_TH).mul_(logit_scale / temperature)
+    return log_probs_T, entropy_T
+
+
+def _fold(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap, logit_scale) -> None:
+    """Add a chunk of logits to `sums`, and write to `e_TC` what the head's rows are weighed with. Overwrites `z_TC`.
+
+    Args:
+        local_T1: the target's place in the chunk; outside of it where the target is in another one.
+    """
+    width = z_TC.shape[1]
     if softcap is not None:
-        target_weight_TH *= 1 - (target_logit_T1 * (temperature / softcap)).square()
-    return log_probs_T, entropy_T, jacobian_TH.add_(target_weight_TH).mul_(logit_scale / temperature)
+        z_TC.mul_(logit_scale / softcap).tanh_().mul_(softcap / temperature)
+    elif logit_scale != temperature:
+        z_TC.mul_(logit_scale / temperature)
+
+    found_T1 = z_TC.gather(-1, local_T1.clamp(0, width - 1))
+    sums.target_logit_T1 = torch.where((local_T1 >= 0) & (local_T1 < width), found_T1, sums.target_logit_T1)
+
+    maximum_T1 = torch.maximum(sums.reference_T1, z_TC.amax(-1, keepdim=True))
+    sums.rescale_T1 = None
+    # On a CPU the question costs nothing and saves rescaling the sums; on a GPU it would wait for the device.
+    if z_TC.device.type != "cpu" or bool((maximum_T1 > sums.reference_T1 + REFERENCE_SLACK).any()):
+        sums.rescale_T1 = torch.exp(sums.reference_T1 - maximum_T1)
+        sums.reference_T1 = maximum_T1
+        sums.sum_T1 *= sums.rescale_T1
+        sums.logit_sum_T1 *= sums.rescale_T1
+
+    e = torch.sub(z_TC, sums.reference_T1, out=e_TC if e_TC.dtype == z_TC.dtype else None).exp_()
+    sums.sum_T1 += e.sum(-1, keepdim=True)
+    sums.logit_sum_T1 += torch.bmm(e.unsqueeze(1), z_TC.unsqueeze(2)).squeeze(-1)
+    if keep_jacobian and softcap is not None:
+        # d softcap·tanh(u) / du carries 1 − tanh²
+        e.mul_(z_TC.mul_(temperature / softcap).square_().neg_().add_(1))
+    if e is not e_TC:
+        e_TC.copy_(e)
+
+
+_BLOCK = 1024
+
+
+def _fold_in_kernel(sums: _Sums, z_TC, e_TC, local_T1, keep_jacobian, temperature, softcap, logit_scale) -> bool:
+    """[`_fold`] as one kernel; `False` where it could not be launched."""
+    running = sums.reference_T1, sums.sum_T1, sums.logit_sum_T1, sums.target_logit_T1, sums.rescale_T1
+    scales = logit_scale, softcap or 1.0, 1 / temperature
+    flags = {"SOFTCAP": softcap is not None, "JACOBIAN": keep_jacobian, "BLOCK": _BLOCK}
+    return launch(_fold_kernel, len(z_TC), z_TC, e_TC, local_T1, *running, z_TC.shape[1], *scales, **flags)
+
+
+@jit
+def _fold_kernel(
+    z_ptr,
+    e_ptr,
+    local_ptr,
+    reference_ptr,
+    sum_ptr,
+    logit_sum_ptr,
+    target_logit_ptr,
+    rescale_ptr,
+    width,
+    logit_scale,
+    softcap,
+    inverse_temperature,
+    SOFTCAP: tl.constexpr,
+    JACOBIAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # One program per token; its logits are read twice, the second time out of the cache.
+    row = tl.program_id(0).to(tl.int64)
+    z_row, e_row = z_ptr + row * width, e_ptr + row * width
+    before = tl.load(reference_ptr + row)
+    reference = before
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        z = tl.load(z_row + columns, mask=inside, other=0.0) * logit_scale
+        if SOFTCAP:
+            z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)  # tanh(x) = 2 sigmoid(2x) - 1
+        z = tl.where(inside, z * inverse_temperature, -float("inf"))
+        reference = tl.maximum(reference, tl.max(z, axis=0))
+    rescale = tl.exp(before - reference)
+    total = tl.load(sum_ptr + row) * rescale
+    logit_total = tl.load(logit_sum_ptr + row) * rescale
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        z = tl.load(z_row + columns, mask=inside, other=0.0) * logit_scale
+        slope = tl.full((BLOCK,), 1.0, tl.float32)
+        if SOFTCAP:
+            tanh = 2 * tl.sigmoid(2 * z / softcap) - 1
+            z = softcap * tanh
+            slope = 1 - tanh * tanh
+        z = z * inverse_temperature
+        e = tl.where(inside, tl.exp(z - reference), 0.0)
+        total += tl.sum(e, axis=0)
+        logit_total += tl.sum(e * z, axis=0)
+        if JACOBIAN:
+            tl.store(e_row + columns, (e * slope).to(e_ptr.dtype.element_ty), mask=inside)
+    tl.store(reference_ptr + row, reference)
+    tl.store(sum_ptr + row, total)
+    tl.store(logit_sum_ptr + row, logit_total)
+    tl.store(rescale_ptr + row, rescale)
+    local = tl.load(local_ptr + row)
+    if (local >= 0) & (local < width):
+        z = tl.load(z_row + local) * logit_scale
+        if SOFTCAP:
+            z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)
+        tl.store(target_logit_ptr + row, z * inverse_temperature)

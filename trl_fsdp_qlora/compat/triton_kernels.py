@@ -1,0 +1,53 @@
+"""Triton where it is there: a kernel of ours has the torch code that it replaces beside it, as its reference and wherever it cannot run.
+
+Triton comes with torch's CUDA build, and its interpreter (`TRITON_INTERPRET=1` before the import) runs kernels on a CPU, which is
+how they are tested.
+"""
+
+import logging
+
+import torch
+from transformers.utils import is_triton_available
+
+AVAILABLE = is_triton_available()
+if AVAILABLE:
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+else:
+    tl = None
+
+logger = logging.getLogger(__name__)
+_refused: set[str] = set()
+
+
+def jit(function):
+    """`triton.jit`, or the function as it is where there is no Triton."""
+    return triton.jit(function) if AVAILABLE else function
+
+
+def runs(kernel, x: torch.Tensor) -> bool:
+    """Whether `kernel` may be tried on numbers like those of `x`."""
+    return AVAILABLE and x.device.type == "cuda" and x.dtype != torch.float64 and kernel.__name__ not in _refused
+
+
+def interpreted(kernel) -> bool:
+    """Whether `kernel` runs on a CPU, too."""
+    return AVAILABLE and isinstance(kernel, InterpretedFunction)
+
+
+def launch(kernel, programs: int, *args, **constants) -> bool:
+    """Launch `kernel`; `False` where Triton could not compile it (an old card, an old driver, no C compiler), of which one line is
+    logged. Nothing was written then, and the kernel is not tried again."""
+    try:
+        kernel[(programs,)](*args, **constants)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _refused.add(kernel.__name__)
+        reason = next(iter(str(error).splitlines()), "")[:200]
+        logger.warning(
+            "%s runs as torch operations: Triton said %s: %s", kernel.__name__, type(error).__name__, reason
+        )
+        return False
+    return True
