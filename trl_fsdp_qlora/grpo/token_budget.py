@@ -1,7 +1,7 @@
 """Which tokens of a micro-batch the policy's forward and backward spend anything on.
 
 `TokenBudget` chooses the tokens in front of TRL's `_compute_loss`; the trainer asks the pass for these alone
-([`trl_fsdp_qlora.scoring.request.PassRequest`]) and leaves TRL's formulas and normalisers alone. Three things make that
+([`trl_fsdp_qlora.grpo.scoring.LossPass`]) and leaves TRL's formulas and normalisers alone. Three things make that
 exact:
 
 - a completion with zero advantage adds nothing to a loss without KL and entropy terms, so its tokens need no values;
