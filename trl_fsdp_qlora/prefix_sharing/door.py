@@ -305,7 +305,6 @@ class Door:
         self.hidden_size = base.config.get_text_config().hidden_size
         for table in () if self.takes_positions else support.position_tables(base):
             place(table)
-        self.parameters_of_forward = set(inspect.signature(type(base).forward).parameters)
         self.recomputed: list[nn.Module] | None = None  # by gradient checkpointing, see `scope.checkpointed`
         self._is_prepared = True
 
@@ -798,7 +797,8 @@ def sampled_rows(batch: Batch, count: int) -> np.ndarray:
     rows += rows[-1:] * (count - len(rows))
     first = next((row for row, images in enumerate(batch.num_images or ()) if images), 0)
     first = min(first, len(rows) - count)
-    return np.array(rows[first : first + count // 2] + rows[-(count // 2) :])
+    last = count // 2
+    return np.array(rows[first : first + count - last] + rows[len(rows) - last :])
 
 
 def _through_the_door(base: PreTrainedModel, stock):
