@@ -9,12 +9,12 @@ What a prompt taught before says what it will teach, and costs nothing to look u
     trust = (1 + Σ spreads of prompts drawn again) / (1 + Σ values they were chosen for)
 
 Each generation batch draws these values once (Thompson sampling) and takes the prompts with the highest; a share of its places always
-goes to prompts that were never drawn, or longest ago. All sums halve every few optimizer steps, because the policy moves. An arm is what
+goes over the dataset evenly, to prompts that were never drawn, or longest ago. All sums halve every few optimizer steps, because the policy moves. An arm is what
 prompts have in common: their value in a column that the user names, such as a difficulty. Without a column all prompts are one arm.
 The trust falls where prompts are learned faster than they are forgotten here, and new ones then take the place of old ones.
 
 The objective is the expected reward over the chosen prompts, not over the dataset: prompts that the policy always or never
-solves are hardly trained on. Each group is still drawn from the policy, so its gradient is what it would be without the choice.
+solves are hardly trained on, and what it could already do may be unlearned unnoticed by them. Each group is still drawn from the policy, so its gradient is what it would be without the choice.
 
 Every rank holds the same state and draws the same numbers, as rewards are gathered before they are counted.
 """
@@ -98,10 +98,9 @@ class PromptSelection:
         self.each = args.multi_objective_aggregation == "normalize_then_sum"
         self.arms = np.asarray(arms_of(dataset, args.prompt_selection_column))
         arms = int(self.arms.max()) + 1
-        order = np.random.default_rng(self.seed).permutation(len(dataset))
-        self.order = [
-            order[self.arms[order] == arm] for arm in range(arms)
-        ]  # in which the prompts of an arm come first
+        # In which prompts are drawn for the first time: all of them, and those of each arm.
+        self.order = np.random.default_rng(self.seed).permutation(len(dataset))
+        self.arm_order = [self.order[self.arms[self.order] == arm] for arm in range(arms)]
         # Counts as of the step at which a prompt, or an arm, was drawn last; -1: never.
         self.successes, self.failures = np.zeros(len(dataset)), np.zeros(len(dataset))
         self.last_step = np.full(len(dataset), -1)
@@ -153,24 +152,30 @@ class PromptSelection:
         age = self._age(step, self.again_step)
         trust = (1 + self.taught * age) / (1 + self.promised * age)
         known = list(zip((values * trust).tolist(), drawn.tolist(), strict=True))
-        unknown = self._never_drawn(places, step, random)
-
-        explored = [index for _, index in unknown[: math.ceil(self.explore * places)]]
+        # The share of exploration goes over the dataset evenly, whatever its arm, so that what was unlearned is found.
+        explored = self._unseen(self.order, math.ceil(self.explore * places))
         oldest = drawn[np.argsort(self.last_step[drawn], kind="stable")].tolist()
         explored += oldest[: math.ceil(self.explore * places) - len(explored)]
-        taken = set(explored)
-        rest = [(value, index) for value, index in unknown + known if index not in taken]
+        unknown = self._by_arm(places, step, random, set(explored))
+        rest = [(value, index) for value, index in unknown + known if index not in explored]
         best = [index for _, index in sorted(rest, key=lambda pair: (-pair[0], pair[1]))]
         chosen = (explored + best)[:places]
         self.value_of = dict(zip(drawn.tolist(), values.tolist(), strict=True))
         self.in_batch |= set(chosen)
         return [chosen[i % len(chosen)] for i in range(places)]
 
-    def _never_drawn(self, places: int, step: int, random: np.random.Generator) -> list[tuple[float, int]]:
+    def _unseen(self, order: np.ndarray, count: int) -> list[int]:
+        """The first `count` prompts in `order` that were never drawn."""
+        return order[self.last_step[order] < 0][:count].tolist()
+
+    def _by_arm(
+        self, places: int, step: int, random: np.random.Generator, without: set[int]
+    ) -> list[tuple[float, int]]:
         """(value, index) of up to `places` prompts that were never drawn, each of the arm that was worth most in a draw of its own."""
         age = self._age(step, self.arm_step)
         spread, groups = self.arm_spread * age, self.arm_groups * age
-        queues = [order[self.last_step[order] < 0][:places].tolist() for order in self.order]
+        count = places + len(without)
+        queues = [[i for i in self._unseen(order, count) if i not in without] for order in self.arm_order]
         found = []
         while len(found) < places and any(queues):
             values = random.beta(1 + spread, 1 + groups - spread)
