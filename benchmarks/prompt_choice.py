@@ -36,6 +36,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "off": ("in the sampler's order", {}),
     "history": ("history", {"prompt_selection": "history"}),
     "column": ("history, column `carry`", {"prompt_selection": "history", "prompt_selection_column": "carry"}),
+    "explore": ("history, half of it explored", {"prompt_selection": "history", "prompt_selection_explore": 0.5}),
     "dynamic": ("dynamic sampling", {"dynamic_sampling": True}),
     "first": ("4 of 8 first, dynamic sampling", {"num_generations_first": 4, "dynamic_sampling": True}),
     "half": ("in the sampler's order, 8 prompts a step", {"per_device_train_batch_size": 64}),
@@ -56,6 +57,13 @@ def with_carry(dataset):
         return {"carry": int(int(a) % 10 + int(b) % 10 > 9)}
 
     return dataset.map(carries)
+
+
+def mostly_known(dataset, share: float, seed: int = 0):
+    """The sums with a carry, `share` of all, among sums without, as many as there are."""
+    known = [i for i, carry in enumerate(dataset["carry"]) if not carry]
+    wanted = [i for i, carry in enumerate(dataset["carry"]) if carry][: round(len(known) * share / (1 - share))]
+    return dataset.select(known + wanted).shuffle(seed=seed)
 
 
 class Seconds(TrainerCallback):
@@ -84,9 +92,12 @@ class Seconds(TrainerCallback):
             self.steps.append({name: logs[name] for name in KEPT if name in logs})
 
 
-def run(method: str, seed: int, model: str, steps: int, every: int, folder: Path) -> dict[str, Any]:
+def run(
+    method: str, seed: int, model: str, steps: int, every: int, carries: float | None, folder: Path
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     train = with_carry(to_prompts(read_problems("addition", "train")))
+    train = train if carries is None else mostly_known(train, carries)
     test = to_prompts(read_problems("addition", "test")).select(range(500))
     settings = {
         "output_dir": str(folder / f"{method}-{seed}"), "seed": seed, "per_device_train_batch_size": 128, "num_generations": 8,
@@ -122,7 +133,7 @@ def run(method: str, seed: int, model: str, steps: int, every: int, folder: Path
     seconds = Seconds(every, measure, lambda: drawn[0])
     trainer.add_callback(seconds)
     trainer.train()
-    return {"method": method, "seed": seed, "points": seconds.points, "steps": seconds.steps}
+    return {"method": method, "seed": seed, "carries": carries, "points": seconds.points, "steps": seconds.steps}
 
 
 def percent(runs: list[dict[str, Any]], index: int) -> str:
@@ -189,6 +200,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--carries", type=float, help="share of training problems with a carry; about half by default")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the JSON that report writes, its picture beside it"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/prompt_choice"))
     parser.add_argument("--note", default="", help="what else ran on the machine, for the JSON")
     args = parser.parse_args()
@@ -197,15 +212,17 @@ def main() -> None:
         for method in args.method:
             file = args.runs / f"{method}-{args.seed}.json"
             if not file.is_file():
-                file.write_text(json.dumps(run(method, args.seed, args.model, args.steps, args.every, args.runs)))
+                file.write_text(
+                    json.dumps(run(method, args.seed, args.model, args.steps, args.every, args.carries, args.runs))
+                )
         return
     runs = [json.loads(file.read_text()) for file in sorted(args.runs.glob("*.json"))]
     if not runs:
         sys.exit(f"error: no run in {args.runs}")
     print("\n".join(table(runs)))
     about = {"date": date.today().isoformat(), "note": args.note, "hardware": hardware(), "software": software()}
-    RESULTS.write_text(json.dumps({**about, "runs": runs}) + "\n")
-    draw(runs, RESULTS.with_suffix(".png"))
+    args.results.write_text(json.dumps({**about, "runs": runs}) + "\n")
+    draw(runs, args.results.with_suffix(".png"))
 
 
 if __name__ == "__main__":
