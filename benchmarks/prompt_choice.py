@@ -147,7 +147,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
     steps = [point["step"] for point in runs[0]["points"]]
     lines = [
         f"| prompts | seeds | greedy accuracy, %, at step {', '.join(map(str, steps[1:]))} | equal groups | information per completion "
-        "trained on | completions drawn | CPU seconds |",
+        "drawn | completions drawn | CPU seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for method, (name, _) in METHODS.items():

@@ -114,14 +114,15 @@ def test_arms_of_columns(caplog):
     dataset = Dataset.from_dict(
         {"length": list(range(200)), "level": [1, 2] * 100, "text": [str(i) for i in range(200)]}
     )
-    assert arms_of(dataset, None) == arms_of(dataset, "text") == arms_of(dataset, "nothing") == [0] * 200
+    for column in (None, "text", "nothing"):
+        assert arms_of(dataset, column) == ([0] * 200, ["all"])
     assert (
         "has 200 values" in caplog.text
         and "'nothing' is no column of the dataset, which has length, level, text" in caplog.text
     )
-    assert arms_of(dataset, "level") == [0, 1] * 100
-    assert arms_of(dataset, "length") == [i // 20 for i in range(200)]
-    assert arms_of([{"kind": {"terms": i % 3}} for i in range(9)], "kind") == [0, 1, 2] * 3
+    assert arms_of(dataset, "level") == ([0, 1] * 100, ["1", "2"])
+    assert arms_of(dataset, "length")[0] == [i // 20 for i in range(200)]
+    assert arms_of([{"kind": {"terms": i % 3}} for i in range(9)], "kind")[0] == [0, 1, 2] * 3
 
 
 def test_several_rewards_and_missing_ones():
@@ -157,6 +158,15 @@ def test_the_same_from_seed_and_state():
     resumed.load(first.state())
     assert play(resumed, rates, 7, start=5)[0] == whole[5:]
     assert resumed.history[:5] == first.history
+
+
+def test_the_picture_has_what_was_chosen(tmp_path):
+    dataset = Dataset.from_dict({"n": list(range(60)), "difficulty": ["easy", "middle", "hard"] * 20})
+    chooser = selection(dataset=dataset, column="difficulty")
+    play(chooser, np.array([1.0, 0.5, 0.0] * 20), 4)
+    assert all(sum(row[1:9]) == sum(row[9:]) == 16 and len(row) == 12 for row in chooser.history)
+    chooser.draw(tmp_path / "chosen.png")
+    assert (tmp_path / "chosen.png").stat().st_size > 10_000
 
 
 def test_the_history_of_another_dataset_starts_anew(caplog):
