@@ -51,17 +51,25 @@ METHODS = {
     "s_grpo": "S-GRPO",
     "t_spmo": "T-SPMO",
     "a_star_po": "A*-PO",
+    "history": "GRPO, prompts by history",
+    "grpo_64": "GRPO, 8 prompts a step",
+    "history_64": "GRPO, 8 prompts a step by history",
 }
 # What each method changes of GRPO's settings. Stock TRL gets the 128 rows of a step in four parts, as it takes 10.5 GB for one of them (this
 # package 3.4 for all at once); generation is not cut. A*-PO draws one completion per prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
 CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
+    "history": {"prompt_selection": "history"},
+    "grpo_64": {"per_device_train_batch_size": 64},
+    "history_64": {"per_device_train_batch_size": 64, "prompt_selection": "history"},
     "s_grpo": {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
 }
 KEPT = (
     "reward",
     "entropy",
     "frac_reward_zero_std",
+    "groups/information",
+    "prompt_selection/new_fraction",
     "loss",
     "grad_norm",
     "num_tokens",
@@ -229,7 +237,8 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         first, last = each["points"][0], each["points"][-1]
         shares = [step["tokens/scored_fraction"] for step in each["steps"] if "tokens/scored_fraction" in step]
         share = f"{100 * sum(shares) / len(shares):.0f}%" if shares else "all"
-        drawn = 64 * last["step"] + 8 * 512 if each["method"] == "a_star_po" else 128 * last["step"]
+        rows = 64 if each["method"] in ("a_star_po", "grpo_64", "history_64") else 128
+        drawn = rows * last["step"] + (8 * 512 if each["method"] == "a_star_po" else 0)
         lines.append(
             f"| {METHODS[each['method']]} | {each['seed']} | {last['step']} | {last['cpu']:.0f} | {drawn:,} | {share} | "
             f"{percent(first)} → {percent(last)} |"
@@ -280,6 +289,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=250.0)
     parser.add_argument("--every", type=float, default=50.0)
     parser.add_argument("--runs", type=Path, default=Path("runs/sums"))
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the JSON that report writes, its picture beside it"
+    )
     parser.add_argument("--note", default="", help="what else ran on the machine, for the JSON")
     args = parser.parse_args()
     if args.what == "run":
@@ -290,10 +302,10 @@ def main() -> None:
     if not runs:
         sys.exit(f"error: no run in {args.runs}")
     print("\n".join(table(runs)))
-    RESULTS.write_text(
+    args.results.write_text(
         json.dumps({"date": date.today().isoformat(), "note": args.note, "runs": runs}, indent=1) + "\n"
     )
-    draw(runs, RESULTS.with_suffix(".png"))
+    draw(runs, args.results.with_suffix(".png"))
 
 
 if __name__ == "__main__":

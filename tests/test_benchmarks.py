@@ -184,3 +184,21 @@ def test_samples_are_counted_for_their_own_problem():
     assert len(table) == 2 + 4 and table[2].startswith("| validation | start | 33.3 (6.1–79.2) | 33.3 (")
     first, second = ceiling.paired(both)
     assert first.startswith("later against start, validation: pass@1 +10.4 points (") and "training" in second
+
+
+def test_choice_of_prompts_is_reported_over_all_seeds(tmp_path, lines):
+    steps = [
+        {"frac_reward_zero_std": 0.5, "groups/information": 0.25},
+        {"frac_reward_zero_std": 0.25, "groups/information": 0.75},
+    ]
+    for method, correct in (("off", 50), ("history", 80)):
+        for seed in range(2):
+            points = [
+                {"step": i, "cpu": 2.0 * i, "drawn": 128 * i, "correct": correct * i, "n": 100} for i in range(2)
+            ]
+            run = {"method": method, "seed": seed, "points": points, "steps": steps}
+            (tmp_path / f"{method}-{seed}.json").write_text(json.dumps(run))
+    _, _, off, history = lines("prompt_choice", f"report --runs {tmp_path} --results {tmp_path / 'all.out'}")
+    assert "| 2 | 50.0 (43.1–56.9) | 38% | 0.50 | 128 | 2 |" in off
+    assert "| history | 2 | 80.0 (73.9–85.0) |" in history
+    assert len(json.loads((tmp_path / "all.out").read_text())["runs"]) == 4 and (tmp_path / "all.png").is_file()

@@ -78,7 +78,8 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     )
     prompt_selection_explore: float = option(
         0.25,
-        "With prompt_selection: share of the groups, in [0, 1], that always goes to prompts never drawn, or drawn longest ago.",
+        "With prompt_selection: share of the groups, in [0, 1], that always goes over the dataset evenly, to prompts never drawn, or drawn "
+        "longest ago.",
     )
     prompt_selection_half_life: float = option(
         10.0,

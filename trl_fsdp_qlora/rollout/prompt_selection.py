@@ -9,12 +9,12 @@ What a prompt taught before says what it will teach, and costs nothing to look u
     trust = (1 + Σ spreads of prompts drawn again) / (1 + Σ values they were chosen for)
 
 Each generation batch draws these values once (Thompson sampling) and takes the prompts with the highest; a share of its places always
-goes to prompts that were never drawn, or longest ago. All sums halve every few optimizer steps, because the policy moves. An arm is what
+goes over the dataset evenly, to prompts that were never drawn, or longest ago. All sums halve every few optimizer steps, because the policy moves. An arm is what
 prompts have in common: their value in a column that the user names, such as a difficulty. Without a column all prompts are one arm.
 The trust falls where prompts are learned faster than they are forgotten here, and new ones then take the place of old ones.
 
 The objective is the expected reward over the chosen prompts, not over the dataset: prompts that the policy always or never
-solves are hardly trained on. Each group is still drawn from the policy, so its gradient is what it would be without the choice.
+solves are hardly trained on, and what it could already do may be unlearned unnoticed by them. Each group is still drawn from the policy, so its gradient is what it would be without the choice.
 
 Every rank holds the same state and draws the same numbers, as rewards are gathered before they are counted.
 """
@@ -56,31 +56,32 @@ def spread_and_success(rewards_G: np.ndarray, lowest: float, highest: float) -> 
     return 4 * variance * len(units_G) / (len(units_G) - 1), success
 
 
-def arms_of(dataset: Sequence[dict], column: str | None) -> list[int]:
-    """The arm of each row: its value in `column`, numbers in tenths by rank where there are many of them; one arm without a column."""
+def arms_of(dataset: Sequence[dict], column: str | None) -> tuple[list[int], list[str]]:
+    """The arm of each row, and what the arms are called: values in `column`, numbers in tenths by rank if there are many; one arm
+    without a column."""
     rows = len(dataset)
     if column is None:
-        return [0] * rows
+        return [0] * rows, ["all"]
     if column not in dataset[0]:
         logger.warning(
             f"prompt_selection_column={column!r} is no column of the dataset, which has {', '.join(dataset[0])}: prompts are "
             "chosen without it"
         )
-        return [0] * rows
+        return [0] * rows, ["all"]
     values = dataset[column] if hasattr(dataset, "column_names") else [row[column] for row in dataset]
     values = [value if isinstance(value, (int, float, str)) else str(value) for value in values]
     distinct = sorted(set(values), key=lambda value: (isinstance(value, str), value))
     if len(distinct) <= MOST_ARMS:
         number = {value: arm for arm, value in enumerate(distinct)}
-        return [number[value] for value in values]
+        return [number[value] for value in values], [str(value) for value in distinct]
     if all(isinstance(value, (int, float)) for value in distinct):
         ranks = np.searchsorted(np.sort(values), values)
-        return (ranks * TENTHS // rows).tolist()
+        return (ranks * TENTHS // rows).tolist(), [f"tenth {tenth}" for tenth in range(1, TENTHS + 1)]
     logger.warning(
         f"prompt_selection_column={column!r} has {len(distinct)} values, more than {MOST_ARMS}: prompts are chosen without it. "
         "Name a column with few values, or with numbers"
     )
-    return [0] * rows
+    return [0] * rows, ["all"]
 
 
 class PromptSelection:
@@ -96,12 +97,11 @@ class PromptSelection:
         self.dataset, self.weights_K, self.seed = dataset, weights_K, args.seed
         self.explore, self.half_life = args.prompt_selection_explore, args.prompt_selection_half_life
         self.each = args.multi_objective_aggregation == "normalize_then_sum"
-        self.arms = np.asarray(arms_of(dataset, args.prompt_selection_column))
-        arms = int(self.arms.max()) + 1
-        order = np.random.default_rng(self.seed).permutation(len(dataset))
-        self.order = [
-            order[self.arms[order] == arm] for arm in range(arms)
-        ]  # in which the prompts of an arm come first
+        arms_of_rows, self.arm_names = arms_of(dataset, args.prompt_selection_column)
+        self.arms, arms = np.asarray(arms_of_rows), len(self.arm_names)
+        # In which prompts are drawn for the first time: all of them, and those of each arm.
+        self.order = np.random.default_rng(self.seed).permutation(len(dataset))
+        self.arm_order = [self.order[self.arms[self.order] == arm] for arm in range(arms)]
         # Counts as of the step at which a prompt, or an arm, was drawn last; -1: never.
         self.successes, self.failures = np.zeros(len(dataset)), np.zeros(len(dataset))
         self.last_step = np.full(len(dataset), -1)
@@ -153,24 +153,30 @@ class PromptSelection:
         age = self._age(step, self.again_step)
         trust = (1 + self.taught * age) / (1 + self.promised * age)
         known = list(zip((values * trust).tolist(), drawn.tolist(), strict=True))
-        unknown = self._never_drawn(places, step, random)
-
-        explored = [index for _, index in unknown[: math.ceil(self.explore * places)]]
+        # The share of exploration goes over the dataset evenly, whatever its arm, so that what was unlearned is found.
+        explored = self._unseen(self.order, math.ceil(self.explore * places))
         oldest = drawn[np.argsort(self.last_step[drawn], kind="stable")].tolist()
         explored += oldest[: math.ceil(self.explore * places) - len(explored)]
-        taken = set(explored)
-        rest = [(value, index) for value, index in unknown + known if index not in taken]
+        unknown = self._by_arm(places, step, random, set(explored))
+        rest = [(value, index) for value, index in unknown + known if index not in explored]
         best = [index for _, index in sorted(rest, key=lambda pair: (-pair[0], pair[1]))]
         chosen = (explored + best)[:places]
         self.value_of = dict(zip(drawn.tolist(), values.tolist(), strict=True))
         self.in_batch |= set(chosen)
         return [chosen[i % len(chosen)] for i in range(places)]
 
-    def _never_drawn(self, places: int, step: int, random: np.random.Generator) -> list[tuple[float, int]]:
+    def _unseen(self, order: np.ndarray, count: int) -> list[int]:
+        """The first `count` prompts in `order` that were never drawn."""
+        return order[self.last_step[order] < 0][:count].tolist()
+
+    def _by_arm(
+        self, places: int, step: int, random: np.random.Generator, without: set[int]
+    ) -> list[tuple[float, int]]:
         """(value, index) of up to `places` prompts that were never drawn, each of the arm that was worth most in a draw of its own."""
         age = self._age(step, self.arm_step)
         spread, groups = self.arm_spread * age, self.arm_groups * age
-        queues = [order[self.last_step[order] < 0][:places].tolist() for order in self.order]
+        count = places + len(without)
+        queues = [[i for i in self._unseen(order, count) if i not in without] for order in self.arm_order]
         found = []
         while len(found) < places and any(queues):
             values = random.beta(1 + spread, 1 + groups - spread)
@@ -215,11 +221,13 @@ class PromptSelection:
             self.last_step[index] = step
             outcome = (0 if success < 0.5 else 3) if spread == 0 else (1 if success < 0.5 else 2)
             outcomes[outcome + (0 if is_new else 4)] += 1
-        self.history.append([step, *outcomes])
+        self.history.append(
+            [step, *outcomes, *np.bincount(self.arms[indices], minlength=len(self.arm_names)).tolist()]
+        )
 
     def metrics(self) -> dict[str, float]:
         """Of the groups observed last."""
-        outcomes = self.history[-1][1:]
+        outcomes = self.history[-1][1:9]
         return {
             "prompt_selection/new_fraction": sum(outcomes[:4]) / sum(outcomes),
             "prompt_selection/prompts_drawn": float((self.last_step >= 0).sum()),
@@ -259,26 +267,33 @@ class PromptSelection:
 
     @nonfatal("the picture of prompt_selection")
     def draw(self, path: Path) -> None:
-        """What was chosen over time, by how difficult it was: shares of the groups of each batch, drawn first and drawn again."""
+        """What was chosen over time, by how difficult it was: by the rewards, and by the values of the column."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
         history = np.array(self.history)
-        names = ("none right", "fewer than half", "half and more", "all right")
-        colors = ("0.75", "C1", "C2", "0.55")
-        figure, panels = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained", sharey=True)
-        for axes, first, title in ((panels[0], 1, "drawn for the first time"), (panels[1], 5, "drawn again")):
-            shares = 100 * history[:, first : first + 4] / history[:, 1:].sum(1, keepdims=True)
-            bottom = np.zeros(len(history))
-            for share, name, color in zip(shares.T, names, colors, strict=True):
-                axes.bar(np.arange(len(history)), share, 1.0, bottom=bottom, label=name, color=color)
-                bottom = bottom + share
-            axes.set_title(f"prompts {title}, by the rewards of their group")
+        groups_B1 = history[:, 1:9].sum(1, keepdims=True)
+        outcomes = ("none right", "fewer than half", "half and more", "all right"), ("0.75", "C1", "C2", "0.55")
+        parts = [
+            ("prompts drawn for the first time, by their rewards", history[:, 1:5], *outcomes),
+            ("prompts drawn again, by their rewards", history[:, 5:9], *outcomes),
+        ]
+        if len(self.arm_names) > 1:
+            shades = pyplot.get_cmap("viridis")(np.linspace(0, 1, len(self.arm_names)))
+            parts.append(("all prompts, by column", history[:, 9:], self.arm_names, shades))
+        figure, panels = pyplot.subplots(1, len(parts), figsize=(6 * len(parts), 4), layout="constrained", sharey=True)
+        for axes, (title, counts_BN, names, colors) in zip(panels, parts, strict=True):
+            bottom_B = np.zeros(len(history))
+            for share_B, name, color in zip((100 * counts_BN / groups_B1).T, names, colors, strict=True):
+                axes.bar(np.arange(len(history)), share_B, 1.0, bottom=bottom_B, label=name, color=color)
+                bottom_B = bottom_B + share_B
+            axes.set_title(title)
             axes.set_xlabel("batches of completions drawn")
             axes.grid(alpha=0.3)
+            if len(names) <= TENTHS:
+                axes.legend(fontsize=8)
         panels[0].set_ylabel("% of the groups of a batch")
-        panels[0].legend()
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
