@@ -1,8 +1,8 @@
 """A decoding loop for `generate(custom_generate=...)`: a prompt is prefilled once, and finished rows leave the batch.
 
 Transformers runs a prompt, and a vision tower on its images, as often as it is repeated, and every row until the longest one
-ends. Here `generate` is given each distinct prompt once, and decoding attends to it once for all its rows
-([`shared_prompts`]); where that is not exact the cache is repeated. The library still prepares everything around the loop.
+ends. Here `generate` is given each distinct prompt once, what all of them begin with is prefilled once ([`common_beginning`]), and
+decoding attends to a prompt once for all its rows ([`shared_prompts`]); where that is not exact the cache is repeated. The library still prepares everything around the loop.
 """
 
 import sys
@@ -33,6 +33,7 @@ from ..prefix_sharing.support import keeps_states_itself, position_limit
 from ..scoring.cpu_linear import fast_linears
 from ..scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable
+from .common_beginning import prefill_beginning
 from .shared_prompts import PrefillWatch, SharedPrompts, watched_attention
 
 # What treats each row by itself, so that it does not matter which others are still there. Repetition penalties may hold
@@ -134,7 +135,7 @@ class Decoding:
         # Rotary tables that follow the longest row are those of rows that have ended, too.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
         with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
-            outputs = self._prefill(model, input_ids, place_R, batch, generation_config)
+            outputs = self._prefill(model, input_ids, place_R, batch, generation_config, synced)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced, input_ids.device):
                     if outputs is None:
@@ -149,9 +150,9 @@ class Decoding:
                         batch.drop_finished(synced)
         return torch.cat([input_ids[place_R], torch.stack(batch.columns, 1)], 1)
 
-    def _prefill(self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig):
+    def _prefill(self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced: bool):
         """Outputs as of a prefill of every row, from one of each prompt; the cache in `batch` serves every row."""
-        once = batch.kwargs
+        ids_UP, once, beginning = prefill_beginning(model, ids_UP, batch.kwargs, config, synced)
         watch = None if self.per_row else PrefillWatch(once.get("past_key_values"), once)
         outputs = prefill(model, ids_UP, config, once if watch is None else {**once, "shared_prompts": watch})
         if watch is not None:
@@ -161,7 +162,7 @@ class Decoding:
         else:
             take_rows(outputs[batch.cache_name], place_R, batch.longest)
         outputs.logits = outputs.logits[:, -1:][place_R]
-        self.work.prefill_tokens += ids_UP.numel()
+        self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
         others = {name: value for name, value in once.items() if name not in (*PER_IMAGE, "mm_encoder_outputs")}
         kwargs = batch.kwargs = {name: _rows(name, value, place_R) for name, value in others.items()}
