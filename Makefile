@@ -12,7 +12,7 @@ TASK ?= addition
 CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-fast test-vllm lint clean
+.PHONY: quickstart quickstart-images test test-fast test-vllm gpu lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
@@ -29,6 +29,10 @@ quickstart-images: quickstart
 # Files in the order of tests/conftest.py: those that take minutes first.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25
+
+# On a machine with a GPU, ten minutes: its summary begins with a table of launches and seconds next to what was counted without one.
+gpu: $(VENV)/.dev
+	$(BIN)/python benchmarks/gpu.py --output runs/gpu
 
 # Minutes without a process of its own: for the inner loop.
 test-fast: $(VENV)/.dev

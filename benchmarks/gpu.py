@@ -6,6 +6,7 @@
 Runs one part after the other, by worth, and goes on when one fails; leaves each part's log, the results of the benchmarks and a
 summary in `--output` (no folders in it, so that it can be copied whole). Parts, in this order:
 
+    launches         launches and seconds of a step of Qwen3-4B with LoRA, next to what was counted without a GPU (docs/launches.md)
     tests            the tests marked `gpu` that are quick
     prefix_sharing   packed against padded rows, flash attention, bf16, the shape of Qwen3-0.6B
     prefix_sharing_2 the same in the shape of Qwen3-1.7B
@@ -49,6 +50,11 @@ class Part(NamedTuple):
 
 SPEEDUP = "benchmarks/prefix_sharing_speedup.py --device cuda"
 BENCHMARKS = {
+    "launches": (
+        "benchmarks/launches.py --next_to benchmarks/results/launches.json",
+        "--only Qwen3-4B --seconds 100",
+        0.4,
+    ),
     "prefix_sharing": (SPEEDUP, "--runs 5 --vocabulary 49152 --backends auto", 0.4),
     "prefix_sharing_2": (SPEEDUP, "--runs 5 --vocabulary 49152 --backends auto --shape 1.7B", 0.4),
     "lm_head": (
@@ -67,6 +73,7 @@ TINY_TESTS = {
     SLOW: "tests/recipes/test_on_gpu.py -k checkpointing --timeout 0",
 }
 TINY = {
+    "launches": "--only Qwen3-4B --layers 2",
     "prefix_sharing": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --backends auto",
     "prefix_sharing_2": "--runs 1 --draws 1 --vocabulary 64 --shape tiny --backends two_part",
     "lm_head": "--rounds 1 --tokens 32 --hidden 64 --vocabularies 128",
@@ -94,12 +101,14 @@ def parts(
     def tests(kind: str) -> Part:
         return Part([*TESTS.split(), "-m", kind, *(TINY_TESTS[kind].split() if tiny else ())], None, 0.5)
 
-    found = {"tests": tests(QUICK)}
-    for name, (command, size, share) in BENCHMARKS.items():
-        stem = f"{name}_cuda"
-        target = str(RESULTS / f"{stem}.json") if name == "lm_head" else stem
-        given = [*command.split(), *(TINY[name] if tiny else size).split(), "--output", target]
-        found[name] = Part(given, RESULTS / f"{stem}.json", share)
+    def benchmark(name: str) -> Part:
+        command, size, share = BENCHMARKS[name]
+        leaves = RESULTS / f"{name}_cuda.json"
+        target = str(leaves) if name in ("launches", "lm_head") else leaves.stem
+        return Part([*command.split(), *(TINY[name] if tiny else size).split(), "--output", target], leaves, share)
+
+    found = {"launches": benchmark("launches"), "tests": tests(QUICK)}
+    found |= {name: benchmark(name) for name in BENCHMARKS if name not in found}
     if model and data:
         for name, more in RUNS.items():
             folder = output / f"run-{name}"
@@ -202,6 +211,10 @@ def main() -> None:
         last = place == len(chosen) - 1
         seconds = left if last else left * part.share
         summary.append(run_part(name, part, args.output, seconds) if left > 5 else f"{name}: no time left")
+        log = args.output / f"{name}.log"
+        if name == "launches" and log.is_file():  # the table that is worth pasting
+            rows = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("|")]
+            summary[-1] = "\n".join([summary[-1], *rows])
         print(summary[-1], flush=True)
         (args.output / "summary.txt").write_text("\n".join(summary) + "\n")
 

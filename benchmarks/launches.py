@@ -1,6 +1,6 @@
 """What a GPU would wait for: kernel launches, waits of the host and bytes moved, stock TRL's pass next to this package's.
 
-    python benchmarks/launches.py [--only Qwen3-4B ...] [--output benchmarks/results/launches.json]
+    python benchmarks/launches.py [--only Qwen3-4B ...] [--output benchmarks/results/launches.json] [--next_to benchmarks/results/launches.json]
 
 Runs on a GPU, or on an emulated one on which no kernel runs (docs/gpu.md): torch's own host code is the CUDA build's there, so
 launches and waits are real and nothing takes time. The models have their real shapes and no numbers. Counted is the second
@@ -17,6 +17,8 @@ group, each trainer with its defaults (gradient checkpointing is one of them: th
                 operation as long as its bytes take or its products at the card's peak, whichever is longer. A step takes
                 at least the longer of both.
 
+On a card every phase is run once more and timed, and `--next_to` prints what was counted on an emulated device next to it.
+
 Experts are given their tokens evenly, since a router without numbers would send all to the same ones. Each model and
 contestant has a process of its own; the file is written after each.
 """
@@ -28,10 +30,12 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -268,7 +272,7 @@ class Profiled:
                 torch.cuda.synchronize()
         into.counts.waits = sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
         for event in profiler.events():
-            if event.device_type is torch.autograd.DeviceType.CUDA:
+            if event.device_type is torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
                 into.by_operation[event.name] += 1
                 into.counts.launches += 1
 
@@ -334,12 +338,12 @@ def make_trainer(name: str, contestant: str, device: torch.device, layers: int |
 
 
 def decoding(model, device: torch.device):
-    """One token for every completion of the group behind a prompt in the cache, as a function; no sampling."""
+    """One token for every completion of the group behind a prompt in the cache, as a function of its place; no sampling."""
     from transformers import DynamicCache
 
     model.eval()
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    ids = torch.full((GROUP, PROMPT + 2), 5, device=device)
+    ids = torch.full((GROUP, PROMPT + 3), 5, device=device)
     mask = torch.ones_like(ids)
 
     def forward(begin: int, end: int) -> None:
@@ -354,7 +358,7 @@ def decoding(model, device: torch.device):
 
     forward(0, PROMPT)
     forward(PROMPT, PROMPT + 1)  # the first step may set something up
-    return lambda: forward(PROMPT + 1, PROMPT + 2)
+    return lambda token: forward(PROMPT + token, PROMPT + token + 1)
 
 
 def measure(name: str, contestant: str, layers: int | None) -> dict:
@@ -383,20 +387,32 @@ def measure(name: str, contestant: str, layers: int | None) -> dict:
         operations[phase] = dict(counted.by_operation.most_common())
         return result
 
+    def time_it(phase: str, function):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = function()
+        torch.cuda.synchronize()
+        found[phase]["seconds"] = time.perf_counter() - start
+        return result
+
     def update():
         trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         model.zero_grad()
 
-    for _ in range(2):  # the first step sets up the optimizer's state and what is cached
-        loss = run("loss", lambda: trainer.compute_loss(model, dict(batch)))
-        run("backward", lambda loss=loss: trainer.accelerator.backward(loss))
+    # The first step sets up the optimizer's state and what is cached.
+    for look in (run, run, *([time_it] if isinstance(counters, Profiled) else [])):
+        loss = look("loss", lambda: trainer.compute_loss(model, dict(batch)))
+        look("backward", lambda loss=loss: trainer.accelerator.backward(loss))
         del loss
-        run("update", update)
-    if contestant == "ours" and not trainer.prefix_sharing.active():
+        look("update", update)
+    if contestant == "ours" and not trainer._metrics["train"]["prefix_sharing/policy/tokens_fraction"][-1] < 1:
         raise RuntimeError("prefix sharing was off, so this is no count of it")
     gc.collect()
-    run("decode", decoding(trainer.accelerator.unwrap_model(model), device))
+    decode = decoding(trainer.accelerator.unwrap_model(model), device)
+    run("decode", lambda: decode(1))
+    if isinstance(counters, Profiled):
+        time_it("decode", lambda: decode(2))
     return {"phases": found, "operations": operations}
 
 
@@ -427,6 +443,24 @@ def table(rows: dict) -> str:
     return "\n".join(lines)
 
 
+def side_by_side(measured: dict, counted: dict, device: str) -> str:
+    """What a card did next to what was counted without one, as Markdown; a row for each model, contestant and phase of both."""
+    card = next((card for card in CARDS if card.split()[1 if "RTX" in card else 0] in device), "H100 SXM")
+    lines = [f"| {device} | launches, counted | measured | s, at least, as on {card} | measured |", "|---" * 5 + "|"]
+    for name, contestant, phase in product(measured, CONTESTANTS, PHASES):
+        both = [rows.get(name, {}).get(contestant, {}).get("phases", {}).get(phase) for rows in (counted, measured)]
+        if all(both):
+            before, now = both
+            cells = [
+                f"{before['launches']:,}",
+                f"{now['launches']:,}",
+                f"{seconds(before, card):.3f}",
+                f"{now['seconds']:.3f}",
+            ]
+            lines.append(f"| {name}, {contestant}, {phase} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def apart(name: str, contestant: str, layers: int | None, limit: float) -> dict:
     """Count in a process of its own: whatever it takes of memory goes with it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -446,6 +480,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the models have, for a rehearsal")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of a model and contestant")
     parser.add_argument("--output", type=Path, default=RESULTS / "launches.json")
+    parser.add_argument("--next_to", type=Path, help="results of an emulated device, on a card")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     from trl_fsdp_qlora.checkpoints.disk import write_json
@@ -470,6 +505,9 @@ def main() -> None:
             content["models"].setdefault(name, {})[contestant] = apart(name, contestant, args.layers, args.seconds)
             write_json(args.output, content)
     print(json.dumps(setting), table(content["models"]), sep="\n")
+    if args.next_to and setting["device"] != HEAD:
+        counted = json.loads(args.next_to.read_text(encoding="utf-8"))["models"]
+        print(side_by_side(content["models"], counted, device))
 
 
 if __name__ == "__main__":

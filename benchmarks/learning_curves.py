@@ -54,6 +54,7 @@ METHODS = {
     "history": "GRPO, prompts by history",
     "grpo_64": "GRPO, 8 prompts a step",
     "history_64": "GRPO, 8 prompts a step by history",
+    "history_32": "GRPO, 4 prompts a step by history",
 }
 # What each method changes of GRPO's settings. Stock TRL gets the 128 rows of a step in four parts, as it takes 10.5 GB for one of them (this
 # package 3.4 for all at once); generation is not cut. A*-PO draws one completion per prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
@@ -62,6 +63,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "history": {"prompt_selection": "history"},
     "grpo_64": {"per_device_train_batch_size": 64},
     "history_64": {"per_device_train_batch_size": 64, "prompt_selection": "history"},
+    "history_32": {"per_device_train_batch_size": 32, "prompt_selection": "history"},
     "s_grpo": {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
 }
 KEPT = (
@@ -237,7 +239,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         first, last = each["points"][0], each["points"][-1]
         shares = [step["tokens/scored_fraction"] for step in each["steps"] if "tokens/scored_fraction" in step]
         share = f"{100 * sum(shares) / len(shares):.0f}%" if shares else "all"
-        rows = 64 if each["method"] in ("a_star_po", "grpo_64", "history_64") else 128
+        rows = {"a_star_po": 64, "grpo_64": 64, "history_64": 64, "history_32": 32}.get(each["method"], 128)
         drawn = rows * last["step"] + (8 * 512 if each["method"] == "a_star_po" else 0)
         lines.append(
             f"| {METHODS[each['method']]} | {each['seed']} | {last['step']} | {last['cpu']:.0f} | {drawn:,} | {share} | "

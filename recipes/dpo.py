@@ -12,7 +12,6 @@ import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-
 
 # isort: split
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,30 +21,15 @@ from trl import ModelConfig
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.publishing.merge import load_model
-from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+from trl_fsdp_qlora.recipe.arguments import ConfigError, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
 from trl_fsdp_qlora.recipe.datasets import load_problems, prompts_of
-from trl_fsdp_qlora.recipe.pairs import read_pairs, sample_pairs, write_pairs
+from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, read_pairs, sample_pairs, write_pairs
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
 from trl_fsdp_qlora.recipe.script import resumable, run_main, say
 from trl_fsdp_qlora.recipe.worked import worked
 from trl_fsdp_qlora.run.ranks import on_main
-
-
-@dataclass
-class DPOScriptArguments(ScriptArguments):
-    """[`trl_fsdp_qlora.recipe.arguments.ScriptArguments`], and where the preference pairs come from."""
-
-    pairs: str = option("pairs.jsonl", "File of preference pairs, one a line; written first where it is not there.")
-    pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
-    pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
-    pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
-    pair_worked: bool = option(
-        True,
-        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) where no answer of the model is right.",
-    )
-    max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
 
 
 def make_pairs(script: DPOScriptArguments, config: EfficientDPOConfig, model: ModelConfig, tokenizer) -> None:

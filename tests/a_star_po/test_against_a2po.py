@@ -34,7 +34,7 @@ def replay(completions: dict[tuple, list[list[int]]]):
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatch, full):
     sizes = {"rows": ROWS, "per_device_train_batch_size": ROWS, "value_batch_size": 5}
-    ours = make_trainer(full=full, beta2=0.05, entropy_coef=0.0, **sizes)
+    ours = make_trainer(full=full, beta2=0.5, entropy_coef=0.0, **sizes)
     drawn, original = {}, trainer_module.generate
 
     def recording(model, prompt_ids, *args, **kwargs):
@@ -52,7 +52,7 @@ def test_values_loss_and_gradients(tmp_path, make_trainer, model_dir, monkeypatc
         base = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
         adapter = {name: value for name, value in ours.model.state_dict().items() if "lora_" in name}
         assert not base.load_state_dict(adapter, strict=False).unexpected_keys
-    own = {"max_completion_length": 8, "beta2": 0.05, "filter_all_incorrect": False, "per_device_train_batch_size": 4}
+    own = {"max_completion_length": 8, "beta2": 0.5, "filter_all_incorrect": False, "per_device_train_batch_size": 4}
     own |= {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none"}
     config = A2POConfig(output_dir=str(tmp_path / "stock"), **own)
     theirs = A2POTrainer(base, has_digit, config, problems(ROWS), processing_class=character_tokenizer())

@@ -7,6 +7,7 @@ from trl_fsdp_qlora import EfficientGRPOTrainer
 from trl_fsdp_qlora.cli import compare as module
 from trl_fsdp_qlora.cli.compare import OURS, PHASES, STOCK, verdict
 from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.prefix_sharing.door import Door
 
 REWARDS = """
 from trl_fsdp_qlora.recipe.answers import completion_text
@@ -30,6 +31,14 @@ def place(tmp_path_factory):
         "gradient_accumulation_steps: 2\nnum_generations: 4\nmax_completion_length: 6\nlearning_rate: 1e-2\nlogging_steps: 1\n"
         "gradient_checkpointing: false\nbf16: false\nuse_cpu: true\n"
     )
+    pairs = [{"prompt": f"{i}+{3 * i}=", "chosen": f" {4 * i}", "rejected": f" {4 * i + 1} or {i}"} for i in range(6)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "dpo.yaml").write_text(
+        "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/dpo\npairs: pairs.jsonl\nchat: false\n"
+        "use_peft: true\nlora_target_modules: [all-linear]\nlora_r: 4\nper_device_train_batch_size: 3\nbeta: 0.1\n"
+        "gradient_accumulation_steps: 2\nlearning_rate: 1e-2\nlogging_steps: 1\nprecompute_ref_log_probs: true\n"
+        "gradient_checkpointing: false\nbf16: false\nuse_cpu: true\n"
+    )
     return folder
 
 
@@ -40,8 +49,8 @@ def compare(place, monkeypatch, capsys):
     seen, judge = [], module.verdict
     monkeypatch.setattr(module, "verdict", lambda *result: seen.append(result[0]) or judge(*result))
 
-    def run(words: str = ""):
-        status = module.compare(["--config", "mine.yaml", *words.split()])
+    def run(words: str = "", recipe: str = "mine.yaml"):
+        status = module.compare(["--config", recipe, *words.split()])
         return status, capsys.readouterr().out, seen[-1]
 
     return run
@@ -69,8 +78,8 @@ def test_groups_with_nothing_to_learn_get_advantages_and_it_can_fail(compare, mo
     assert steps[0].drawn and steps[0].norms[OURS] > 1e-3
     right = EfficientGRPOTrainer._score
 
-    def off_by_a_percent(self, request, padded):
-        values = right(self, request, padded)
+    def off_by_a_percent(self, *passed):
+        values = right(self, *passed)
         return (1.01 * values[0], *values[1:])
 
     monkeypatch.setattr(EfficientGRPOTrainer, "_score", off_by_a_percent)
@@ -81,8 +90,62 @@ def test_groups_with_nothing_to_learn_get_advantages_and_it_can_fail(compare, mo
     assert not verdict(steps, "half precision")[0]
 
 
+def same(steps, phases):
+    for step in steps:
+        # float32: another order of additions
+        assert step.apart[0] < 1e-6 and 0 < step.apart[1] < 1e-4
+        assert min(step.norms[STOCK], step.norms[OURS]) > 1e-3
+        assert set(step.seconds) == {(who, phase) for who in (STOCK, OURS) for phase in phases}
+        assert 0.0 < step.tokens_fraction < 1.0
+    assert steps[0].norms[STOCK] != steps[1].norms[STOCK]  # the weights moved
+
+
+def test_rloo(compare):
+    status, said, steps = compare("--trainer rloo --steps 2")
+    assert status == 0, said
+    same(steps, PHASES)
+    share = sum(step.tokens_fraction for step in steps) / 2
+    assert f"policy passes: {share:.1%} of the padded ones" in said and "scoring: " in said
+
+
+def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, place):
+    status, said, steps = compare("--steps 2", "dpo.yaml")
+    assert status == 0, said
+    same(steps, PHASES[1:])
+    assert "precompute_ref_log_probs: True is taken as False" in said and "scoring: " not in said
+    assert not (place / "runs").exists()
+    right = Door._output
+
+    def off_by_a_percent(self, *arguments):
+        output = right(self, *arguments)
+        output.log_probs = 1.01 * output.log_probs
+        return output
+
+    monkeypatch.setattr(Door, "compare_with_stock", lambda *arguments, **more: None)
+    monkeypatch.setattr(Door, "_output", off_by_a_percent)
+    status, said, steps = compare("--steps 1", "dpo.yaml")
+    assert status == 1 and said.splitlines()[-1].startswith("DIFFERENT (float32): ")
+    with pytest.raises(UserError, match=r"pairs=none.jsonl: no such file; `trl-fsdp-qlora dpo` with this recipe"):
+        compare("--pairs none.jsonl", "dpo.yaml")
+
+
+def test_a_shipped_recipe_says_its_trainer():
+    def trainer_of(name: str) -> str:
+        return module._trainer_of(module.with_recipe(["--config", name]), None)
+
+    model = "SmolLM2-135M-Instruct"
+    assert trainer_of(f"{model}/rloo/basic_arithmetic") == "rloo"
+    assert trainer_of(f"{model}/dpo/svamp_pairs") == "dpo"
+    assert trainer_of(f"{model}/grpo/svamp") == "grpo"
+    with pytest.raises(
+        UserError, match="a recipe of sft cannot be compared: compare takes recipes of grpo, rloo, dpo"
+    ):
+        trainer_of(f"{model}/sft/svamp")
+
+
 def test_what_cannot_be_compared(compare):
     reasons = {
+        "--trainer kto": "--trainer kto cannot be compared: compare takes recipes of grpo, rloo, dpo",
         "--accelerate_config fsdp2_qlora": "compare runs in one process: leave --accelerate_config out",
         "--steps none": "--steps none is not a number of steps",
         "--value_samples 4": r"stock TRL has no A\*-PO to compare with",

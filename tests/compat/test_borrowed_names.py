@@ -28,6 +28,9 @@ ELSEWHERE = {
     "bitsandbytes": "_convert_weight_packed_for_cpu_inverse _functions",
     "transformers, of a config that came from the Hub": "_commit_hash",
     "TRL, of a trainer with vLLM and of its engine": "_last_loaded_step _llm_weights_sleeping",
+    "accelerate, where mixed precision keeps the forward that it wraps": "_original_forward",
+    "TRL, of the DPO trainer": "_is_vision_dataset",
+    "transformers, of training arguments": "_n_gpu",
     "this package, a mark on a model whose weights FSDP2 keeps gathered": "_is_gathered",
 }
 

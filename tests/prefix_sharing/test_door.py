@@ -13,7 +13,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade
 from trl_fsdp_qlora.prefix_sharing.door import open_door
 
 from .helpers import (
@@ -405,3 +405,17 @@ def test_each_model_has_a_door_of_its_own():
     open_door(copied, attention="off")
     assert_equal_outputs(ours, call(copied, batch), batch["labels"])
     assert (ours.log_probs - call(model, batch).log_probs).abs().max() > 1e-3
+
+
+def test_rows_that_begin_alike_are_compared_wherever_they_stand(monkeypatch):
+    """In a batch of pairs, all chosen and then all rejected, the first and the last rows have nothing in common."""
+    monkeypatch.setattr(cascade, "merge", lambda out, lse, ancestor_out, ancestor_lse: out)  # ancestors are not seen
+    model = share_prompts(build("llama"))
+    prompts = [torch.arange(3 + i, 23 + i) for i in range(0, 32, 4)]
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.cat([prompt, torch.randint(3, 60, (6,), generator=draw)]) for prompt in prompts * 2]
+    ids = torch.stack(rows)
+    labels = ids.clone()
+    labels[:, :20] = -100
+    model(input_ids=ids, labels=labels, fused_lm_head=True)
+    assert "difference in log-probability" in model.prompt_sharing.describe()

@@ -202,7 +202,8 @@ def test_the_merged_model_has_pefts_logits_and_a_folder_that_is_there_stays(trai
     plain, unmerged = logits_of(load_model(base)), logits_of(load_model(base, adapter))
     merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert merged.dtype == torch.float32 and not hasattr(merged, "peft_config")
-    assert (logits_of(merged) - unmerged).abs().max() <= 1e-6 and (plain - unmerged).abs().max() > 0.1
+    # A merged weight is rounded once more, to half a step of float32 (6e-8 of it), in each of some twenty products.
+    assert (logits_of(merged) - unmerged).abs().max() <= 4e-6 and (plain - unmerged).abs().max() > 0.1
     rounded = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "m"), dtype="auto").state_dict()
     for (
         name,

@@ -108,8 +108,9 @@ PER_ROW = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_is_token_identical_for_prompts_with_images(name, tmp_path):
     """Against transformers' loop on a batch that holds each image per row."""
-    model, ids, mask, vision = with_images(name)
-    ids, mask = ids[:, :-COMPLETION], mask[:, :-COMPLETION]
+    model, batch = with_images(name)
+    vision = {**batch.vision, "num_images": batch.num_images}
+    ids, mask = batch.input_ids[:, :-COMPLETION], batch.attention_mask[:, :-COMPLETION]
     prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
     vision = {n: x[:, :-COMPLETION] if n.endswith("token_type_ids") else x for n, x in vision.items()}
     config, decoding = greedy(suppress_tokens=[IMAGE]), Decoding()

@@ -6,8 +6,9 @@ import sys
 
 from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.prefix_sharing.door import PassFigures
 from trl_fsdp_qlora.run.plain import counted
-from trl_fsdp_qlora.telemetry.startup import startup_block
+from trl_fsdp_qlora.telemetry.startup import packed_pass_line, startup_block
 
 
 def headings(made) -> dict[str, list[str]]:
@@ -59,6 +60,41 @@ def test_the_block_has_its_lines_for_itself_beside_a_progress_bar(tmp_path, monk
     trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, disable_tqdm=False, max_steps=1).train()
     lines = [line.split("\r")[-1].strip() for line in screen.getvalue().split("\n")]
     assert "trl-fsdp-qlora" in lines and "0%" in screen.getvalue(), lines
+
+
+def test_the_first_packed_pass_says_how_many_tokens_were_computed_by_level(tmp_path, monkeypatch, capsys):
+    made = trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, max_steps=2, gradient_accumulation_steps=2)
+    batches, step = [], made.training_step
+
+    def noted_step(model, inputs, *more):
+        loss = step(model, inputs, *more)
+        batches.append(made._buffered_inputs[(made._step - 1) % made.args.steps_per_generation])
+        return loss
+
+    monkeypatch.setattr(made, "training_step", noted_step)
+    made.train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first packed pass")]
+    batch = batches[0]
+    rows = zip(
+        batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"], batch["completion_mask"], strict=True
+    )
+    # The last token predicts none, and is not computed.
+    rows = [[*p[m.bool()].tolist(), *c[n.bool()].tolist()][:-1] for p, m, c, n in rows]
+    padded = len(rows) * (batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1])
+    found = re.fullmatch(r"first packed pass: ([\d,]+) of ([\d,]+) padded tokens computed \((.*)\)", line)
+    computed, of = (int(group.replace(",", "")) for group in found.groups()[:2])
+    levels = [int(part.split()[0]) for part in found[3].split(", ")]
+    trie = len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+    assert trie <= computed < sum(map(len, rows)) <= of == padded
+    assert sum(levels) == computed and len(levels) > 1 and found[3].startswith(f"{levels[0]} in the roots, ")
+    assert packed_pass_line(PassFigures(3296, 28672, [768, 512, 2016])) == (
+        "first packed pass: 3,296 of 28,672 padded tokens computed (768 in the roots, 512 on level 1, 2,016 on level 2)"
+    )
+
+
+def test_a_padded_pass_says_nothing_of_the_kind(tmp_path, capsys):
+    trainer(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, prefix_sharing="off", max_steps=1).train()
+    assert "packed pass" not in capsys.readouterr().out
 
 
 def test_what_was_switched_off_and_what_runs_as_stock(tmp_path):

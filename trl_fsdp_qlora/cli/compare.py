@@ -1,7 +1,9 @@
-"""usage: trl-fsdp-qlora compare --config FILE.yaml [--steps 3] [any field]
+"""usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer grpo|rloo|dpo] [--steps 3] [any field]
 
-Takes a few steps of a GRPO recipe with stock TRL's GRPOTrainer and with this package's, in one process, on the same prompts,
-completions, rewards and weights; prints losses and gradients beside each other, and seconds of scoring and of loss and backward.
+Takes a few steps of a GRPO, RLOO or DPO recipe with stock TRL's trainer and with this package's, in one process, on the same
+prompts, completions, rewards (or preference pairs) and weights; prints losses and gradients of both, seconds of scoring and of
+loss and backward, and how many of the padded tokens this package computes.
+Without --trainer it is the one whose fields the recipe has, and GRPO if several would do.
 Nothing is saved of the training, and the recipe's output_dir is left alone.
 The exit status is 0 where both are equal within rounding, 1 where they are not, 2 for input that cannot be compared.
 """
@@ -15,27 +17,36 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer, ModelConfig
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, ModelConfig, RLOOConfig, RLOOTrainer
 
-from .. import EfficientGRPOConfig, EfficientGRPOTrainer
+from .. import (
+    EfficientDPOConfig,
+    EfficientDPOTrainer,
+    EfficientGRPOConfig,
+    EfficientGRPOTrainer,
+    EfficientRLOOConfig,
+    EfficientRLOOTrainer,
+)
 from ..compat.replaced import replaced
 from ..compat.trl import joined_images
 from ..errors import UserError
 from ..grpo.groups import micro_batches
 from ..prefix_sharing.dropout import draws
-from ..recipe.arguments import ScriptArguments, parse_recipe
+from ..recipe.arguments import ScriptArguments, parse_recipe, read_yaml
 from ..recipe.checks import check_recipe
 from ..recipe.datasets import load_data
+from ..recipe.pairs import DPOScriptArguments, read_pairs
 from ..recipe.runner import build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
 from ..run.one_line import take
+from ..run.threads import fit_threads
 from ..telemetry import terminal
 from ..telemetry.startup import StartupCallback
 from .recipes import all_recipes
@@ -43,11 +54,35 @@ from .scripts import LAUNCHER, method_of, with_recipe
 
 STOCK, OURS = "stock TRL", "this package"
 PHASES = ("scoring", "loss and backward")
+
+
+@dataclass(frozen=True)
+class Method:
+    """Stock TRL's trainer and this package's, their configs, and the arguments of its recipes."""
+
+    stock: type
+    ours: type
+    stock_config: type
+    config: type
+    script: type
+
+
+METHODS = {
+    "grpo": Method(GRPOTrainer, EfficientGRPOTrainer, GRPOConfig, EfficientGRPOConfig, ScriptArguments),
+    "rloo": Method(RLOOTrainer, EfficientRLOOTrainer, RLOOConfig, EfficientRLOOConfig, ScriptArguments),
+    "dpo": Method(DPOTrainer, EfficientDPOTrainer, DPOConfig, EfficientDPOConfig, DPOScriptArguments),
+}
 # What a run would start that a comparison does not need.
-_QUIET = (
-    "--skip_accuracy true --report_to none --save_strategy no --eval_strategy no --load_best_model_at_end false "
-    "--push_to_hub false --log_completions false --disable_tqdm true"
-)
+_QUIET = {
+    "skip_accuracy": "true",
+    "report_to": "none",
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "load_best_model_at_end": "false",
+    "push_to_hub": "false",
+    "log_completions": "false",
+    "disable_tqdm": "true",
+}
 # What would make the two trainers differ by design: (field, value, why).
 _LEVELLED = (
     ("token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have"),
@@ -55,6 +90,7 @@ _LEVELLED = (
     ("prompt_selection", "off", "it changes which prompts are trained on, which stock TRL cannot"),
     ("num_generations_first", None, "groups grow in two parts, which stock TRL's do not"),
     ("use_vllm", False, "completions come from transformers, and what is compared is the loss"),
+    ("precompute_ref_log_probs", False, "both compute the reference in their steps, so that it is compared, too"),
     ("lora_dropout", 0.0, "each trainer would draw masks of its own"),
 )
 # In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on new
@@ -72,15 +108,19 @@ def compare(words: list[str]) -> int:
     terminal.no_bars_in_files()
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
-        script, config, model, count = _parsed(words, folder)
-        trainers, done = _trainers(script, config, model, load_data(script)[0]), []
+        method, script, config, model, count = _parsed(words, folder)
+        train = _pairs(script) if method is METHODS["dpo"] else load_data(script)[0]
+        trainers, done = _trainers(method, script, config, model, train), []
         for number, step in enumerate(_steps(trainers, count)):
             print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
             done += [step] if number else []
     ours = trainers[OURS]
-    for phase in PHASES:
+    for phase in (phase for phase in PHASES if (OURS, phase) in done[0].seconds):
         seconds = [statistics.median(step.seconds[name, phase] for step in done) for name in (STOCK, OURS)]
         print(f"{phase}: {seconds[0]:.4f} s and {seconds[1]:.4f} s ({seconds[0] / seconds[1]:.2f}×)")
+    fractions = [step.tokens_fraction for step in done if step.tokens_fraction is not None]
+    if fractions:
+        print(f"tokens computed by this package's policy passes: {statistics.mean(fractions):.1%} of the padded ones")
     print(f"medians of {len(done)}, stock TRL first; {ours.door.describe()}")
     half = ours.args.tf32 or ours.accelerator.mixed_precision != "no"
     half = half or any(p.dtype in (torch.bfloat16, torch.float16) for p in ours.model.parameters())
@@ -89,36 +129,64 @@ def compare(words: list[str]) -> int:
     return 0 if equal else 1
 
 
-def _parsed(words: list[str], folder: str) -> tuple[ScriptArguments, EfficientGRPOConfig, ModelConfig, int]:
-    """(script, config, model, steps) of a recipe that can be compared; prints what is levelled."""
+def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any, ModelConfig, int]:
+    """(method, script, config, model, steps) of a recipe that can be compared; prints what is levelled."""
     launcher, rest = take(words, LAUNCHER)
     if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock TRL trains "
             "no 4-bit base: there is nothing to compare with.)"
         )
-    own, rest = take(rest, ("--steps",))
+    own, rest = take(rest, ("--steps", "--trainer"))
     steps = own.get("--steps", "3")
     if not steps.isdigit() or not int(steps):
         raise UserError(f"--steps {steps} is not a number of steps; try 3")
     rest = with_recipe(rest)
     if not rest:
         raise UserError("compare needs a recipe: --config FILE.yaml")
-    path = take(rest, ("--config",))[0].get("--config")
-    command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), "grpo")
-    method = method_of(rest)
-    if method is not EfficientGRPOConfig or command != "grpo":
-        name = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method.__name__, command)
-        raise UserError(f"stock TRL has no {name} to compare with: compare takes recipes of `trl-fsdp-qlora grpo`")
-    words = [*rest, *_QUIET.split(), "--output_dir", f"{folder}/run"]
-    script, config, model = parse_recipe((ScriptArguments, EfficientGRPOConfig, ModelConfig), words)
+    method = METHODS[_trainer_of(rest, own.get("--trainer"))]
+    known = {item.name for kind in (method.script, method.config) for item in fields(kind)}
+    quiet = [word for name, value in _QUIET.items() if name in known for word in (f"--{name}", value)]
+    words = [*rest, *quiet, "--output_dir", f"{folder}/run"]
+    script, config, model = parse_recipe((method.script, method.config, ModelConfig), words)
     check_recipe(script, config, model)
     for name, value, why in _LEVELLED:
         holder = model if name == "lora_dropout" else config
-        if (given := getattr(holder, name)) != value:
+        if (given := getattr(holder, name, value)) != value:
             setattr(holder, name, value)
             print(f"{name}: {given} is taken as {value} here: {why}", flush=True)
-    return script, config, model, int(steps)
+    return method, script, config, model, int(steps)
+
+
+def _trainer_of(words: list[str], asked: str | None) -> str:
+    """Which of `METHODS` the recipe in `words` is of: the one that was `asked` for, or the one whose fields it has."""
+    takes = f"compare takes recipes of {', '.join(METHODS)}"
+    if asked is not None:
+        if asked not in METHODS:
+            raise UserError(f"--trainer {asked} cannot be compared: {takes}")
+        return asked
+    path = take(words, ("--config",))[0].get("--config")
+    command = next((recipe.command for recipe in all_recipes() if path and recipe.path == Path(path)), None)
+    if command is None:
+        used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+        used |= set(read_yaml(path)) if path else set()
+        used -= {"config", "debug_errors", "env", "stage"}
+        for name, method in METHODS.items():
+            if used <= {item.name for kind in (method.script, method.config, ModelConfig) for item in fields(kind)}:
+                return name
+        command = "grpo"  # whose parser names what it does not know
+    kind = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method_of(words).__name__)
+    if command not in ("rloo", "dpo") and kind is not None:
+        raise UserError(f"stock TRL has no {kind} to compare with: {takes}")
+    if command not in METHODS:
+        raise UserError(f"a recipe of {command} cannot be compared: {takes}")
+    return command
+
+
+def _pairs(script: DPOScriptArguments) -> Any:
+    if not Path(script.pairs).is_file():
+        raise UserError(f"pairs={script.pairs}: no such file; `trl-fsdp-qlora dpo` with this recipe writes it")
+    return read_pairs(script.pairs)
 
 
 @dataclass
@@ -130,6 +198,7 @@ class Step:
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     advantage: float = 0.0  # mean |advantage|
     advantages_apart: float = 0.0  # largest difference, of one completion
+    tokens_fraction: float | None = None  # computed by our policy passes, of the padded tokens
     drawn: bool = False  # advantages are from a fixed seed, since every group's rewards were all equal
 
     @property
@@ -167,15 +236,23 @@ class _Ready(TrainerCallback, Exception):
         raise self
 
 
-def _trainers(script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
+def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
     """Both trainers with weights of their own, as `train` makes them ready for a first step."""
     stock_config = copy.deepcopy(config)
-    stock_config.__class__ = GRPOConfig  # what it holds beside TRL's fields is not read there
-    ours = build_trainer(EfficientGRPOTrainer, script, config, model, train)
+    stock_config.__class__ = method.stock_config  # what it holds beside TRL's fields is not read there
+    is_online = method is not METHODS["dpo"]
+    if is_online:
+        ours = build_trainer(method.ours, script, config, model, train)
+    else:
+        given = model_arguments(config, model)
+        ours = method.ours(model.model_name_or_path, args=config, train_dataset=train, **given)
+        fit_threads(ours.model)
     given = model_arguments(stock_config, model, "images" in train.column_names)
     # Stock TRL's `all-linear` adapts a vision tower, too; here both train the same weights.
     given["peft_config"] = language_model_only(given["peft_config"], model.model_name_or_path, model.model_revision)
-    stock = GRPOTrainer(model.model_name_or_path, reward_functions(script), stock_config, train, **given)
+    if is_online:
+        given["reward_funcs"] = reward_functions(script)
+    stock = method.stock(model.model_name_or_path, args=stock_config, train_dataset=train, **given)
     for trainer in (stock, ours):
         trainer.remove_callback(StartupCallback)
         trainer.add_callback(_Ready())
@@ -203,44 +280,61 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     """A step that warms up, then `steps` more: both trainers begin each with the same weights; ours makes the step."""
     ours = trainers[OURS]
     args, endless = ours.args, itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
-    # The sampler gives the prompts of a generation batch once for every time that it is used.
-    batches = itertools.islice(endless, 0, None, args.steps_per_generation * args.num_iterations)
+    is_online = hasattr(ours, "num_generations")
     for i in range(steps + 1):
-        step, rows, scored = Step(), next(batches), {}
+        step = Step()
         weights = _trainable(ours)
         with torch.no_grad():
             for name, weight in _trainable(trainers[STOCK]).items():
                 weight.copy_(weights[name])
-        drawn = {name: _once(getattr(ours, name)) for name in ("_generate", "_calculate_rewards")}
-        with replaced(ours, **drawn):
-            ours._generate_and_score_completions(copy.deepcopy(rows))
         order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
-        for who in order:
-            with replaced(trainers[who], **drawn), _timed(trainers[who], step, who, "scoring"):
-                scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
-        advantages = {who: batch["advantages"] for who, batch in scored.items()}
-        step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
-        if not any(values.any() for values in advantages.values()):  # both policy gradients would be zero
-            step.drawn = True
-            fixed = torch.randn(advantages[STOCK].shape, generator=torch.Generator().manual_seed(0))
-            for who, values in advantages.items():
-                scored[who]["advantages"] = fixed.to(values)
-        step.advantage = scored[STOCK]["advantages"].abs().mean().item()
+        if is_online:
+            # The sampler gives the prompts of a generation batch once for every time that it is used.
+            rows, *_ = itertools.islice(endless, args.steps_per_generation * args.num_iterations)
+            parts = _completions(trainers, rows, step, order)
+        else:
+            batches = list(itertools.islice(endless, args.gradient_accumulation_steps))
+            parts = {who: copy.deepcopy(batches) for who in order}
         for who in order:
             trainer = trainers[who]
             torch.manual_seed(args.seed)
-            parts = micro_batches(scored[who], trainer.num_generations, 0, args.steps_per_generation)
-            parts = [joined_images(copy.copy(part)) for part in parts[: args.gradient_accumulation_steps]]
             trainer.optimizer.zero_grad()
             with replaced(trainer, _prepare_inputs=lambda part: part), _timed(trainer, step, who, "loss and backward"):
-                losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts]
+                losses = [trainer.training_step(trainer.model_wrapped, part, None) for part in parts[who]]
             step.losses[who] = sum(losses).item()
+            fractions = trainer._metrics["train"].get("prefix_sharing/policy/tokens_fraction")
+            if fractions:
+                step.tokens_fraction = statistics.mean(fractions)
             trainer._metrics["train"].clear()
         step.norms = _gradient_norms(trainers)
         if i:
             ours.optimizer.step()
             ours.lr_scheduler.step()
         yield step
+
+
+def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[str]) -> dict[str, list]:
+    """Each trainer's micro-batches of the same completions and rewards for the prompts of `rows`."""
+    ours, scored, parts = trainers[OURS], {}, {}
+    drawn = {name: _once(getattr(ours, name)) for name in ("_generate", "_calculate_rewards")}
+    with replaced(ours, **drawn):
+        ours._generate_and_score_completions(copy.deepcopy(rows))
+    for who in order:
+        with replaced(trainers[who], **drawn), _timed(trainers[who], step, who, "scoring"):
+            scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
+    advantages = {who: batch["advantages"] for who, batch in scored.items()}
+    step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
+    if not any(values.any() for values in advantages.values()):  # both policy gradients would be zero
+        step.drawn = True
+        fixed = torch.randn(advantages[STOCK].shape, generator=torch.Generator().manual_seed(0))
+        for who, values in advantages.items():
+            scored[who]["advantages"] = fixed.to(values)
+    step.advantage = scored[STOCK]["advantages"].abs().mean().item()
+    for who in order:
+        torch.manual_seed(ours.args.seed)
+        slices = micro_batches(scored[who], ours.num_generations, 0, ours.args.steps_per_generation)
+        parts[who] = [joined_images(copy.copy(part)) for part in slices[: ours.args.gradient_accumulation_steps]]
+    return parts
 
 
 @contextlib.contextmanager

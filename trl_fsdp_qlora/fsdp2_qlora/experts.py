@@ -10,7 +10,7 @@ There are two ways to compute. On a CPU, and wherever a card has no grouped prod
 bitsandbytes' own 4-bit product, and no other. That is a loop over 128 experts with a wait for the number of tokens of each, tens of
 thousands of kernel launches per forward of Qwen3-30B-A3B (docs/launches.md). On a GPU the experts of a layer are therefore
 dequantized in a few calls, as many at once as `SCRATCH_BYTES` hold, and multiplied with their tokens by
-`torch.nn.functional.grouped_mm`; the host never learns how many tokens an expert got. Nothing dense outlives a product either
+`torch.nn.functional.grouped_mm`, or by a kernel of ours where that is a loop (grouped_product.py); the host never learns how many tokens an expert got. Nothing dense outlives a product either
 way, in the backward neither.
 
 LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format; its update is computed on
@@ -31,6 +31,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from ..compat.peft import lora_factors_beside_the_weight
+from .grouped_product import grouped_mm_is_a_loop, multiply_groups
 from .loading import SCRATCH_BYTES
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
 
@@ -198,18 +199,23 @@ def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torc
     x_SK, (out_features, in_features) = x_SK.contiguous(), layout.shape
     at_once = max(1, SCRATCH_BYTES // (out_features * in_features * x_SK.dtype.itemsize))
 
-    def product(x, experts: slice, ends):
-        dense = dequantize_rows(rows_EB[experts], layout, x.dtype)
-        return nn.functional.grouped_mm(x, dense.transpose(1, 2) if transposed else dense, offs=ends)
+    def weights(experts: slice) -> torch.Tensor:
+        dense = dequantize_rows(rows_EB[experts], layout, x_SK.dtype)
+        return dense.transpose(1, 2) if transposed else dense
 
-    if len(rows_EB) <= at_once:
-        return product(x_SK, slice(None), ends)
-    # Groups begin at the first row. The host does not know where those of these experts do, so the rows are turned until they do.
     out = x_SK.new_empty(len(x_SK), out_features if transposed else in_features)
+    parts = [slice(first, first + at_once) for first in range(0, len(rows_EB), at_once)]
+    if grouped_mm_is_a_loop(x_SK):
+        bounds = nn.functional.pad(ends, (1, 0))
+        if all(multiply_groups(x_SK, weights(part), bounds[part.start : part.stop + 1], out) for part in parts):
+            return out
+    if len(parts) == 1:
+        return nn.functional.grouped_mm(x_SK, weights(parts[0]), offs=ends)
+    # Groups begin at the first row. The host does not know where those of these experts do, so the rows are turned until they do.
     row_S, begin = torch.arange(len(x_SK), device=x_SK.device), torch.zeros_like(ends[0])
-    for first in range(0, len(rows_EB), at_once):
-        part = slice(first, first + at_once)
-        turned = product(x_SK[(row_S + begin) % len(x_SK)], part, ends[part] - begin)
+    for part in parts:
+        turned = x_SK[(row_S + begin) % len(x_SK)]
+        turned = nn.functional.grouped_mm(turned, weights(part), offs=ends[part] - begin)
         end = ends[part][-1]
         theirs = (row_S >= begin) & (row_S < end)
         # What lies behind the last group was never written.

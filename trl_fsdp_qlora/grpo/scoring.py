@@ -107,14 +107,19 @@ class ScoringThroughTheDoor:
             kind = "reference"
         else:
             kind = "old_policy"
-        is_phase = self.model.training and kind in ("old_policy", "reference")
-        with self.clock.phase(f"{kind}_pass") if is_phase else nullcontext():
-            return self._score(stock, wanted, kind, arguments)
+        return self._score(stock, wanted, kind, arguments)
 
     def _score(
         self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
     ) -> LogProbs:
         """A pass of a kind: `stock` is TRL's, with its `arguments` but for the model."""
+        is_phase = self.model.training and kind in ("old_policy", "reference")
+        with self.clock.phase(f"{kind}_pass") if is_phase else nullcontext():
+            return self._score_through_the_door(stock, wanted, kind, arguments)
+
+    def _score_through_the_door(
+        self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
+    ) -> LogProbs:
         door = self.reference_door if wanted.model is self.ref_model and self.ref_model is not None else self.door
         batch = _batch_of(arguments, wanted.image_keys)
         for_the_door = {}
@@ -142,9 +147,8 @@ class ScoringThroughTheDoor:
         logps_BC, entropies_BC, aux_loss = values
         if door.is_active and door.figures.tokens:
             self._add_metrics(door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}"))
-            if (
-                getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None
-            ):  # a quantile may fall on a tie
+            # A quantile may fall on a tie.
+            if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
                 entropies_BC = share_values(
                     entropies_BC, batch.input_ids, batch.attention_mask, arguments["logits_to_keep"]
                 )

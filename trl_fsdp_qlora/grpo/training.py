@@ -47,7 +47,7 @@ class EfficientTraining:
 
     def report_start(self, tokenize=None) -> None:
         """Let the start-up block be printed, with the first prompt as `tokenize` gives it; the last of a constructor."""
-        self.add_callback(StartupCallback(self.features, tokenize))
+        self.add_callback(StartupCallback(self.features, tokenize, lambda: self.door.figures))
         print_briefly(self)
 
     # --- phases ------------------------------------------------------------------------------------------------------

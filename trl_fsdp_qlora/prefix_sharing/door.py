@@ -34,7 +34,7 @@ from ..scoring.transfer import to_device
 from . import support
 from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .dropout import attention_reason, other_dropout, without_dropout
-from .forest import Forest, grow
+from .forest import Forest, grow, sort_by_prefix
 from .images import Images, fingerprints
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, lay_out, read_batch
 from .recurrent import SHORTEST, gathered_per_call, recurrent_layers
@@ -476,6 +476,10 @@ class Door:
                 return False
             if (False, bool(with_images)) in self.checked:
                 return True
+            if not has_images:
+                # Rows that begin alike are compared: in a batch of pairs (all chosen, all rejected) they are no neighbours.
+                order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
+                batch = batch.rows(order)
             through = _through_the_door(self.base, stock)
 
             def forward(arguments: dict[str, Any], **of_the_door) -> torch.Tensor:

@@ -88,7 +88,8 @@ def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
     forest, rows = layout.forest, []
     first_B, last_B = sequences.spans_B2.T
     for segment, row in enumerate(forest.source.tolist()):
-        if last_B[row] < 0:
+        # Of a batch without a label one token is computed, which may stand for a part of an image.
+        if last_B[row] < 0 or forest.place_BL[row, last_B[row]] < 0:
             continue
         place = forest.place_BL[row, first_B[row]]
         if forest.starts[segment] <= place < forest.starts[segment] + forest.lengths[segment]:
@@ -213,7 +214,7 @@ class Images:
         forest, device = layout.forest, batch.input_ids.device
         first_B, last_B = sequences.spans_B2.T
         segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
-        rows_with_images = np.flatnonzero((last_B >= 0) & (forest.place_BL[np.arange(len(last_B)), first_B] >= 0))
+        rows_with_images = np.flatnonzero((last_B >= 0) & (forest.place_BL[np.arange(len(last_B)), last_B] >= 0))
         head_B = np.arange(
             len(last_B)
         )  # the row whose positions another one takes up to its first token behind the images

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,25 @@ from torch import nn
 from ..checkpoints.disk import written_whole
 from ..rollout.completions import generate, over_ranks
 from .answers import DatasetError, answers_match, extract_answer, parse_gold
+from .arguments import ScriptArguments, option
 from .evaluation import encode, generation_configs
 
 FIELDS = ("prompt", "chosen", "rejected")
+
+
+@dataclass
+class DPOScriptArguments(ScriptArguments):
+    """[`ScriptArguments`], and where the preference pairs come from."""
+
+    pairs: str = option("pairs.jsonl", "File of preference pairs, one a line; written first where it is not there.")
+    pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
+    pair_samples: int = option(8, "Answers that the model gives to each of them, at temperature 1.")
+    pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
+    pair_worked: bool = option(
+        True,
+        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) where no answer of the model is right.",
+    )
+    max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
 
 
 def sample_pairs(

@@ -44,10 +44,9 @@ class GroupStatistics:
         extent = float(given_N.max() - given_N.min()) if len(given_N) else 0.0
         taught = 4 * float(variance_G[varied_G].sum()) * group_size / extent**2 if extent else 0.0
         trained = int(varied_G.sum()) * group_size
-        metrics = {
-            "groups/zero_variance_fraction": 1 - float(varied_G.double().mean()),
-            "groups/information": taught / drawn,
-        }
-        if trained:  # without any there is no such ratio
-            metrics["groups/drawn_per_trained"] = drawn / trained
+        metrics = {"groups/zero_variance_fraction": 1 - float(varied_G.double().mean())}
+        if drawn:  # `compare` gives two trainers the same completions, which neither has drawn
+            metrics["groups/information"] = taught / drawn
+            if trained:  # without any there is no such ratio
+                metrics["groups/drawn_per_trained"] = drawn / trained
         return metrics

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from ..compat.older_gpus import lacks_bf16
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..fsdp2_qlora.prepare import dense_shapes
+from ..prefix_sharing.door import PassFigures
 from ..run.nonfatal import nonfatal
 from ..run.plain import counted
 
@@ -113,19 +114,52 @@ def first_prompt(
     return f"the first training prompt, {counted(len(ids), 'token')}:\n{lines}"
 
 
-class StartupCallback(TrainerCallback):
-    """Prints the start-up block, for which `features` gives lines, and the first prompt once, on the main rank."""
+def packed_pass_line(figures: PassFigures) -> str:
+    """How many of the padded tokens a packed pass computed, by level of its forest."""
+    levels = [
+        f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(figures.levels)
+    ]
+    computed = f"{figures.tokens:,} of {figures.padded_tokens:,} padded tokens computed"
+    return f"first packed pass: {computed} ({', '.join(levels)})"
 
-    def __init__(self, features: Callable[[], list[tuple[str, str]]], tokenize: Callable[[list], tuple] | None):
-        self._features, self._tokenize = features, tokenize
+
+class StartupCallback(TrainerCallback):
+    """Prints what a run begins with, once, on the main rank.
+
+    Before the first step these are the start-up block, for which `features` gives lines, and the first prompt. After the
+    policy's first packed pass it is what `figures` (of the last one) says of it.
+    """
+
+    def __init__(
+        self,
+        features: Callable[[], list[tuple[str, str]]],
+        tokenize: Callable[[list], tuple] | None,
+        figures: Callable[[], PassFigures],
+    ):
+        self._features, self._tokenize, self._figures = features, tokenize, figures
+        self._awaits_pass = False
 
     @nonfatal("the start-up block")
     def on_train_begin(self, args, state, control, model=None, processing_class=None, train_dataloader=None, **kwargs):
+        self._awaits_pass = state.is_world_process_zero
         if not state.is_world_process_zero:
             return
         block = startup_block(args, model, state.max_steps, self._features())
         prompt = first_prompt(train_dataloader.dataset, self._tokenize, processing_class.decode)
-        text, encoding = "\n".join(filter(None, (block, prompt))), sys.stdout.encoding or "utf-8"
-        # Not `print`: transformers' progress bar is there by now, and the block's first line would stand behind it.
-        tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
+        _write("\n".join(filter(None, (block, prompt))))
+
+    @nonfatal("the line on the first packed pass")
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self._awaits_pass and (figures := self._figures()).tokens:
+            self._awaits_pass = False
+            _write(packed_pass_line(figures))
+
+    # Where no substep ends before it.
+    on_pre_optimizer_step = on_substep_end
+
+
+def _write(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    # Not `print`: transformers' progress bar is there by now, and the text's first line would stand behind it.
+    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()

@@ -1,0 +1,97 @@
+"""Products of groups of rows with a matrix each, where `torch.nn.functional.grouped_mm` is a loop.
+
+On compute capability 9 and 10 and in bfloat16 that is one kernel. On other cards (an A100, a 4090) and in float16 torch reads the
+groups' sizes on the host, which waits for the device, and calls one product per group: 128 for a projection of Qwen3-30B-A3B.
+This kernel finds its group on the device.
+"""
+
+# A kernel's annotations are read as text: `tl` is only there where Triton is.
+from __future__ import annotations
+
+import torch
+
+from ..compat.triton_kernels import jit, launch, runs, tl
+
+# Rows, columns and depth of a program's tile, and how many warps compute it.
+_TILE = {"ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 4}
+
+
+def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
+    """Whether torch's product of groups of rows like these is a product per group that this kernel replaces: halves, on a GPU."""
+    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return x.dtype == torch.float16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
+
+
+def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) -> bool:
+    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no others; `False` where Triton cannot.
+
+    Args:
+        x_SK: rows in order of their groups, contiguous.
+        weight_EKN: a matrix per group, in any strides.
+        ends: `(E + 1,)`, int32: where the first group begins and where each of them ends.
+        out_SN: contiguous.
+    """
+    if not runs(_product_kernel, x_SK):
+        return False
+    (groups, depth, columns), rows = weight_EKN.shape, len(x_SK)
+    # A group's last tile may be partial, and there may be nothing but these.
+    tiles = rows // _TILE["ROWS"] + min(groups, rows)
+    programs = tiles * -(-columns // _TILE["COLUMNS"])
+    sizes = groups, depth, columns, *weight_EKN.stride()
+    return launch(
+        _product_kernel, programs, x_SK, weight_EKN, out_SN, ends, *sizes, GROUPS=_power_of_two(groups), **_TILE
+    )
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@jit
+def _product_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    ends_ptr,
+    groups,
+    depth,
+    columns,
+    weight_group,
+    weight_depth,
+    weight_column,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    # One program per tile of the output; which group it belongs to follows from how many tiles those before have.
+    blocks = tl.cdiv(columns, COLUMNS)
+    tile = tl.program_id(0) // blocks
+    index = tl.arange(0, GROUPS)
+    there = index < groups
+    begin = tl.load(ends_ptr + index, mask=there, other=0)
+    end = tl.load(ends_ptr + index + 1, mask=there, other=0)
+    tiles = (end - begin + ROWS - 1) // ROWS
+    last = tl.cumsum(tiles, axis=0)
+    group = tl.sum((last <= tile).to(tl.int32), axis=0)
+    if group < groups:  # there are fewer tiles than programs
+        mine = index == group
+        first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * ROWS, 0), axis=0)
+        stop = tl.sum(tl.where(mine, end, 0), axis=0)
+        row = first + tl.arange(0, ROWS)
+        column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        row_there, column_there = (row < stop)[:, None], (column < columns)[None, :]
+        x_row = x_ptr + row.to(tl.int64)[:, None] * depth
+        weight_block = weight_ptr + group.to(tl.int64) * weight_group + column[None, :] * weight_column
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, depth, DEPTH):
+            place = start + tl.arange(0, DEPTH)
+            inside = place < depth
+            x = tl.load(x_row + place[None, :], mask=row_there & inside[None, :], other=0.0)
+            weight = tl.load(
+                weight_block + place[:, None] * weight_depth, mask=column_there & inside[:, None], other=0.0
+            )
+            total += tl.dot(x, weight, input_precision="ieee")  # float32 stays float32
+        out = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_there & column_there)
