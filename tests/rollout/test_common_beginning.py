@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from tests.distributed.launch import launch
 from tests.prefix_sharing.helpers import RECURRENT
 from tests.prefix_sharing.helpers import build as build_family
 from tests.rollout.test_decoding import MODELS, build, greedy, sampled
@@ -134,3 +136,32 @@ def test_positions_and_masks_of_ones_own_are_left_alone():
         }
         length = common_beginning.prefill_beginning(model, ids, kwargs | changed, greedy(), synced=False)[2]
         assert length == (0 if changed else len(BEGINNING))
+
+
+@pytest.mark.processes
+def test_ranks_prefill_a_beginning_on_their_own_all_or_none():
+    """Where forwards are collective, a rank that ran one more would wait for the others."""
+    launch(__file__)
+
+
+def rank() -> None:
+    model, mine = build("llama"), dist.get_rank()
+    alike = PROMPTS
+    unlike = [[3 + i, *prompt] for i, prompt in enumerate(PROMPTS)]
+    for prompts, splits in ((alike if mine else unlike, False), (alike, True)):
+        shapes = []
+        expected, _ = complete(model, prompts, greedy(), compact=False)
+        hook = model.register_forward_pre_hook(
+            lambda _module, _args, kwargs, shapes=shapes: shapes.append(tuple(kwargs["input_ids"].shape)),
+            with_kwargs=True,
+        )
+        completions, _ = complete(model, prompts, greedy(), synced=True)
+        hook.remove()
+        assert completions == expected
+        assert (shapes[0][0] == 1) == splits, shapes[:2]
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank()
+    dist.destroy_process_group()
