@@ -21,6 +21,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "recipes").rglob("README.md")),
+    ROOT / "examples" / "README.md",
 ]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 # A path of this repository in code: at least one slash, and an ending that files here have.

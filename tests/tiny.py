@@ -2,12 +2,16 @@
 
 import functools
 import json
+import random
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import GenerationConfig
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
+from trl.chat_template_utils import qwen3_chat_template
 
 from trl_fsdp_qlora.recipe.answers import completion_text
 from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
@@ -115,3 +119,70 @@ def trainer(cls, config_cls, output_dir, model=None, peft_config=None, reward=di
         processing_class=character_tokenizer(),
         peft_config=peft_config,
     )
+
+
+def save_tiny_vision_model(folder, seed: int = 0) -> str:
+    """An untrained LLaVA of half a million parameters with its processor in `folder`."""
+    from trl_fsdp_qlora.recipe.small_vision import new_vision_model, shapes_processor  # with Pillow
+
+    processor = shapes_processor()
+    new_vision_model(processor, seed).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def tool_tokenizer():
+    """A token per byte, and Qwen3's own chat template, whose tool calls TRL parses."""
+    vocabulary = {char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], extra_special_tokens=[special[1]]
+    )
+    fast.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    fast.chat_template = qwen3_chat_template
+    return fast
+
+
+def save_tool_calling_model(folder, name: str, arguments: dict) -> str:
+    """A checkpoint in `folder` that answers every prompt with one call of a tool, and a tool's result with another one.
+
+    Taught in seconds. Its layers see 16 tokens back, so what stands in front of an assistant's turn changes nothing.
+    """
+    tokenizer = tool_tokenizer()
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=2048, **size, **window, **ids
+        )
+    )
+    call = json.dumps({"name": name, "arguments": arguments})
+    answer = tokenizer(f"<tool_call>\n{call}\n</tool_call><|im_end|>")["input_ids"]
+    starts = [f"<|im_start|>assistant\n{thought}" for thought in ("", "<think>\n\n</think>\n\n")]
+    starts = [tokenizer(start)["input_ids"] for start in starts]
+    draw = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for step in range(180):
+        before = [[draw.randrange(len(tokenizer)) for _ in range(40)] for _ in range(4)]
+        input_ids = torch.tensor([[*row, *starts[step % 2], *answer] for row in before])
+        labels = input_ids.clone()
+        labels[:, : -len(answer)] = -100
+        loss = model(input_ids=input_ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.03, "it was not taught"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,98 @@
+"""Each script in examples/ runs as it stands, with a tiny model and two steps."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import run_launcher
+from tests.tiny import save_tiny_model, save_tiny_vision_model, save_tool_calling_model
+from trl_fsdp_qlora.prefix_sharing.door import Door
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+# What each one starts from; a script that is missing here has no test.
+MODELS = {
+    "dpo": save_tiny_model,
+    "environment": lambda folder: save_tool_calling_model(folder, "guess", {"number": 50}),
+    "grpo": save_tiny_model,
+    "loop": save_tiny_model,
+    "pictures": save_tiny_vision_model,
+    "qlora": save_tiny_model,
+    "rloo": save_tiny_model,
+    "tools": lambda folder: save_tool_calling_model(folder, "multiply", {"a": 12, "b": 13}),
+}
+
+
+@pytest.fixture
+def run_example(tmp_path, monkeypatch):
+    """Runs an example by its name in an empty folder; returns the names that it leaves."""
+
+    def run(name: str) -> dict:
+        model = MODELS[name](tmp_path / "tiny")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES[name]), "--model", model, "--steps", "2"])
+        return runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
+
+    return run
+
+
+def test_every_script_has_a_test_and_is_short_and_listed():
+    assert {*MODELS, "two_processes"} == set(EXAMPLES)
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.values():
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 70, path.name
+        assert f"[{path.name}]({path.name})" in page
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The door of each scored pass, in order."""
+    doors = []
+    score = Door.score
+    monkeypatch.setattr(Door, "score", lambda door, *call: doors.append(door) or score(door, *call))
+    return doors
+
+
+def check_that_prompts_were_shared(passes):
+    assert passes and all(door.is_active for door in passes), passes[-1].describe()
+    assert passes[-1].figures.tokens < passes[-1].figures.padded_tokens
+
+
+@pytest.mark.parametrize("name", ["grpo", "qlora", "pictures", "dpo", "rloo"])
+def test_it_trains_and_shares_prompts(name, run_example, tmp_path, passes):
+    trainer = run_example(name)["trainer"]
+    assert trainer.state.global_step == 2
+    assert (tmp_path / "runs" / name / "adapter_model.safetensors").is_file()
+    check_that_prompts_were_shared(passes)
+    if name == "qlora":
+        assert trainer.model.get_base_model().is_loaded_in_4bit
+
+
+def test_the_loop_shares_prompts(run_example, capsys, passes):
+    run_example("loop")
+    check_that_prompts_were_shared(passes)
+    assert "step 1: reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["tools", "environment"])
+def test_tools_are_called(name, run_example, tmp_path):
+    trainer = run_example(name)["trainer"]
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 2 and (tmp_path / "runs" / name / "adapter_model.safetensors").is_file()
+    assert all(row["tools/call_frequency"] > 0.5 and row["tools/failure_frequency"] < 0.5 for row in logged), logged
+    assert any(row["reward"] > 0 for row in logged)
+
+
+@pytest.mark.processes
+def test_two_processes(tmp_path):
+    model = save_tiny_model(tmp_path / "tiny")
+    script = [str(EXAMPLES["two_processes"]), "--model", model, "--steps", "2"]
+    words = ["trl-fsdp-qlora", "launch", "--config_file", "ddp_cpu", "--num_processes", "2", *script]
+    run = run_launcher(*words, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("2 processes, 2 steps") == 1
+    adapter = json.loads((tmp_path / "runs" / "two_processes" / "adapter_config.json").read_text())
+    assert adapter["peft_type"] == "LORA"
