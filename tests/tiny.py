@@ -83,6 +83,11 @@ def digit_share(completions, **_columns) -> list[float]:
     return [sum(c.isdigit() for c in text) / (1 + len(text)) + 0.01 * len(text) for text in texts]
 
 
+def even_start(completions, **_columns) -> list[float]:
+    """A reward of 0 or 1, equal within many groups: whether a completion starts with an even digit."""
+    return [float(completion_text(completion)[:1] in tuple("02468")) for completion in completions]
+
+
 def lora():
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
 

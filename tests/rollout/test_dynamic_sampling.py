@@ -15,9 +15,8 @@ from datasets import IterableDataset
 
 from tests.distributed.launch import launch
 from tests.rollout.test_decoding import greedy
-from tests.tiny import lora, prompts, trainer
+from tests.tiny import even_start, lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.recipe.rewards import completion_text
 from trl_fsdp_qlora.rollout.completions import complete
 from trl_fsdp_qlora.rollout.dynamic_sampling import DynamicSampling, ScoredRows, groups_with_variance
 
@@ -127,11 +126,6 @@ def test_every_prompt_comes_once_before_any_comes_twice():
 
 
 # --- in a trainer ---------------------------------------------------------------------------------------------------
-
-
-def even_start(completions, **_columns) -> list[float]:
-    """Equal within many groups: whether a completion starts with an even digit, or not at all for odd problems."""
-    return [float(completion_text(c)[:1] in tuple("02468")) for c in completions]
 
 
 def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, **changes):

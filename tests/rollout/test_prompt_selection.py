@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 
 from tests.distributed.launch import launch
-from tests.tiny import lora, prompts, trainer
+from tests.tiny import even_start, lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOConfig, TSPMOTrainer
-from trl_fsdp_qlora.recipe.rewards import completion_text
 from trl_fsdp_qlora.rollout.prompt_selection import PromptSelection, arms_of, spread_and_success
 
 NAN = float("nan")
@@ -160,6 +159,20 @@ def test_the_same_from_seed_and_state():
     assert resumed.history[:5] == first.history
 
 
+def test_a_group_that_grows_counts_once_as_new_and_once_for_what_it_was_chosen_for():
+    chooser = selection(4, explore=0.0)
+    for step in range(2):
+        indices = chooser.choose(4, step)
+        promised = dict(chooser.promised_for)
+        chooser.observe(indices, torch.tensor([[1.0], [0.0]] * 4), step)
+        once = [chooser.taught, chooser.promised, chooser.arm_groups[0]]
+        chooser.observe(indices, torch.tensor([[1.0], [1.0]] * 4), step)  # the rest of each group
+        assert [chooser.taught, chooser.promised, chooser.arm_groups[0]] == once
+        assert chooser.metrics()["prompt_selection/new_fraction"] == (step == 0)
+        assert chooser.successes.tolist() == [3 + 3 * 0.5 ** (step / 10) * step] * 4
+    assert chooser.promised == pytest.approx(sum(promised.values())) and len(promised) == 4
+
+
 def test_the_picture_has_what_was_chosen(tmp_path):
     dataset = Dataset.from_dict({"n": list(range(60)), "difficulty": ["easy", "middle", "hard"] * 20})
     chooser = selection(dataset=dataset, column="difficulty")
@@ -180,10 +193,6 @@ def test_the_history_of_another_dataset_starts_anew(caplog):
 
 
 # --- in a trainer ---------------------------------------------------------------------------------------------------
-
-
-def even_start(completions, **_columns) -> list[float]:
-    return [float(completion_text(c)[:1] in tuple("02468")) for c in completions]
 
 
 def make(folder, cls=EfficientGRPOTrainer, config_cls=EfficientGRPOConfig, **changes):

@@ -26,10 +26,11 @@ def grpo(
     """A trainer on sums; colocated unless `changes` say otherwise."""
     torch.manual_seed(0)
     given = {name: changes.pop(name, None) for name in GIVEN}
+    reward = changes.pop("reward", tiny.digit_share)
     args = tiny.config(config_class, folder, **{**SETTINGS, **changes})
     given |= {"processing_class": tokenizer or tiny.character_tokenizer()}
     given |= {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")}
-    return trainer_class(model, tiny.digit_share, args, dataset or tiny.prompts(), **given)
+    return trainer_class(model, reward, args, dataset or tiny.prompts(), **given)
 
 
 def on_quantized(checkpoint: str, folder, quantized: bool = True, **changes):

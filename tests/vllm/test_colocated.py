@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from tests import tiny
 from tests.vllm.runs import figures, grpo, on_quantized
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.grpo.mean_scaled import mean_scaled_advantages
 from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
 from trl_fsdp_qlora.rollout.completions import EngineModel, generate
 from trl_fsdp_qlora.rollout.engine import AdapterEngine
@@ -43,6 +44,39 @@ def test_a_run_moves_the_adapter_alone(start, method):
         with trainer.generating() as (model, lockstep):
             assert isinstance(model, EngineModel) and not lockstep
         assert trainer.vllm_generation.version == 5
+
+
+@pytest.mark.parametrize("method", ["grpo", "t_spmo"])
+def test_prompts_that_taught_and_groups_that_grow(start, method, monkeypatch):
+    """What is trained on is what the engine drew for the chosen prompts, in several requests of an optimizer step."""
+    classes = {"trainer_class": TSPMOTrainer, "config_class": TSPMOConfig} if method == "t_spmo" else {}
+    changes = {"prompt_selection": "history", "num_generations_first": 2, "dynamic_sampling": True}
+    changes |= {"scale_rewards": "mean", "max_completion_length": 3, "reward": tiny.even_start}
+    trainer = start(max_steps=4, **classes, **changes)
+    asked, versions = [], []
+    ask = trainer.vllm_generation.llm._llm.generate
+
+    def recorded(prompts, **options):
+        asked.append(len(prompts))
+        versions.append(options["lora_request"].lora_name)
+        return ask(prompts, **options)
+
+    monkeypatch.setattr(trainer.vllm_generation.llm._llm, "generate", recorded)
+    trainer.train()
+    # Two of four completions each first; then others in the place of groups that are equal, and the rest of those that are not.
+    assert asked[0] == 4 and len(asked) > 4
+    assert [name.rpartition("-")[2] for name in dict.fromkeys(versions)] == ["v1", "v2", "v3", "v4"]
+    assert asked == [2 * sum(row[1:9]) for row in trainer.prompt_selection.history]
+    # Each completion has its own log-probabilities behind it, whichever request it came from.
+    assert max(figures(trainer, DIFFERENCE)) < 1e-5
+    # The last batch: groups of four of the prompts that were chosen, with their own rewards.
+    prompts, completions = list(trainer._logs["prompt"])[-8:], list(trainer._logs["completion"])[-8:]
+    assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
+    rewards = torch.tensor(list(trainer._logs["rewards"]["even_start"])[-8:])
+    assert rewards.tolist() == tiny.even_start(completions)
+    if method == "grpo":
+        logged = torch.tensor(list(trainer._logs["advantages"])[-8:])
+        torch.testing.assert_close(logged, mean_scaled_advantages(rewards, 4))
 
 
 @pytest.mark.parametrize(

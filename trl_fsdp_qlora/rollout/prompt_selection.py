@@ -1,22 +1,24 @@
 """Prompts chosen by what they taught before (`prompt_selection="history"`).
 
-A group of completions teaches in proportion to the spread of its rewards: 4 p (1 - p) for rewards of 0 and 1, nothing where all are equal.
-What a prompt taught before says what it will teach, and costs nothing to look up:
+A group of completions teaches in proportion to the spread of its rewards: 4 p (1 - p) for rewards of 0 and 1, nothing
+if all are equal. What a prompt taught before says what it will teach, and costs nothing to look up:
 
     a prompt drawn before    4 p (1 - p) · trust    p ~ Beta(PRIOR + successes, PRIOR + failures)
     one never drawn          s                      s ~ Beta(1 + Σ spreads, 1 + Σ (1 - spreads)), sums over first draws in its arm
 
     trust = (1 + Σ spreads of prompts drawn again) / (1 + Σ values they were chosen for)
 
-Each generation batch draws these values once (Thompson sampling) and takes the prompts with the highest; a share of its places always
-goes over the dataset evenly, to prompts that were never drawn, or longest ago. All sums halve every few optimizer steps, because the policy moves. An arm is what
-prompts have in common: their value in a column that the user names, such as a difficulty. Without a column all prompts are one arm.
-The trust falls where prompts are learned faster than they are forgotten here, and new ones then take the place of old ones.
+Each generation batch draws these values once (Thompson sampling) and takes the prompts with the highest. A share of
+its places goes over the dataset evenly instead: to prompts that were never drawn, and then to those drawn longest ago.
+All sums halve every few optimizer steps, because the policy moves. An arm is what prompts have in common: their value
+in a column that the user names, such as a difficulty. Without a column all prompts are one arm. If prompts are learned
+as soon as they are drawn, the trust falls, and prompts that were never drawn take their place.
 
-The objective is the expected reward over the chosen prompts, not over the dataset: prompts that the policy always or never
-solves are hardly trained on, and what it could already do may be unlearned unnoticed by them. Each group is still drawn from the policy, so its gradient is what it would be without the choice.
+The objective is the expected reward over the chosen prompts, not over the dataset. Prompts that the policy always or
+never solves are hardly trained on. What it could already do may be unlearned without any of them showing it. Each
+group is still drawn from the policy, so the gradient of a chosen prompt is what it would be without the choice.
 
-Every rank holds the same state and draws the same numbers, as rewards are gathered before they are counted.
+Every rank holds the same state and draws the same numbers, since rewards are gathered before they are counted.
 """
 
 import math
@@ -38,6 +40,8 @@ CHOICES = ("off", "history")
 PRIOR = 0.25
 MOST_ARMS = 64  # values of a column; more numbers than that become TENTHS of their range by rank
 TENTHS = 10
+# How a group came out; the order of the columns of `PromptSelection.history`.
+OUTCOMES = ("none right", "fewer than half", "half and more", "all right")
 
 
 def spread_and_success(rewards_G: np.ndarray, lowest: float, highest: float) -> tuple[float, float]:
@@ -54,6 +58,13 @@ def spread_and_success(rewards_G: np.ndarray, lowest: float, highest: float) -> 
     at_the_ends = np.isin(units_G, (0.0, 1.0)).all()
     success = float(units_G.mean()) if at_the_ends else 0.5 - math.sqrt(0.25 - variance)
     return 4 * variance * len(units_G) / (len(units_G) - 1), success
+
+
+def outcome_of(spread: float, success: float) -> int:
+    """The place in `OUTCOMES` of a group."""
+    if spread == 0:
+        return 0 if success < 0.5 else 3
+    return 1 if success < 0.5 else 2
 
 
 def arms_of(dataset: Sequence[dict], column: str | None) -> tuple[list[int], list[str]]:
@@ -91,32 +102,57 @@ class PromptSelection:
         args: `seed`, `multi_objective_aggregation` and the fields `prompt_selection_*`.
         dataset: with an index.
         weights_K: weight of each reward function.
+
+    Attributes:
+        successes, failures, last_step: of each row; counts as of the step at which it was drawn last, -1 if it never
+            was.
+        arm_spread, arm_groups, arm_step: of each arm: what first draws in it taught, and how many they were, as of
+            `arm_step`.
+        taught, promised, again_step: of prompts drawn again: what they taught, and what they were chosen for, as of
+            `again_step`.
+        lowest, highest: of all rewards so far; of all functions if they are normalised one by one.
+        batches: how often prompts were chosen.
+        history: per draw of a batch: the step, groups by `OUTCOMES` that were drawn for the first time, groups by
+            `OUTCOMES` that were drawn before, and groups by arm.
     """
 
     def __init__(self, args: Any, dataset: Sequence[dict], weights_K: torch.Tensor):
-        self.dataset, self.weights_K, self.seed = dataset, weights_K, args.seed
-        self.explore, self.half_life = args.prompt_selection_explore, args.prompt_selection_half_life
-        self.each = args.multi_objective_aggregation == "normalize_then_sum"
-        arms_of_rows, self.arm_names = arms_of(dataset, args.prompt_selection_column)
-        self.arms, arms = np.asarray(arms_of_rows), len(self.arm_names)
+        self.dataset = dataset
+        self.weights_K = weights_K
+        self.seed = args.seed
+        self.explore = args.prompt_selection_explore
+        self.half_life = args.prompt_selection_half_life
+        self.normalizes_each_reward = args.multi_objective_aggregation == "normalize_then_sum"
+
+        arm_of_row, self.arm_names = arms_of(dataset, args.prompt_selection_column)
+        self.arm_of_row = np.asarray(arm_of_row)
+        arms = len(self.arm_names)
         # In which prompts are drawn for the first time: all of them, and those of each arm.
         self.order = np.random.default_rng(self.seed).permutation(len(dataset))
-        self.arm_order = [self.order[self.arms[self.order] == arm] for arm in range(arms)]
-        # Counts as of the step at which a prompt, or an arm, was drawn last; -1: never.
-        self.successes, self.failures = np.zeros(len(dataset)), np.zeros(len(dataset))
+        self.order_in_arm = [self.order[self.arm_of_row[self.order] == arm] for arm in range(arms)]
+
+        self.successes = np.zeros(len(dataset))
+        self.failures = np.zeros(len(dataset))
         self.last_step = np.full(len(dataset), -1)
-        self.arm_spread, self.arm_groups, self.arm_step = np.zeros(arms), np.zeros(arms), np.zeros(arms)
-        # Of prompts drawn again: what they taught, and what they were chosen for.
-        self.taught, self.promised, self.again_step = 0.0, 0.0, 0
-        self.value_of: dict[int, float] = {}  # of the prompts of this batch that were drawn before
-        self.lowest, self.highest = np.inf, -np.inf  # of all rewards so far; with `each`, of all functions
+        self.arm_spread = np.zeros(arms)
+        self.arm_groups = np.zeros(arms)
+        self.arm_step = np.zeros(arms)
+        self.taught = 0.0
+        self.promised = 0.0
+        self.again_step = 0
+        self.lowest = np.inf
+        self.highest = -np.inf
         self.batches = 0
+        self.history: list[list[int]] = []
+
+        # Of the generation batch that is being drawn.
         self.in_batch: set[int] = set()
-        self.history: list[list[int]] = []  # for the picture
+        self.new_in_batch: set[int] = set()
+        self.promised_for: dict[int, float] = {}  # what each prompt drawn before is chosen for, until it is drawn
 
     @classmethod
     def of(cls, args: Any, dataset: Any, weights_K: torch.Tensor) -> "PromptSelection | None":
-        """As the constructor; `None` where `prompt_selection` is off or the dataset has nothing to choose among."""
+        """As the constructor; `None` if `prompt_selection` is off or the dataset has nothing to choose among."""
         if args.prompt_selection == "off" or dataset is None:
             return None
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -130,8 +166,8 @@ class PromptSelection:
         )
         return None
 
-    def _age(self, step: int, since: Any) -> Any:
-        """What a count as of step `since` is worth at `step`."""
+    def _kept(self, step: int, since: Any) -> Any:
+        """The part that is left at `step` of a count as of step `since`."""
         return 0.5 ** ((step - since) / self.half_life)
 
     # --- choosing -----------------------------------------------------------------------------------------------------
@@ -143,46 +179,66 @@ class PromptSelection:
         """
         random = np.random.default_rng([self.seed, self.batches])
         self.batches += 1
-        self.in_batch = self.in_batch if further else set()
-        drawn = np.flatnonzero(self.last_step >= 0)
-        others = np.array([index not in self.in_batch for index in drawn.tolist()], dtype=bool)
-        drawn = drawn[others] if others.any() or (self.last_step < 0).any() else drawn
-        age = self._age(step, self.last_step[drawn])
-        success = random.beta(PRIOR + self.successes[drawn] * age, PRIOR + self.failures[drawn] * age)
-        values = 4 * success * (1 - success)
-        age = self._age(step, self.again_step)
-        trust = (1 + self.taught * age) / (1 + self.promised * age)
-        known = list(zip((values * trust).tolist(), drawn.tolist(), strict=True))
-        # The share of exploration goes over the dataset evenly, whatever its arm, so that what was unlearned is found.
-        explored = self._unseen(self.order, math.ceil(self.explore * places))
-        oldest = drawn[np.argsort(self.last_step[drawn], kind="stable")].tolist()
-        explored += oldest[: math.ceil(self.explore * places) - len(explored)]
-        unknown = self._by_arm(places, step, random, set(explored))
-        rest = [(value, index) for value, index in unknown + known if index not in explored]
-        best = [index for _, index in sorted(rest, key=lambda pair: (-pair[0], pair[1]))]
-        chosen = (explored + best)[:places]
-        self.value_of = dict(zip(drawn.tolist(), values.tolist(), strict=True))
-        self.in_batch |= set(chosen)
+        if not further:
+            self.in_batch = set()
+            self.new_in_batch = set()
+        drawn = self._drawn_before()
+        values = self._values(drawn, step, random)
+        explored = self._to_explore(drawn, math.ceil(self.explore * places))
+        candidates = self._new_by_arm(places, step, random, set(explored))
+        candidates += zip((values * self._trust(step)).tolist(), drawn.tolist(), strict=True)
+        candidates = [(value, index) for value, index in candidates if index not in explored]
+        candidates.sort(key=lambda candidate: (-candidate[0], candidate[1]))
+        chosen = (explored + [index for _, index in candidates])[:places]
+        self.promised_for = dict(zip(drawn.tolist(), values.tolist(), strict=True))
+        self.in_batch.update(chosen)
         return [chosen[i % len(chosen)] for i in range(places)]
 
-    def _unseen(self, order: np.ndarray, count: int) -> list[int]:
+    def _drawn_before(self) -> np.ndarray:
+        """Prompts that were drawn before, without those of this batch as long as there are others."""
+        drawn = np.flatnonzero(self.last_step >= 0)
+        is_other = np.array([index not in self.in_batch for index in drawn.tolist()], dtype=bool)
+        any_other = is_other.any() or (self.last_step < 0).any()
+        return drawn[is_other] if any_other else drawn
+
+    def _values(self, drawn: np.ndarray, step: int, random: np.random.Generator) -> np.ndarray:
+        """4 p (1 - p) of prompts that were drawn before, p from the posterior of each."""
+        kept = self._kept(step, self.last_step[drawn])
+        success = random.beta(PRIOR + self.successes[drawn] * kept, PRIOR + self.failures[drawn] * kept)
+        return 4 * success * (1 - success)
+
+    def _trust(self, step: int) -> float:
+        """How much of what prompts are chosen for they teach when they are drawn again."""
+        kept = self._kept(step, self.again_step)
+        return (1 + self.taught * kept) / (1 + self.promised * kept)
+
+    def _to_explore(self, drawn: np.ndarray, count: int) -> list[int]:
+        """`count` prompts whatever their value or arm, so that what was unlearned is found: never drawn, then drawn
+        longest ago."""
+        never_drawn = self._never_drawn(self.order, count)
+        oldest_first = drawn[np.argsort(self.last_step[drawn], kind="stable")].tolist()
+        return never_drawn + oldest_first[: count - len(never_drawn)]
+
+    def _never_drawn(self, order: np.ndarray, count: int) -> list[int]:
         """The first `count` prompts in `order` that were never drawn."""
         return order[self.last_step[order] < 0][:count].tolist()
 
-    def _by_arm(
+    def _new_by_arm(
         self, places: int, step: int, random: np.random.Generator, without: set[int]
     ) -> list[tuple[float, int]]:
-        """(value, index) of up to `places` prompts that were never drawn, each of the arm that was worth most in a draw of its own."""
-        age = self._age(step, self.arm_step)
-        spread, groups = self.arm_spread * age, self.arm_groups * age
+        """(value, index) of up to `places` prompts that were never drawn, each of the arm that was worth most in a draw
+        of its own."""
+        kept = self._kept(step, self.arm_step)
+        spread = self.arm_spread * kept
+        groups = self.arm_groups * kept
         count = places + len(without)
-        queues = [[i for i in self._unseen(order, count) if i not in without] for order in self.arm_order]
-        found = []
-        while len(found) < places and any(queues):
+        queues = [[i for i in self._never_drawn(order, count) if i not in without] for order in self.order_in_arm]
+        candidates = []
+        while len(candidates) < places and any(queues):
             values = random.beta(1 + spread, 1 + groups - spread)
             arm = max((arm for arm, queue in enumerate(queues) if queue), key=lambda arm: values[arm])
-            found.append((float(values[arm]), queues[arm].pop(0)))
-        return found
+            candidates.append((float(values[arm]), queues[arm].pop(0)))
+        return candidates
 
     def rows(self, indices: Sequence[int], size: int, rank: int, ranks: int) -> ChosenRows:
         """The part of `rank` of the rows of groups of `size`."""
@@ -193,43 +249,59 @@ class PromptSelection:
     # --- learning from the rewards ------------------------------------------------------------------------------------
 
     def observe(self, indices: Sequence[int], rewards_NK: torch.Tensor, step: int) -> None:
-        """Count what the groups of the prompts `indices` taught: `rewards_NK` of all ranks, group after group."""
-        rewards_NK, weights_K = rewards_NK.detach().double().cpu(), self.weights_K.double().cpu()
-        columns_NK = (rewards_NK * weights_K if self.each else combine(rewards_NK, weights_K)[:, None]).numpy()
-        finite = columns_NK[np.isfinite(columns_NK)]
-        self.lowest, self.highest = min([self.lowest, *finite.tolist()]), max([self.highest, *finite.tolist()])
-        size = len(columns_NK) // len(indices)
-        outcomes = [0] * 8  # never drawn before, then again: none, under half, half and more, all right
+        """Count what the groups of the prompts `indices` taught: `rewards_NK` of all ranks, group after group.
+
+        A group that grows is observed twice. The second time only its own counts and the history go on: whether its
+        prompt was new, and whether it kept what it was chosen for, was answered by the first completions.
+        """
+        rewards_NK = rewards_NK.detach().double().cpu()
+        weights_K = self.weights_K.double().cpu()
+        if self.normalizes_each_reward:
+            columns_NC = (rewards_NK * weights_K).numpy()
+        else:
+            columns_NC = combine(rewards_NK, weights_K)[:, None].numpy()
+        finite = columns_NC[np.isfinite(columns_NC)].tolist()
+        self.lowest = min([self.lowest, *finite])
+        self.highest = max([self.highest, *finite])
+
+        size = len(columns_NC) // len(indices)
+        first_time = [0] * len(OUTCOMES)
+        drawn_again = [0] * len(OUTCOMES)
         for group, index in enumerate(indices):
-            rewards_GK = columns_NK[group * size : (group + 1) * size]
-            spread, success = max(spread_and_success(column_G, self.lowest, self.highest) for column_G in rewards_GK.T)
-            is_new = self.last_step[index] < 0
-            if is_new:
-                arm = self.arms[index]
-                age = self._age(step, self.arm_step[arm])
-                self.arm_spread[arm] = self.arm_spread[arm] * age + min(spread, 1.0)
-                self.arm_groups[arm] = self.arm_groups[arm] * age + 1
-                self.arm_step[arm] = step
-            elif index in self.value_of:
-                age = self._age(step, self.again_step)
-                self.taught = self.taught * age + spread
-                self.promised = self.promised * age + self.value_of[index]
-                self.again_step = step
-            age = 0.0 if is_new else self._age(step, self.last_step[index])
-            self.successes[index] = self.successes[index] * age + size * success
-            self.failures[index] = self.failures[index] * age + size * (1 - success)
+            rewards_GC = columns_NC[group * size : (group + 1) * size]
+            # Of several functions the one that differs most.
+            spread, success = max(spread_and_success(column_G, self.lowest, self.highest) for column_G in rewards_GC.T)
+            if self.last_step[index] < 0:
+                self.new_in_batch.add(index)
+                self._count_for_arm(self.arm_of_row[index], spread, step)
+            elif index in self.promised_for:
+                self._count_for_trust(spread, self.promised_for.pop(index), step)
+            kept = self._kept(step, self.last_step[index])
+            self.successes[index] = self.successes[index] * kept + size * success
+            self.failures[index] = self.failures[index] * kept + size * (1 - success)
             self.last_step[index] = step
-            outcome = (0 if success < 0.5 else 3) if spread == 0 else (1 if success < 0.5 else 2)
-            outcomes[outcome + (0 if is_new else 4)] += 1
-        self.history.append(
-            [step, *outcomes, *np.bincount(self.arms[indices], minlength=len(self.arm_names)).tolist()]
-        )
+            counts = first_time if index in self.new_in_batch else drawn_again
+            counts[outcome_of(spread, success)] += 1
+        by_arm = np.bincount(self.arm_of_row[indices], minlength=len(self.arm_names)).tolist()
+        self.history.append([step, *first_time, *drawn_again, *by_arm])
+
+    def _count_for_arm(self, arm: int, spread: float, step: int) -> None:
+        kept = self._kept(step, self.arm_step[arm])
+        self.arm_spread[arm] = self.arm_spread[arm] * kept + min(spread, 1.0)
+        self.arm_groups[arm] = self.arm_groups[arm] * kept + 1
+        self.arm_step[arm] = step
+
+    def _count_for_trust(self, spread: float, promised: float, step: int) -> None:
+        kept = self._kept(step, self.again_step)
+        self.taught = self.taught * kept + spread
+        self.promised = self.promised * kept + promised
+        self.again_step = step
 
     def metrics(self) -> dict[str, float]:
         """Of the groups observed last."""
-        outcomes = self.history[-1][1:9]
+        outcomes = self.history[-1][1 : 1 + 2 * len(OUTCOMES)]
         return {
-            "prompt_selection/new_fraction": sum(outcomes[:4]) / sum(outcomes),
+            "prompt_selection/new_fraction": sum(outcomes[: len(OUTCOMES)]) / sum(outcomes),
             "prompt_selection/prompts_drawn": float((self.last_step >= 0).sum()),
         }
 
@@ -238,16 +310,25 @@ class PromptSelection:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; the same on every rank."""
         drawn = np.flatnonzero(self.last_step >= 0)
-        arrays = {"index": drawn, "successes": self.successes[drawn], "failures": self.failures[drawn]}
-        arrays |= {"last_step": self.last_step[drawn], "arm_spread": self.arm_spread, "arm_groups": self.arm_groups}
-        arrays |= {"arm_step": self.arm_step, "history": np.array(self.history, dtype=np.int64)}
-        kept = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-        again = [self.taught, self.promised, self.again_step]
-        extent = [self.lowest, self.highest]
-        return kept | {"batches": self.batches, "again": again, "range": extent, "rows": len(self.dataset)}
+        arrays = {
+            "index": drawn,
+            "successes": self.successes[drawn],
+            "failures": self.failures[drawn],
+            "last_step": self.last_step[drawn],
+            "arm_spread": self.arm_spread,
+            "arm_groups": self.arm_groups,
+            "arm_step": self.arm_step,
+            "history": np.array(self.history, dtype=np.int64),
+        }
+        state: dict[str, Any] = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+        state["batches"] = self.batches
+        state["again"] = [self.taught, self.promised, self.again_step]
+        state["range"] = [self.lowest, self.highest]
+        state["rows"] = len(self.dataset)
+        return state
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Go on from what [`state`] gave; starts anew, and logs it, where there is none of this dataset and these arms."""
+        """Go on from what [`state`] gave; starts anew, and logs it, if there is none of this dataset and these arms."""
         fits = (
             state is not None and state["rows"] == len(self.dataset) and len(state["arm_step"]) == len(self.arm_step)
         )
@@ -256,12 +337,14 @@ class PromptSelection:
             return
         arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, torch.Tensor)}
         drawn = arrays["index"]
-        self.successes[drawn], self.failures[drawn] = arrays["successes"], arrays["failures"]
+        self.successes[drawn] = arrays["successes"]
+        self.failures[drawn] = arrays["failures"]
         self.last_step[drawn] = arrays["last_step"]
-        self.arm_spread, self.arm_groups, self.arm_step = (
-            arrays[f"arm_{name}"] for name in ("spread", "groups", "step")
-        )
-        self.history, self.batches = arrays["history"].tolist(), state["batches"]
+        self.arm_spread = arrays["arm_spread"]
+        self.arm_groups = arrays["arm_groups"]
+        self.arm_step = arrays["arm_step"]
+        self.history = arrays["history"].tolist()
+        self.batches = state["batches"]
         self.taught, self.promised, self.again_step = state["again"]
         self.lowest, self.highest = state["range"]
 
@@ -274,15 +357,16 @@ class PromptSelection:
         from matplotlib import pyplot
 
         history = np.array(self.history)
-        groups_B1 = history[:, 1:9].sum(1, keepdims=True)
-        outcomes = ("none right", "fewer than half", "half and more", "all right"), ("0.75", "C1", "C2", "0.55")
+        first_time, drawn_again, by_arm = np.split(history[:, 1:], [len(OUTCOMES), 2 * len(OUTCOMES)], axis=1)
+        groups_B1 = (first_time + drawn_again).sum(1, keepdims=True)
+        outcome_colors = ("0.75", "C1", "C2", "0.55")
         parts = [
-            ("prompts drawn for the first time, by their rewards", history[:, 1:5], *outcomes),
-            ("prompts drawn again, by their rewards", history[:, 5:9], *outcomes),
+            ("prompts drawn for the first time, by their rewards", first_time, OUTCOMES, outcome_colors),
+            ("prompts drawn again, by their rewards", drawn_again, OUTCOMES, outcome_colors),
         ]
         if len(self.arm_names) > 1:
             shades = pyplot.get_cmap("viridis")(np.linspace(0, 1, len(self.arm_names)))
-            parts.append(("all prompts, by column", history[:, 9:], self.arm_names, shades))
+            parts.append(("all prompts, by column", by_arm, self.arm_names, shades))
         figure, panels = pyplot.subplots(1, len(parts), figsize=(6 * len(parts), 4), layout="constrained", sharey=True)
         for axes, (title, counts_BN, names, colors) in zip(panels, parts, strict=True):
             bottom_B = np.zeros(len(history))
