@@ -10,12 +10,20 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
-from trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer
+from transformers import TrainerCallback
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 from tests.distributed.fsdp_on_gloo import force_fsdp
 from tests.fsdp2_qlora import tiny
-from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer, EfficientRLOOConfig, EfficientRLOOTrainer
+from trl_fsdp_qlora import (
+    EfficientDPOConfig,
+    EfficientDPOTrainer,
+    EfficientRLOOConfig,
+    EfficientRLOOTrainer,
+    share_prompts,
+)
 from trl_fsdp_qlora.fsdp2_qlora.adapters import gather_adapter
+from trl_fsdp_qlora.prefix_sharing.door import causal_language_model
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -52,6 +60,32 @@ def pairs() -> Dataset:
     return Dataset.from_list(rows)
 
 
+def judged() -> Dataset:
+    """KTO takes the completion of the row before for its KL term, within a rank's batch: every fourth one is the same."""
+    rows = []
+    for i in range(0, 32, 4):
+        prompt = f"add: {i}+{i * 3} is"
+        for j, completion in enumerate([f" {i * 4}.", f" {i * 4 + 1}", f" {i} or so", " many."]):
+            rows.append({"prompt": prompt, "completion": completion, "label": j in (0, 3)})
+    return Dataset.from_list(rows)
+
+
+class FirstGradients(TrainerCallback):
+    """Whole gradients of the first step, by name."""
+
+    def __init__(self):
+        self.gradients = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.gradients:
+            return
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                self.gradients[name.removeprefix("module.")] = whole.clone()
+
+
 def settings(out):
     return {
         "output_dir": str(out), "max_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True,
@@ -62,9 +96,18 @@ def settings(out):
 
 
 def train(name: str, path: str, out: Path, quantized: bool) -> dict:
-    model = tiny.load(path) if quantized else tiny.load_whole(path)
+    is_trls_own = name.endswith(("kto", "sft"))
+    # TRL's own trainers shard 4-bit weights that are stored as floats.
+    storage = "float32" if is_trls_own else "uint8"
+    model = tiny.load(path, storage=storage) if quantized else tiny.load_whole(path)
     common = {"peft_config": tiny.lora(init_lora_weights=False), "processing_class": tiny.make_tokenizer()}
-    if name.endswith("dpo"):
+    if is_trls_own:
+        cls, config = (KTOTrainer, KTOConfig) if name.endswith("kto") else (SFTTrainer, SFTConfig)
+        rows = judged() if name.endswith("kto") else judged().remove_columns("label")
+        trainer = cls(model=model, args=config(**settings(out)), train_dataset=rows, **common)
+        if not name.startswith("stock"):
+            share_prompts(trainer.model)
+    elif name.endswith("dpo"):
         cls, config = (DPOTrainer, DPOConfig) if name == "stock_dpo" else (EfficientDPOTrainer, EfficientDPOConfig)
         trainer = cls(model=model, args=config(**settings(out)), train_dataset=pairs(), **common)
     else:
@@ -72,14 +115,18 @@ def train(name: str, path: str, out: Path, quantized: bool) -> dict:
         args = config(**settings(out), num_generations=4, max_completion_length=16, shuffle_dataset=False, beta=0.1)
         trainer = cls(model=model, reward_funcs=reward, args=args, train_dataset=tiny.prompt_data(32), **common)
     tiny.as_reference(trainer.model)
+    first = FirstGradients()
+    trainer.add_callback(first)
     trainer.train()
+    door = vars(causal_language_model(trainer.model)).get("prompt_sharing")
     policy = trainer.accelerator.unwrap_model(trainer.model)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(out / "final"))
     trainer.accelerator.wait_for_everyone()
     return {
         "loss": [entry["loss"] for entry in history],
-        "shared": "prefix_sharing/policy/tokens_fraction" in history[-1],
+        "shared": door is not None and 0 < door.figures.tokens < door.figures.padded_tokens,
+        "gradients": first.gradients,
         "adapter": {name: value.float() for name, value in gather_adapter(policy).items()},
         "dtensors": all(isinstance(parameter, DTensor) for parameter in policy.parameters()),
         "saved": (out / "final" / "adapter_model.safetensors").is_file(),
