@@ -39,6 +39,8 @@ def place(tmp_path_factory):
         "gradient_accumulation_steps: 2\nlearning_rate: 1e-2\nlogging_steps: 1\nprecompute_ref_log_probs: true\n"
         "gradient_checkpointing: false\nbf16: false\nuse_cpu: true\n"
     )
+    kto = (folder / "dpo.yaml").read_text().replace("size: 3", "size: 4") + "desirable_weight: 1.5\n"
+    (folder / "kto.yaml").write_text(kto)
     return folder
 
 
@@ -129,6 +131,26 @@ def test_dpo_follows_from_the_recipe_and_can_fail(compare, monkeypatch, place):
         compare("--pairs none.jsonl", "dpo.yaml")
 
 
+def test_kto_takes_pairs_apart_and_can_fail(compare, monkeypatch):
+    status, said, steps = compare("--steps 2", "kto.yaml")
+    assert status == 0, said
+    same(steps, PHASES[1:])
+    assert "prefix sharing: auto" in said
+    share = sum(step.tokens_fraction for step in steps) / 2
+    assert f"policy passes: {share:.1%} of the padded ones" in said
+    right = Door._output
+
+    def off_by_a_percent(self, *arguments):
+        output = right(self, *arguments)
+        output.log_probs = 1.01 * output.log_probs
+        return output
+
+    monkeypatch.setattr(Door, "_compare_by_itself", lambda *arguments: True)
+    monkeypatch.setattr(Door, "_output", off_by_a_percent)
+    status, said, steps = compare("--steps 1", "kto.yaml")
+    assert status == 1 and said.splitlines()[-1].startswith("DIFFERENT (float32): ")
+
+
 def test_a_shipped_recipe_says_its_trainer():
     def trainer_of(name: str) -> str:
         return module._trainer_of(module.with_recipe(["--config", name]), None)
@@ -138,14 +160,14 @@ def test_a_shipped_recipe_says_its_trainer():
     assert trainer_of(f"{model}/dpo/svamp_pairs") == "dpo"
     assert trainer_of(f"{model}/grpo/svamp") == "grpo"
     with pytest.raises(
-        UserError, match="a recipe of sft cannot be compared: compare takes recipes of grpo, rloo, dpo"
+        UserError, match="a recipe of sft cannot be compared: compare takes recipes of grpo, rloo, dpo, kto"
     ):
         trainer_of(f"{model}/sft/svamp")
 
 
 def test_what_cannot_be_compared(compare):
     reasons = {
-        "--trainer kto": "--trainer kto cannot be compared: compare takes recipes of grpo, rloo, dpo",
+        "--trainer sft": "--trainer sft cannot be compared: compare takes recipes of grpo, rloo, dpo, kto",
         "--accelerate_config fsdp2_qlora": "compare runs in one process: leave --accelerate_config out",
         "--steps none": "--steps none is not a number of steps",
         "--value_samples 4": r"stock TRL has no A\*-PO to compare with",

@@ -1,8 +1,8 @@
-"""usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer grpo|rloo|dpo] [--steps 3] [any field]
+"""usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer grpo|rloo|dpo|kto] [--steps 3] [any field]
 
-Takes a few steps of a GRPO, RLOO or DPO recipe with stock TRL's trainer and with this package's, in one process, on the same
-prompts, completions, rewards (or preference pairs) and weights; prints losses and gradients of both, seconds of scoring and of
-loss and backward, and how many of the padded tokens this package computes.
+Takes a few steps of a GRPO, RLOO, DPO or KTO recipe with stock TRL's trainer and with this package's (of KTO: TRL's own after
+`share_prompts`), in one process, on the same prompts, completions, rewards (or preference pairs) and weights; prints losses and
+gradients of both, seconds of scoring and of loss and backward, and how many of the padded tokens this package computes.
 Without --trainer it is the one whose fields the recipe has, and GRPO if several would do.
 Nothing is saved of the training, and the recipe's output_dir is left alone.
 The exit status is 0 where both are equal within rounding, 1 where they are not, 2 for input that cannot be compared.
@@ -24,7 +24,17 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, ModelConfig, RLOOConfig, RLOOTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ModelConfig,
+    RLOOConfig,
+    RLOOTrainer,
+)
 
 from .. import (
     EfficientDPOConfig,
@@ -38,6 +48,7 @@ from ..compat.replaced import replaced
 from ..compat.trl import joined_images
 from ..errors import UserError
 from ..grpo.groups import micro_batches
+from ..prefix_sharing.door import open_door
 from ..prefix_sharing.dropout import draws
 from ..recipe.arguments import ScriptArguments, parse_recipe, read_yaml
 from ..recipe.checks import check_recipe
@@ -58,7 +69,10 @@ PHASES = ("scoring", "loss and backward")
 
 @dataclass(frozen=True)
 class Method:
-    """Stock TRL's trainer and this package's, their configs, and the arguments of its recipes."""
+    """Stock TRL's trainer and this package's, their configs, and the arguments of its recipes.
+
+    If both are one class, this package's is that class after `share_prompts`.
+    """
 
     stock: type
     ours: type
@@ -71,6 +85,7 @@ METHODS = {
     "grpo": Method(GRPOTrainer, EfficientGRPOTrainer, GRPOConfig, EfficientGRPOConfig, ScriptArguments),
     "rloo": Method(RLOOTrainer, EfficientRLOOTrainer, RLOOConfig, EfficientRLOOConfig, ScriptArguments),
     "dpo": Method(DPOTrainer, EfficientDPOTrainer, DPOConfig, EfficientDPOConfig, DPOScriptArguments),
+    "kto": Method(KTOTrainer, KTOTrainer, KTOConfig, KTOConfig, DPOScriptArguments),
 }
 # What a run would start that a comparison does not need.
 _QUIET = {
@@ -109,7 +124,7 @@ def compare(words: list[str]) -> int:
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         method, script, config, model, count = _parsed(words, folder)
-        train = _pairs(script) if method is METHODS["dpo"] else load_data(script)[0]
+        train = _pairs(script) if method.script is DPOScriptArguments else load_data(script)[0]
         trainers, done = _trainers(method, script, config, model, train), []
         for number, step in enumerate(_steps(trainers, count)):
             print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
@@ -240,7 +255,7 @@ def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) 
     """Both trainers with weights of their own, as `train` makes them ready for a first step."""
     stock_config = copy.deepcopy(config)
     stock_config.__class__ = method.stock_config  # what it holds beside TRL's fields is not read there
-    is_online = method is not METHODS["dpo"]
+    is_online = method.script is ScriptArguments
     if is_online:
         ours = build_trainer(method.ours, script, config, model, train)
     else:
@@ -253,6 +268,10 @@ def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) 
     if is_online:
         given["reward_funcs"] = reward_functions(script)
     stock = method.stock(model.model_name_or_path, args=stock_config, train_dataset=train, **given)
+    if method.ours is method.stock:
+        ours.door = open_door(ours.model)
+        if ours.ref_model is not None:
+            open_door(ours.ref_model)
     for trainer in (stock, ours):
         trainer.remove_callback(StartupCallback)
         trainer.add_callback(_Ready())
@@ -305,6 +324,8 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
             fractions = trainer._metrics["train"].get("prefix_sharing/policy/tokens_fraction")
             if fractions:
                 step.tokens_fraction = statistics.mean(fractions)
+            elif who == OURS and ours.door.figures.tokens:  # the reference's, of the same rows as the policy's
+                step.tokens_fraction = ours.door.figures.tokens / ours.door.figures.padded_tokens
             trainer._metrics["train"].clear()
         step.norms = _gradient_norms(trainers)
         if i:

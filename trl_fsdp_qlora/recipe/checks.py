@@ -50,8 +50,9 @@ def check_training(config: Any, model: ModelConfig) -> None:
     """Refuse what can only be a mistake, or would end in an error after the model is loaded; the [`ConfigError`] names what to write."""
     for line in (*mistakes(config), *mistakes(model)):
         raise ConfigError(line)
-    if config.prefix_sharing not in CHOICES:
-        raise ConfigError(f"prefix_sharing={config.prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
+    prefix_sharing = getattr(config, "prefix_sharing", "auto")  # configs of TRL's own have no such field
+    if prefix_sharing not in CHOICES:
+        raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
     if getattr(config, "use_vllm", False):
         check_installed("vllm", "use_vllm: true")
     if model.load_in_4bit or model.load_in_8bit:
