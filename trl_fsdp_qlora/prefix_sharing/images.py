@@ -154,8 +154,10 @@ class Images:
         sequences.tokens_BL = np.where(is_image_BL, number_B[:, None], sequences.tokens_BL)
         sequences.spans_B2 = np.stack([first_B, last_B], axis=1)
         if hasattr(self.model, _MASKS):
-            # The mask of an image is made for roots alone: nothing is shared with rows that have other images.
-            sequences.tokens_BL[:, 0] += (-number_B) << 32
+            # The mask of an image is made for roots alone: a row shares with those that are equal up to its last image.
+            up_to_images_BL = np.where(np.arange(width) <= last_B[:, None], sequences.tokens_BL, 0)
+            _, beginning_B = np.unique(up_to_images_BL, axis=0, return_inverse=True)
+            sequences.tokens_BL[:, 0] += (1 + beginning_B.reshape(-1)) << 32
 
     def count(self, batch) -> list[int]:
         """How many images each row of a batch has, worked out from how many of its tokens stand for images.
@@ -164,14 +166,20 @@ class Images:
             UnpackableBatch: that does not say it.
         """
         tokens_B = (batch.input_ids == self.token).sum(1).cpu().numpy()
-        grids = batch.vision.get("image_grid_thw")
+        pixels, grids = batch.vision["pixel_values"], batch.vision.get("image_grid_thw")
+        places = batch.vision.get("image_position_ids")
         if grids is not None:
             merge = getattr(self.model.config.vision_config, "spatial_merge_size", 1)
             tokens_of_image = (grids.prod(-1) // merge**2).tolist()
+        elif places is not None:  # of Gemma 4: where each patch stands, -1 for padding
+            pooled = self.model.config.vision_config.pooling_kernel_size**2
+            tokens_of_image = ((places != -1).all(-1).sum(-1) // pooled).tolist()
         else:
-            images = len(batch.vision["pixel_values"])
+            images = len(pixels)
             rows_with_images = int((tokens_B > 0).sum())
-            if images == rows_with_images:
+            # A class that pads each row's pictures to those of the row with most (Idefics, SmolVLM) has an entry per row.
+            is_per_row = pixels.ndim == 5 and images == len(tokens_B) and "image_sizes" not in batch.vision
+            if is_per_row or images == rows_with_images:
                 return [int(count > 0) for count in tokens_B]
             if images and tokens_B.sum() % images == 0:
                 tokens_of_image = [int(tokens_B.sum()) // images] * images
@@ -326,9 +334,12 @@ def own_masks(
     name = next((name for name in given if make and name in _parameters(make)), None)
     if name is None:
         return {}
-    masks = {}
-    is_root = layout.forest.levels == 0
-    for start, count, length in equal_runs(layout.forest.starts[is_root], layout.forest.lengths[is_root]):
+    masks, forest, runs = {}, layout.forest, []
+    # In the batches of `two_part`: a root that others go on from is no neighbour of one that stands alone.
+    for stretch in forest.stretches():
+        if forest.levels[stretch.start] == 0:
+            runs += equal_runs(forest.starts[stretch], forest.lengths[stretch])
+    for start, count, length in runs:
         types = given[name][0, start : start + count * length].view(count, length)
         masks[start] = make(
             config=model.config,
