@@ -134,11 +134,12 @@ def test_two_part_equals_dense_mask(name, window):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: flash kernels")
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 6])
 @pytest.mark.parametrize("name", EVERY)
-def test_cuda_kernels_equal_dense_mask(name):
+def test_cuda_kernels_equal_dense_mask(name, window):
     layout = make_layout(name, "cuda")
     leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in draw(layout, 4, 2, size=32)]
-    call = Call(*leaves, layout)
+    call = Call(*leaves, layout, window=window)
     assert cascade.refuses(call) is None
     assert_equals_dense_mask(call, [x.detach().double().requires_grad_() for x in leaves], 2e-2)  # 8 bits of mantissa
 
@@ -181,34 +182,52 @@ def test_the_kernel_that_merges_is_the_torch_code_beside_it(monkeypatch, heads, 
 # --- the calls for CUDA, with a dense stand-in for the kernels ---
 
 
-def scores(q, k, cu_q, cu_k, causal, scale):
-    """`(H, queries, keys)` of stretches that see each other, aligned at the end; minus infinity elsewhere."""
+def scores(q, k, cu_q, cu_k, max_k, causal, scale, left, right):
+    """`(H, queries, keys)` of stretches that see each other, aligned at the end; minus infinity elsewhere.
+
+    A side of the window that is as wide as the longest keys is open.
+    """
     of_q, of_k = (torch.repeat_interleave(torch.arange(len(cu) - 1), cu.diff()) for cu in (cu_q, cu_k))
     place_q, place_k = (torch.arange(int(cu[-1])) - cu[1:][of] for cu, of in ((cu_q, of_q), (cu_k, of_k)))
-    seen = (of_q[:, None] == of_k) & ((place_q[:, None] >= place_k) if causal else torch.tensor(True))
+    ahead = place_k - place_q[:, None]
+    right = 0 if causal else right
+    seen = of_q[:, None] == of_k
+    if left is not None and left < max_k:
+        seen &= ahead >= -left
+    if right is not None and right < max_k:
+        seen &= ahead <= right
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(~seen, -torch.inf)
 
 
-def dense_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale):
-    """`aten._flash_attention_forward`: output, log-sum-exp `(H, T)`, the random state and a debug mask."""
-    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max() and not dropout
-    s = scores(q, k, cu_q, cu_k, causal, scale)
+def dense_forward(
+    q, k, v, cu_q, cu_k, max_q, max_k, p, causal, debug, *, scale, window_size_left=None, window_size_right=None
+):
+    """`aten._flash_attention_forward`: output, log-sum-exp `(H, T)`, the random state and a debug mask.
+
+    Of a query that sees nothing the log-sum-exp is infinite, as the kernel's is.
+    """
+    assert max_q == cu_q.diff().max() and max_k >= cu_k.diff().max() and not p
+    s = scores(q, k, cu_q, cu_k, max_k, causal, scale, window_size_left, window_size_right)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return (
-        torch.einsum("hqk,khd->qhd", s.softmax(-1), v),
-        s.logsumexp(-1),
+        torch.einsum("hqk,khd->qhd", s.softmax(-1).nan_to_num(), v),
+        s.logsumexp(-1).nan_to_num(neginf=torch.inf),
         torch.zeros(2),
         torch.zeros(0),
         torch.zeros(0),
     )
 
 
-def dense_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, offset, *, scale):
+def dense_backward(
+    grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, p, causal, seed, offset, *, scale,
+    window_size_left=None, window_size_right=None,
+):  # fmt: skip
     """`aten._flash_attention_backward`, from the output and the log-sum-exp that it is given."""
     assert lse.is_contiguous() and grad.is_contiguous()
     heads = q.shape[1] // k.shape[1]
-    p = (scores(q, k, cu_q, cu_k, causal, scale) - lse[:, :, None]).exp()
+    s = scores(q, k, cu_q, cu_k, max_k, causal, scale, window_size_left, window_size_right)
+    p = (s - lse[:, :, None]).exp()
     wide_k, wide_v = (x.repeat_interleave(heads, 1) for x in (k, v))
     ds = p * (torch.einsum("qhd,khd->hqk", grad, wide_v) - (grad * out).sum(-1).t()[:, :, None]) * scale
     grad_k, grad_v = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, grad)
@@ -216,13 +235,17 @@ def dense_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, c
     return torch.einsum("hqk,khd->qhd", ds, wide_k), grad_k, grad_v
 
 
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 6])
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("name", EVERY)
-def test_the_calls_for_cuda_equal_dense_mask(name, monkeypatch):
+def test_the_calls_for_cuda_equal_dense_mask(name, kv_heads, window, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", dense_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
     monkeypatch.setattr(cascade, "_batched", cascade._varlen)
-    leaves = [x.requires_grad_() for x in draw(make_layout(name), 4, 2)]
-    assert_equals_dense_mask(Call(*leaves, make_layout(name)), leaves, 1e-12)
+    for most in (cascade._EXPANDED_KEYS, 1):  # all ancestors in one call, and each in one of its own
+        monkeypatch.setattr(cascade, "_EXPANDED_KEYS", most)
+        leaves = [x.requires_grad_() for x in draw(make_layout(name), 4, kv_heads)]
+        assert_equals_dense_mask(Call(*leaves, make_layout(name), window=window), leaves, 1e-12)
 
 
 # --- what depends on the device a layer lies on ---
@@ -230,7 +253,7 @@ def test_the_calls_for_cuda_equal_dense_mask(name, monkeypatch):
 
 def tensors(value):
     """All tensors in nested tuples and lists."""
-    parts = value if isinstance(value, (tuple, list)) else ()
+    parts = value if isinstance(value, (tuple, list)) else vars(value).values() if hasattr(value, "__dict__") else ()
     return [value] if isinstance(value, torch.Tensor) else [x for part in parts for x in tensors(part)]
 
 
@@ -247,7 +270,8 @@ def test_layers_on_two_devices_get_tensors_of_their_own():
         derived = [
             two_part._batches(layout, device),
             two_part._mask(call, 2, 4, call.query),
-            cascade._varlen._calls(layout, device),
+            cascade._varlen._calls(layout, device, None),
+            cascade._varlen._calls(layout, device, 3),
             recurrent._plan(layout, device, False),
             recurrent._plan(layout, device, True),
             attention.tree_mask(SimpleNamespace(**vars(call) | {"layout": dense}), 0, 3),

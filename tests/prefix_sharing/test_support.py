@@ -64,7 +64,7 @@ def test_unsupported_models_train_padded_and_say_why(name, tmp_path, caplog):
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "gptj", "mistral_sliding", "a choice"])
 def test_naming_a_backend_makes_it_an_error(name):
-    reasons = {"gptj": "attends by code of its own", "mistral_sliding": "sliding window of 6"}
+    reasons = {"gptj": "attends by code of its own", "mistral_sliding": "no sliding window"}
     with pytest.raises(PrefixSharingError, match=(REASONS | reasons).get(name, "auto, off, cascade, two_part")):
         model = build((SUPPORTED | MASKED | UNSUPPORTED).get(name, SUPPORTED["llama"]))
         one_pass(model, prepared(model, "cascade" if name != "a choice" else "fast"))

@@ -9,18 +9,22 @@ kernel. Writing P for the probabilities of the *merged* softmax, dS = P * (dO V^
 the merged o and l put in, a flash backward over any part computes that part's columns of dS exactly. So it runs once per part,
 dQ is the sum, and dK and dV of an ancestor add up over its own queries and those of all its descendants.
 
-It wins wherever it applies (full attention, no softcap, no sinks, one head size): keys and values are never copied or
-repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and there is no mask. torch's public
-`varlen_attn` cannot serve: its backward takes the output and the log-sum-exp of its own forward (docs/LOG.md).
+It wins wherever it applies (no softcap, no sinks, one head size; sliding windows on CUDA alone): keys and values are never
+copied for a segment or repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and there is no mask.
+torch's public `varlen_attn` cannot serve: its backward takes the output and the log-sum-exp of its own forward (docs/LOG.md).
 """
 
 # A kernel's annotations are read as text: `tl` is only there where Triton is.
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from ..compat.triton_kernels import jit, launch, runs, tl
+from ..scoring.transfer import to_device
+from .forest import Forest
 from .layout import PackedLayout, cumulative, fold, gather, join, padded_batches
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -29,8 +33,10 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 def refuses(call) -> str | None:
     """Why this backend cannot serve `call`, or `None`."""
-    if call.window is not None:
-        return f"sliding window of {call.window} tokens"
+    if call.window is not None and call.query.device.type != "cuda":
+        return (
+            f"torch's flash kernel for {call.query.device.type} has no sliding window (here of {call.window} tokens)"
+        )
     if call.softcap is not None:
         return f"softcap of {call.softcap}"
     if call.sinks is not None:
@@ -60,7 +66,7 @@ def attend(call) -> torch.Tensor:
     # A custom function is invisible to autocast, so the cast that `scaled_dot_product_attention` gets happens here.
     dtype = _compute_dtype(call.query)
     q, k, v = (x.to(dtype) for x in (call.query, call.key, call.value))
-    return _Cascade.apply(q, k, v, call.layout, call.scaling)
+    return _Cascade.apply(q, k, v, call.layout, call.scaling, call.window)
 
 
 def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
@@ -136,18 +142,18 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 class _Cascade(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, layout: PackedLayout, scale: float):
+    def forward(ctx, q, k, v, layout: PackedLayout, scale: float, window: int | None):
         kernels = _varlen if q.device.type == "cuda" else _batched
-        out, lse, extra = kernels.forward(q, k, v, layout, scale)
+        out, lse, extra = kernels.forward(q, k, v, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse, *extra)
-        ctx.layout, ctx.scale, ctx.kernels = layout, scale, kernels
+        ctx.layout, ctx.scale, ctx.window, ctx.kernels = layout, scale, window, kernels
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, out, lse, *extra = ctx.saved_tensors
-        grads = ctx.kernels.backward(grad_out, q, k, v, out, lse, extra, ctx.layout, ctx.scale)
-        return *grads, None, None
+        grads = ctx.kernels.backward(grad_out, q, k, v, out, lse, extra, ctx.layout, ctx.scale, ctx.window)
+        return *grads, None, None, None
 
 
 # --- CPU -------------------------------------------------------------------------------------------------------------
@@ -186,7 +192,7 @@ class _batched:
     """CPU flash kernels over batches of equal-length stretches: views of the row; unequal completions are padded to their longest."""
 
     @staticmethod
-    def forward(q, k, v, layout, scale):
+    def forward(q, k, v, layout, scale, window):
         own, cross = _parts(layout)
         found = [_cpu_forward(*(_take(x, part) for x in (q, k, v)), 0.0, True, scale=scale) for part in own]
         out = join([_rows(out, part) for (out, _), part in zip(found, own, strict=True)])
@@ -201,7 +207,7 @@ class _batched:
         return out.unsqueeze(0), lse.unsqueeze(0), ()
 
     @staticmethod
-    def backward(grad_out, q, k, v, out, lse, extra, layout, scale):
+    def backward(grad_out, q, k, v, out, lse, extra, layout, scale, window):
         own, cross = _parts(layout)
         # The kernels take (batch, H, length, D).
         grad_h, out_h, lse_h = grad_out.transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
@@ -229,60 +235,215 @@ class _batched:
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class _Call:
+    """One call of flash attention with cumulative lengths.
+
+    Attributes:
+        queries, keys: which tokens of the row, as a slice if they are neighbours.
+        lengths: of the sequences, as the kernel takes them.
+        is_causal, window: as the kernel takes them.
+        siblings: how queries of several segments are heads of one sequence; `None` where they are not.
+    """
+
+    queries: slice | torch.Tensor
+    keys: slice | torch.Tensor
+    lengths: tuple
+    is_causal: bool
+    window: dict
+    siblings: _Siblings | None = None
+
+
 class _varlen:
     """CUDA flash attention with cumulative lengths: one call for all segments, one per stretch and level of its ancestors."""
 
     @staticmethod
-    def _calls(layout: PackedLayout, device) -> list[tuple[slice, slice, tuple, bool]]:
-        """For each call the queries and the keys in the row, their lengths as the kernel takes them, and whether it is causal."""
-        key = ("varlen", device)
+    def _calls(layout: PackedLayout, device: torch.device, window: int | None) -> list[_Call]:
+        key = ("varlen", device, window)
         if key not in layout.cache:
-            forest = layout.forest
-            (cu, longest), every = cumulative(forest.lengths, device), slice(0, layout.tokens)
-            calls = [(every, every, (cu, cu, longest, longest), True)]
-            for crossing in forest.crossings():
-                # Neighbours in the row; those between them to which none of these queries attends get no queries.
-                ancestors = np.arange(crossing.ancestors[0], crossing.ancestors[-1] + 1)
-                query_lengths = np.zeros(len(ancestors), dtype=int)
-                query_lengths[crossing.ancestors - ancestors[0]] = crossing.lengths
-                cu_q, max_q = cumulative(query_lengths, device)
-                cu_k, max_k = cumulative(forest.lengths[ancestors], device)
-                queries = slice(int(crossing.starts[0]), int(crossing.starts[0] + crossing.lengths.sum()))
-                keys_start = int(forest.starts[ancestors[0]])
-                keys = slice(keys_start, keys_start + int(forest.lengths[ancestors].sum()))
-                calls.append((queries, keys, (cu_q, cu_k, max_q, max_k), False))
+            (cu, longest), every = cumulative(layout.forest.lengths, device), slice(0, layout.tokens)
+            looks_back = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+            calls = [_Call(every, every, (cu, cu, longest, longest), True, looks_back)]
+            calls += (
+                _whole_ancestors(layout.forest, device)
+                if window is None
+                else _ends_of_ancestors(layout.forest, window, device)
+            )
             layout.cache[key] = calls
         return layout.cache[key]
 
     @staticmethod
-    def forward(q, k, v, layout, scale):
+    def forward(q, k, v, layout, scale, window):
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
         out = lse = None
         extra = ()
-        for queries, keys, lengths, causal in _varlen._calls(layout, q.device):
-            of_part = q_T[queries], k_T[keys], v_T[keys]
+        for call in _varlen._calls(layout, q.device, window):
+            k_part, v_part = k_T[call.keys], v_T[call.keys]
+            q_part = q_T[call.queries] if call.siblings is None else call.siblings.take(q_T, k.shape[1])
             flash = torch.ops.aten._flash_attention_forward
-            part, part_lse, *random, _ = flash(*of_part, *lengths, 0.0, causal, False, scale=scale)
+            of_part = q_part, k_part, v_part, *call.lengths, 0.0, call.is_causal
+            part, part_lse, *random, _ = flash(*of_part, False, scale=scale, **call.window)
             extra += (*random,)
             if out is None:
                 out, lse = part, part_lse  # (T, H, D) and, for variable lengths, (H, T)
-            else:
-                own_lse = lse[:, queries]
-                out[queries] = merge(out[queries], own_lse.t(), part, part_lse.t())
-                lse[:, queries] = torch.logaddexp(own_lse, part_lse)
+                continue
+            part_lse = part_lse.t()
+            if call.siblings is not None:
+                part, part_lse = (call.siblings.rows(x, k.shape[1]) for x in (part, part_lse))
+            own_lse = lse[:, call.queries].t()
+            out[call.queries] = merge(out[call.queries], own_lse, part, part_lse)
+            lse[:, call.queries] = torch.logaddexp(own_lse, part_lse).t()
         return out.unsqueeze(0), lse, extra
 
     @staticmethod
-    def backward(grad_out, q, k, v, out, lse, extra, layout, scale):
+    def backward(grad_out, q, k, v, out, lse, extra, layout, scale, window):
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
         grad_T, out_T, grads = grad_out[0].contiguous(), out[0], None
-        for i, (queries, keys, lengths, causal) in enumerate(_varlen._calls(layout, q.device)):
-            of_part = grad_T[queries], q_T[queries], k_T[keys], v_T[keys], out_T[queries], lse[:, queries].contiguous()
-            flash, random = torch.ops.aten._flash_attention_backward, extra[2 * i : 2 * i + 2]
-            parts = flash(*of_part, *lengths, 0.0, causal, *random, scale=scale)
-            if grads is None:
-                grads = parts
+        for i, call in enumerate(_varlen._calls(layout, q.device, window)):
+            k_part, v_part = k_T[call.keys], v_T[call.keys]
+            if call.siblings is None:
+                grad_part, q_part, out_part = (x[call.queries] for x in (grad_T, q_T, out_T))
+                lse_part = lse[:, call.queries].contiguous()
             else:
-                for total, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
-                    total[where] += part
+                grad_part, q_part, out_part = (call.siblings.take(x, k.shape[1]) for x in (grad_T, q_T, out_T))
+                lse_part = call.siblings.take_lse(lse, k.shape[1])
+            flash, random = torch.ops.aten._flash_attention_backward, extra[2 * i : 2 * i + 2]
+            of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
+            dq, dk, dv = flash(*of_part, *random, scale=scale, **call.window)
+            if grads is None:
+                grads = dq, dk, dv
+                continue
+            if call.siblings is not None:
+                dq = call.siblings.rows(dq, k.shape[1])
+            for total, part, where in zip(grads, (dq, dk, dv), (call.queries, call.keys, call.keys), strict=True):
+                total[where] += part
         return tuple(g.transpose(0, 1).unsqueeze(0) for g in grads)
+
+
+def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
+    """Segments over all of their ancestors: an ancestor and all that attends to it are one sequence."""
+    calls = []
+    for crossing in forest.crossings():
+        # Neighbours in the row; those between them to which none of these queries attends get no queries.
+        ancestors = np.arange(crossing.ancestors[0], crossing.ancestors[-1] + 1)
+        query_lengths = np.zeros(len(ancestors), dtype=int)
+        query_lengths[crossing.ancestors - ancestors[0]] = crossing.lengths
+        cu_q, max_q = cumulative(query_lengths, device)
+        cu_k, max_k = cumulative(forest.lengths[ancestors], device)
+        queries = slice(int(crossing.starts[0]), int(crossing.starts[0] + crossing.lengths.sum()))
+        keys_start = int(forest.starts[ancestors[0]])
+        keys = slice(keys_start, keys_start + int(forest.lengths[ancestors].sum()))
+        calls.append(_Call(queries, keys, (cu_q, cu_k, max_q, max_k), False, {}))
+    return calls
+
+
+# --- CUDA, with a sliding window -------------------------------------------------------------------------------------
+
+# Keys of a call times the segments that attend to each: flash attention's backward holds their gradients apart for every head.
+_EXPANDED_KEYS = 2**15
+
+
+class _Siblings:
+    """Segments that attend to one ancestor through a window, as heads of one sequence.
+
+    How far a query looks back into its ancestor depends on how far it stands behind the ancestor's end, in each segment anew. So
+    segments that follow each other in a sequence, as for whole ancestors, would need a mask. Next to each other they are
+    heads, and one window of the kernel serves all of them. Heads that have a key head in common are neighbours there: with r
+    query heads per key head and N segments, its heads are `(H_kv, N, r)`. Keys are neither copied for a segment nor repeated.
+
+    Args:
+        token_SN: for each of the S distances from the ends of the ancestors and each of N segments the token of the row that stands
+            there; -1 for none.
+    """
+
+    def __init__(self, token_SN: np.ndarray, device: torch.device):
+        is_pad_SN = token_SN < 0
+        slot_R, child_R = (~is_pad_SN).nonzero()
+        # In the order of the row, so that neighbours are recognised.
+        order = np.argsort(token_SN[slot_R, child_R])
+        slot_R, child_R = slot_R[order], child_R[order]
+        self.tokens_R = token_SN[slot_R, child_R]
+        self.slot_R, self.child_R = (to_device(torch.from_numpy(x), device) for x in (slot_R, child_R))
+        self.token_S1N = to_device(torch.from_numpy(np.where(is_pad_SN, 0, token_SN)), device).unsqueeze(1)
+        self.is_pad_S1N1 = to_device(torch.from_numpy(is_pad_SN), device)[:, None, :, None]
+
+    def take(self, x_THx: torch.Tensor, key_heads: int) -> torch.Tensor:
+        """`(S, H_kv * N * r, ...)` of `(T, H, ...)`; some token in place of none."""
+        heads = torch.arange(key_heads, device=x_THx.device).unsqueeze(1)
+        return x_THx.unflatten(1, (key_heads, -1))[self.token_S1N, heads].flatten(1, 3)
+
+    def take_lse(self, lse_HT: torch.Tensor, key_heads: int) -> torch.Tensor:
+        """`(H_kv * N * r, S)` of `(H, T)`; infinite in place of none, so that nothing is sent back from there."""
+        lse = lse_HT.t().unflatten(1, (key_heads, -1))
+        heads = torch.arange(key_heads, device=lse.device).unsqueeze(1)
+        lse = lse[self.token_S1N, heads].masked_fill(self.is_pad_S1N1, torch.inf)
+        return lse.flatten(1).t().contiguous()
+
+    def rows(self, x_SHx: torch.Tensor, key_heads: int) -> torch.Tensor:
+        """The tokens `(R, H, ...)` in the order of the row, of `(S, H_kv * N * r, ...)`."""
+        x = x_SHx.unflatten(1, (key_heads, self.token_S1N.shape[2], -1)).transpose(1, 2)
+        return x[self.slot_R, self.child_R].flatten(1, 2)
+
+
+def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> list[_Call]:
+    """Segments over what a window shows them of their ancestors, see [`_Siblings`]."""
+    seen = window - 1  # tokens before a query
+    ends = forest.depths + forest.lengths
+    calls = []
+    for stretch in forest.stretches():
+        for level in range(int(forest.levels[stretch.start])):
+            ancestors = forest.ancestors_at(level)[stretch]
+            # How many tokens stand between a segment and the end of its ancestor.
+            gaps = forest.depths[stretch] - ends[ancestors]
+            children: dict[int, list[tuple[int, int]]] = {}
+            for place in np.flatnonzero(gaps < seen).tolist():
+                children.setdefault(int(ancestors[place]), []).append((stretch.start + place, int(gaps[place])))
+            for few in _few_at_once(forest, sorted(children.items()), seen):
+                calls.append(_siblings_call(forest, few, seen, device))
+    return calls
+
+
+def _few_at_once(forest: Forest, children: list[tuple], seen: int) -> list[list[tuple]]:
+    """Ancestors with those that attend to them, in sets of which a backward holds no more than [`_EXPANDED_KEYS`]."""
+    sets, keys, most = [], 0, 0
+    for ancestor, segments in children:
+        keys += min(int(forest.lengths[ancestor]), seen)
+        most = max(most, len(segments))
+        if not sets or keys * most > _EXPANDED_KEYS:
+            sets.append([])
+            keys, most = min(int(forest.lengths[ancestor]), seen), len(segments)
+        sets[-1].append((ancestor, segments))
+    return sets
+
+
+def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: torch.device) -> _Call:
+    """One call for some ancestors and the `(segment, gap)` that attend to each."""
+    # A query that stands s tokens behind its ancestor's end sees the last `seen - s` tokens of it, so only s < seen count.
+    first = min(gap for _, segments in children for _, gap in segments)
+    last = max(min(gap + int(forest.lengths[segment]), seen) for _, segments in children for segment, gap in segments)
+    distances = last - first
+    token_SN = np.full((len(children), distances, max(len(segments) for _, segments in children)), -1)
+    keys, key_lengths = [], []
+    for place, (ancestor, segments) in enumerate(children):
+        end = int(forest.starts[ancestor] + forest.lengths[ancestor])
+        key_lengths.append(min(int(forest.lengths[ancestor]), seen - first))
+        keys.append(np.arange(end - key_lengths[-1], end))
+        for number, (segment, gap) in enumerate(segments):
+            count = min(int(forest.lengths[segment]), seen - gap)
+            tokens = int(forest.starts[segment]) + np.arange(count)
+            token_SN[place, gap - first : gap - first + count, number] = tokens
+    siblings = _Siblings(token_SN.reshape(-1, token_SN.shape[2]), device)
+    cu_q, max_q = cumulative(np.full(len(children), distances), device)
+    cu_k, max_k = cumulative(key_lengths, device)
+    # The kernel aligns the last query with the last key, and a side that is as wide as the longest keys is open.
+    looks_back = {"window_size_left": seen - first - distances, "window_size_right": distances}
+    lengths = cu_q, cu_k, max_q, max(max_k, distances)
+    queries, keys = (_neighbours(x, device) for x in (siblings.tokens_R, np.concatenate(keys)))
+    return _Call(queries, keys, lengths, False, looks_back, siblings)
+
+
+def _neighbours(tokens: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """Places in the row in rising order: as a slice where no token is missing between them."""
+    if tokens[-1] - tokens[0] + 1 == len(tokens):
+        return slice(int(tokens[0]), int(tokens[-1]) + 1)
+    return to_device(torch.from_numpy(tokens), device)
