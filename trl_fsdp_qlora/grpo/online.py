@@ -1,5 +1,7 @@
 """What trainers that draw completions have around their loss: rollouts, rewards, whole groups, completions kept in checkpoints."""
 
+from contextlib import nullcontext
+
 import torch
 from accelerate.logging import get_logger
 
@@ -65,11 +67,18 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return super()._generate_and_score_completions(inputs)
 
     def _generate(self, prompts):
-        with self.own_attention(), self.clock.phase("generate"):
+        of_turns = self._calls_tools and self.rollout is not None
+        episodes = self.rollout.episodes(self.max_tool_calling_iterations) if of_turns else nullcontext()
+        with self.own_attention(), self.clock.phase("generate"), episodes:
             drawn = super()._generate(prompts)
         if self.rollout is not None:
             self._add_metrics(self.rollout.take_metrics())
         return drawn
+
+    @property
+    def _calls_tools(self) -> bool:
+        """Whether episodes may have several turns; TRL's RLOO has none."""
+        return bool(getattr(self, "tools", None))
 
     def _generate_settings(self) -> GenerateSettings | None:
         """What TRL gives to transformers' `generate`; `None` where another engine generates."""
@@ -122,7 +131,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
                 f"groups of {size} are split: make per_device_train_batch_size={per_device} a multiple",
             )
         door, *others = super().features()
-        rollouts = self.rollout.features(self.model, self._generate_settings())
+        rollouts = self.rollout.features(self.model, self._generate_settings(), self._calls_tools)
         return [door, groups, *rollouts, *self._engine_features(), *others]
 
     def _engine_features(self) -> list[tuple[str, str]]:

@@ -145,6 +145,13 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         settings = self._generate_settings()
         return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
 
+    def _tool_call_loop(self, prompts, prompt_ids, *others):
+        result = super()._tool_call_loop(prompts, prompt_ids, *others)
+        # TRL leaves the loop on each rank when its own episodes are over.
+        turn = super()._generate_single_turn
+        self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
+        return result
+
     def generating(self, wrapped=None):
         """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`].
 

@@ -93,7 +93,7 @@ def looked_up(cls: type) -> set[str]:
     return {name for names in (*(code.co_names for code in codes), *keywords) for name in names}
 
 
-def _goes_on_from_a_state(cls: type) -> bool:
+def goes_on_from_a_state(cls: type) -> bool:
     """Whether a layer hands its kernel a state to begin with; convolutions get theirs from the cache itself."""
     return bool(_FIRST_STATES & looked_up(cls)) or "update_recurrent_state" not in looked_up(cls)
 
@@ -153,7 +153,7 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
         if name in parameters and isinstance(x, torch.Tensor) and x.shape[:2] == (1, layout.tokens)
     }
     try:
-        out = _compute(module.own_forward, tokens, cache_name(module), layout, not _goes_on_from_a_state(type(module)))
+        out = _compute(module.own_forward, tokens, cache_name(module), layout, not goes_on_from_a_state(type(module)))
     except RuntimeError as error:
         note(layout, error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]

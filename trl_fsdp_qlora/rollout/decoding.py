@@ -2,10 +2,12 @@
 
 Transformers runs a prompt, and a vision tower on its images, as often as it is repeated, and every row until the longest one
 ends. Here `generate` is given each distinct prompt once, what all of them begin with is prefilled once ([`common_beginning`]), and
-decoding attends to a prompt once for all its rows ([`shared_prompts`]); where that is not exact the cache is repeated. The library still prepares everything around the loop.
+decoding attends to a prompt once for all its rows ([`shared_prompts`]); where that is not exact the cache is repeated. A later turn
+of an episode runs what is new in it ([`turns`]). The library still prepares everything around the loop.
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ from ..scoring.transfer import widest_float
 from .cache import take_rows, unrepeatable
 from .common_beginning import prefill_beginning
 from .shared_prompts import PrefillWatch, SharedPrompts, watched_attention
+from .turns import Continuation, KeptRow, KeptTurns, filled_cache, joined_cache, layer_states
 
 # What treats each row by itself, so that it does not matter which others are still there. Repetition penalties may hold
 # one number per row, which is dropped with it.
@@ -111,10 +114,11 @@ class Decoding:
 
     Args:
         synced: a forward is collective: this rank goes on as long as any. By transformers' own rule if `None`.
+        turns: what rows of an episode's last turn left for this one, and these leave for the next.
     """
 
-    def __init__(self, synced: bool | None = None):
-        self.synced, self.work = synced, DecodingWork()
+    def __init__(self, synced: bool | None = None, turns: KeptTurns | None = None):
+        self.synced, self.work, self.turns = synced, DecodingWork(), turns
         self.place_R: torch.Tensor | None = None  # which of the prompts each row has; a row for each if `None`
         self.per_row: str | None = None  # why the last call attended to prompts in each row; `None`: once per prompt
 
@@ -134,8 +138,13 @@ class Decoding:
         batch = _Batch(input_ids, place_R, generation_config, logits_processor, stopping_criteria, model_kwargs)
         # Rotary tables that follow the longest row are those of rows that have ended, too.
         batch.drops = batch.drops and batch.longest <= position_limit(model)
+        continues = self.turns is not None and self.turns.number > 0
+        # Which images a row has its tokens do not tell.
+        with_images = any(model_kwargs.get(name) is not None for name in PER_IMAGE)
+        keeps = self.turns is not None and not self.turns.is_last and not with_images
+        prefill_rows = self._prefill_turn if continues else self._prefill
         with fast_linears(model, decoding=True), watched_attention(model) as self.per_row:
-            outputs = self._prefill(model, input_ids, place_R, batch, generation_config, synced)
+            outputs = prefill_rows(model, input_ids, place_R, batch, generation_config, synced)
             with tuned_for_decoding(model):
                 while unfinished(model, batch.left == 0, synced, input_ids.device):
                     if outputs is None:
@@ -147,6 +156,10 @@ class Decoding:
                     logits_AV, outputs = outputs.logits[:, -1], None
                     if batch.left:
                         batch.append(logits_AV)
+                        if keeps:
+                            # Before the next forward: it would run these rows' padding through their states.
+                            for row in batch.ended_rows():
+                                self.turns.add(row)
                         batch.drop_finished(synced)
         return torch.cat([input_ids[place_R], torch.stack(batch.columns, 1)], 1)
 
@@ -161,8 +174,12 @@ class Decoding:
             batch.shared = SharedPrompts(outputs.past_key_values, place_R, once, batch.longest)
         else:
             take_rows(outputs[batch.cache_name], place_R, batch.longest)
-        outputs.logits = outputs.logits[:, -1:][place_R]
         self.work.prefill_tokens += ids_UP.numel() - beginning * (len(ids_UP) - 1)
+        return self._of_rows(model, outputs, once, place_R, batch)
+
+    def _of_rows(self, model, outputs, once: dict, place_R: torch.Tensor, batch: "_Batch"):
+        """The outputs of a prefill of distinct prompts with arguments `once`, repeated for the rows that have them."""
+        outputs.logits = outputs.logits[:, -1:][place_R]
         self.work.prefill_tokens_stock += batch.ids_AL.numel()
         others = {name: value for name, value in once.items() if name not in (*PER_IMAGE, "mm_encoder_outputs")}
         kwargs = batch.kwargs = {name: _rows(name, value, place_R) for name, value in others.items()}
@@ -170,6 +187,50 @@ class Decoding:
         if kwargs.get("position_ids") is not None and not prepares_inputs_itself(model):
             kwargs["position_ids"] = kwargs["position_ids"][..., -1:]
         return outputs
+
+    def _prefill_turn(
+        self, model, ids_UP, place_R: torch.Tensor, batch: "_Batch", config: GenerationConfig, synced: bool
+    ):
+        """As `_prefill`, for prompts that go on from what was kept of the last turn."""
+        self.per_row, once, device = "each row has a history of its own", batch.kwargs, ids_UP.device
+        width = ids_UP.shape[1]
+        lengths = (width - _padding(ids_UP, once)).tolist()
+        together = self.turns.take([row[width - n :] for row, n in zip(ids_UP.tolist(), lengths, strict=True)])
+        if any(once.get(name) is not None for name in PER_IMAGE):
+            together = [Continuation(list(range(len(lengths))), [None] * len(lengths), width)]
+        own, caches, logits, rows = None, [], [], []
+        # Where a forward is collective, a rank that has run its own goes on with one token for nobody.
+        while unfinished(model, not together, synced, device):
+            if not together:
+                self._prefill_part(model, ids_UP, [1], Continuation([0], [None], 1), config, batch)
+                continue
+            part = together.pop(0)
+            own = self._prefill_part(model, ids_UP, lengths, part, config, batch)
+            caches.append(own[batch.cache_name])
+            logits.append(own.logits[:, -1:])
+            rows.append(part.rows)
+            self.work.prefill_tokens += len(part.rows) * part.new
+        if len(caches) > 1:
+            order_U = torch.tensor([row for part in rows for row in part], device=device).argsort()
+            own[batch.cache_name] = joined_cache(model.config, caches, order_U, width)
+            own.logits = torch.cat(logits)[order_U]
+        take_rows(own[batch.cache_name], place_R, batch.longest)
+        return self._of_rows(model, own, once, place_R, batch)
+
+    @staticmethod
+    def _prefill_part(
+        model, ids_UP, lengths: list[int], part: Continuation, config: GenerationConfig, batch: "_Batch"
+    ):
+        """The model's outputs for the last `part.new` columns of some prompts, whose tokens are `lengths`, behind what was kept."""
+        width = max(lengths[row] for row in part.rows)
+        used = [max(0, lengths[row] - part.new) for row in part.rows]
+        rows = torch.tensor(part.rows, device=ids_UP.device)
+        kwargs = {n: x if n in PER_IMAGE else _rows(n, x, rows) for n, x in batch.kwargs.items()}
+        kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
+        for name in ("attention_mask", "position_ids"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., -width:]
+        return prefill(model, ids_UP[rows, -part.new :], config, kwargs)
 
 
 def distinct_rows(keys_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,7 +258,9 @@ class _Batch:
         self.shared: SharedPrompts | None = None
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self._select_in_processors(place_R)
+        self._padding_R = _padding(ids_UP, kwargs)[place_R]
         self.left = self._rows = len(place_R)
+        self._newly_ended = 0
         self.longest = sys.maxsize if stopping_criteria.max_length is None else stopping_criteria.max_length
         self._rows_A = torch.arange(self.left, device=ids_UP.device)
         self._open_A = torch.ones_like(self._rows_A, dtype=torch.bool)
@@ -230,10 +293,31 @@ class _Batch:
         else:
             self.columns.append(self._pad.repeat(self._rows).index_copy(0, self._rows_A, next_A))
         self.ids_AL = torch.cat([self.ids_AL, next_A[:, None]], 1)
-        self._open_A = self._open_A & ~self.stopping_criteria(self.ids_AL, None)
+        was_open_A, was_left = self._open_A, self.left
+        self._open_A = was_open_A & ~self.stopping_criteria(self.ids_AL, None)
+        self._ended_A = was_open_A & ~self._open_A
         self.left, broken = torch.stack([self._open_A.sum(), (next_A < 0).sum()]).tolist()
+        self._newly_ended = was_left - self.left
         if broken:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+    def ended_rows(self) -> Iterator[KeptRow]:
+        """What the rows that ended with the last token leave behind. That token itself has not been through the model."""
+        if not self._newly_ended:
+            return
+        cache = self.kwargs[self.cache_name] if self.shared is None else self.shared.cache
+        for row in self._ended_A.nonzero()[:, 0].tolist():
+            length = self.ids_AL.shape[1] - 1 - int(self._padding_R[self._rows_A[row]])
+            layers = []
+            for number, layer in enumerate(cache.layers):
+                if self.shared is not None:
+                    keys, values = self.shared.keys_and_values(number, row, length)
+                    layers.append({"keys": keys, "values": values})
+                    continue
+                of_row = {name: state[row] for name, state in layer_states(layer).items()}
+                attended = {name: of_row[name][:, -length:] for name in of_row if name in ("keys", "values")}
+                layers.append({name: state.clone() for name, state in (of_row | attended).items()})
+            yield KeptRow(self.ids_AL[row, -1 - length : -1].tolist(), layers)
 
     def drop_finished(self, synced: bool) -> None:
         """Let finished rows leave, with their part of the cache, once they are enough to be worth the copy."""
@@ -254,6 +338,12 @@ class _Batch:
         for processor in self.logits_processor:
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
                 processor.prompt_ignore_length = processor.prompt_ignore_length[rows]
+
+
+def _padding(ids_UP: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    """Columns of padding in front of each prompt, `(U,)`; `generate` leaves out a mask that masks nothing."""
+    mask_UP = kwargs.get("attention_mask")
+    return ids_UP.new_zeros(len(ids_UP)) if mask_UP is None else (mask_UP == 0).sum(1)
 
 
 def _rows(name: str, value, rows: torch.Tensor):

@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
+from ..compat.replaced import replaced
 from ..compat.trl import unwrap_model_for_generation
-from ..fsdp2_qlora.generation import gathered_as, is_gathered
+from ..fsdp2_qlora.generation import FREE_SHARE, free_bytes, gathered_as, is_gathered
 from ..scoring.cpu_linear import beats_mkl
 from .completions import complete, vision_tensors
 from .decoding import Decoding, DecodingWork, why_stock
+from .turns import KeptTurns, why_not_kept
 
 logger = get_logger(__name__)
 
@@ -35,6 +37,17 @@ class Rollout:
     def __init__(self, args: Any, accelerator: Accelerator, backend: Any):
         self.args, self.accelerator, self.backend = args, accelerator, backend
         self._work = DecodingWork()
+        self._turns: KeptTurns | None = None
+
+    @contextmanager
+    def episodes(self, turns: int) -> Iterator[None]:
+        """Inside, rows keep their caches from one turn to the next; `turns` may follow the first. Nothing is kept behind it."""
+        limit = FREE_SHARE * free_bytes(self.accelerator.device)
+        self._turns = KeptTurns(limit, turns)
+        try:
+            yield
+        finally:
+            self._turns = None
 
     @property
     def is_sharded(self) -> bool:
@@ -63,8 +76,21 @@ class Rollout:
         if self.args.use_transformers_continuous_batching and not self.args.use_vllm:
             with restore_weights(self.accelerator.unwrap_model(wrapped)):
                 return stock(*turn)
+        turns = None if settings is None else self._turns
+        if turns is not None and turns.number > 0:
+            self._any_rank_goes_on(True)
+        try:
+            return self._turn(stock, turn, wrapped, settings, turns)
+        finally:
+            if turns is not None:
+                turns.number += 1
+
+    def _turn(self, stock, turn: tuple, wrapped, settings: GenerateSettings | None, turns: KeptTurns | None):
         prompt_ids, images, multimodal_fields, _, of_tools = turn
         if settings is None or of_tools or self.why_stock(wrapped, settings) is not None:
+            if of_tools and turns is not None:
+                turns.clear()
+                logger.warning_once("rollouts: turns behind a tool's image are prefilled whole, as in stock TRL")
             return stock(*turn)
         vision = {}
         if images or any(name.startswith("pixel_values") for name in multimodal_fields):
@@ -73,15 +99,44 @@ class Rollout:
             if (reason := self.why_stock(wrapped, settings, vision)) is not None:
                 logger.warning_once(f"decoding: a batch with images generates as in stock TRL ({reason})")
                 return stock(*turn)
+            if turns is not None:
+                logger.warning_once("rollouts: every turn of prompts with images is prefilled whole, as in stock TRL")
         with self.generating(wrapped, settings.overrides) as (model, lockstep):
-            decoding, ends = Decoding(lockstep), settings.eos_token_ids
+            kept = turns if why_not_kept(model) is None else None
+            decoding, ends = Decoding(lockstep, kept), settings.eos_token_ids
             completions, work = complete(
                 model, prompt_ids, settings.config, ends=ends, synced=lockstep, decoding=decoding, vision=vision
             )
         self._work += work
-        if decoding.per_row is not None and self.accelerator.device.type == "cpu":
+        later = turns is not None and turns.number > 0
+        if decoding.per_row is not None and not later and self.accelerator.device.type == "cpu":
             logger.warning_once(f"decoding: prompts attended to per row, not once per group ({decoding.per_row})")
         return completions, None
+
+    def join_turns(
+        self, stock: Callable, prompt: list[int], wrapped: nn.Module, settings: GenerateSettings | None
+    ) -> None:
+        """Take part in the further turns of other ranks, if a forward is collective and this rank's episodes are over.
+
+        Args:
+            stock, wrapped, settings: as of `training_turn`.
+            prompt: tokens of any prompt of this rank's.
+        """
+        if settings is None or self._turns is None:
+            return
+        while self._any_rank_goes_on(False):
+            # One token for nobody; the decoding loop then goes on as long as any rank's does.
+            with replaced(settings.config, max_new_tokens=1):
+                self._turn(stock, ([prompt[-1:]], None, {}, 1, False), wrapped, settings, self._turns)
+            self._turns.clear()
+            self._turns.number += 1
+
+    def _any_rank_goes_on(self, this_one: bool) -> bool:
+        """Whether a rank generates another turn. Collective if a forward is: every rank then has to generate equally often."""
+        if not self.is_sharded:
+            return this_one
+        count = torch.tensor(int(this_one), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(count, reduction="sum"))
 
     def why_stock(self, wrapped: nn.Module, settings: GenerateSettings, vision: dict | None = None) -> str | None:
         """Why training's completions come from transformers' own decoding loop; `None` where they do not."""
@@ -89,8 +144,10 @@ class Rollout:
             return "compact_generation=False"
         return why_stock(self.accelerator.unwrap_model(wrapped), settings.config, vision)
 
-    def features(self, wrapped: nn.Module, settings: GenerateSettings | None) -> list[tuple[str, str]]:
-        """Headings and lines of the start-up block on transformers' `generate`, where it is used."""
+    def features(
+        self, wrapped: nn.Module, settings: GenerateSettings | None, tools: bool = False
+    ) -> list[tuple[str, str]]:
+        """Headings and lines of the start-up block on transformers' `generate`, where it is used, with `tools` or without."""
         if settings is None:
             found = [("as stock TRL", "rollouts: transformers' continuous batching")]
             return [] if self.args.use_vllm else found
@@ -99,6 +156,10 @@ class Rollout:
             heading = "as stock TRL" if self.args.compact_generation else "off"
             return [(heading, f"rollouts: every completion prefills its prompt, no row leaves early ({reason})")]
         found = [("on", "rollouts: each prompt prefilled once, finished rows leave the batch")]
+        if tools and (reason := why_not_kept(self.accelerator.unwrap_model(wrapped))) is not None:
+            found.append(("as stock TRL", f"tools: every turn prefills its whole history ({reason})"))
+        elif tools:
+            found.append(("on", "tools: a turn continues where the last one stopped"))
         if self.accelerator.device.type == "cpu" and beats_mkl():
             found.append(("on", "decoding: float32 products by oneDNN"))
         return found

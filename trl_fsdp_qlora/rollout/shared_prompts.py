@@ -167,6 +167,14 @@ class SharedPrompts:
                 self.bias_U11P = self.bias_U11P[alive]
         self._place(place_A)
 
+    def keys_and_values(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the last `length` keys and values `(H_kv, L, D)` of a row, prompt and completion."""
+        completion = self.cache.layers[layer]
+        of_prompt = length - completion.keys.shape[-2]
+        parts = zip(self.prompts[layer], (completion.keys, completion.values), strict=True)
+        keys, values = (torch.cat([prompt[self.place_A[row], :, -of_prompt:], own[row]], -2) for prompt, own in parts)
+        return keys, values
+
     def next_inputs(self, ids_A: torch.Tensor) -> dict:
         """Arguments of the model's forward for the tokens after those seen so far."""
         self.positions_A1 = self.positions_A1 + 1

@@ -1,0 +1,221 @@
+"""Caches kept over the turns of an episode: what a row's last turn computed is not prefilled again in its next one.
+
+With tools, TRL's loop generates each turn from the whole history: prompt, completions and the tools' answers so far. Here a row that ends
+a turn leaves its keys, values and states with [`KeptTurns`]. The next `generate` call compares the tokens of its prompts with those of
+the rows that were kept, and runs only what is new. So a history that was edited or rolled back is noticed: keys and values are used
+as far as the tokens agree. Recurrent states and full sliding windows cannot go back; such a row is used whole or not at all.
+
+Rows stand in a forward as `generate` would have them, padded on the left. Where every row may go back a few tokens, all of them run as
+many new tokens as the longest needs; the others, whose states no padding may touch, run with rows that have as many new tokens.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from peft import PeftModel
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ..prefix_sharing.recurrent import goes_on_from_a_state, recurrent_layers
+from ..prefix_sharing.support import position_limit
+
+logger = get_logger(__name__)
+
+# Rows are prefilled together if each has at least this share of the new tokens of the longest.
+_TOGETHER = 0.5
+
+# Keys and values by name, and a recurrent layer's states by kind and number.
+States = dict[str | tuple[str, int], torch.Tensor]
+
+
+def why_not_kept(model: nn.Module) -> str | None:
+    """Why every turn of `model`, unwrapped, is prefilled whole; `None` where it need not be."""
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    if position_limit(model) != float("inf"):
+        return "rotary tables that depend on the longest row"
+    # Mamba-1 in transformers: with several tokens its scan begins at zero, whatever the cache holds.
+    anew = [type(layer) for layer in recurrent_layers(model) if not goes_on_from_a_state(type(layer))]
+    return f"{anew[0].__name__} goes on from no state" if anew else None
+
+
+def layer_states(layer) -> States:
+    """What a layer of a cache holds; each tensor has a row for each row of the batch."""
+    states: States = {}
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for kind, by_number in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+            states |= {(kind, number): state for number, state in by_number.items() if state is not None}
+    if getattr(layer, "keys", None) is not None and layer.get_seq_length():
+        states |= {"keys": layer.keys, "values": layer.values}
+    return states
+
+
+def fill_layer(layer, states: States, length: int) -> None:
+    """Let an empty layer be as if it had seen `length` columns and kept `states` of them."""
+    for name, state in states.items():
+        if name in ("keys", "values"):
+            continue
+        kind, number = name
+        if kind == "conv":
+            layer.update_conv_state(state, state_idx=number, conv_kernel_size=state.shape[-1])
+        else:
+            layer.update_recurrent_state(state, state_idx=number)
+            layer.has_previous_state[number] = True
+    if "keys" in states:
+        layer.update(states["keys"], states["values"])
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+
+@dataclass
+class KeptRow:
+    """The tokens `ids` of a row, and what each layer holds of them: keys and values `(H_kv, L, D)` without padding, states as they are."""
+
+    ids: list[int]
+    layers: list[States]
+
+    def __post_init__(self):
+        self.bytes = sum(state.nbytes for states in self.layers for state in states.values())
+        # A sliding layer that has let go of its first tokens cannot go back.
+        self.may_go_back = all(
+            name in ("keys", "values") and state.shape[-2] == len(self.ids)
+            for states in self.layers
+            for name, state in states.items()
+        )
+
+    def usable(self, ids: list[int]) -> int:
+        """How many tokens of a prompt `ids` this row serves; the last one is left, for its logits."""
+        common, kept = min(len(self.ids), len(ids) - 1), self.ids
+        if ids[:common] != kept[:common]:
+            common = int((np.array(ids[:common]) != np.array(kept[:common])).argmax())
+        return common if self.may_go_back or common == len(kept) else 0
+
+
+@dataclass
+class Continuation:
+    """Rows of a batch that are prefilled together: which they are, who serves each, and how many columns each of them runs."""
+
+    rows: list[int]
+    kept: list[KeptRow | None]
+    new: int
+
+
+class KeptTurns:
+    """What the rows of one rollout keep from one turn to the next.
+
+    Args:
+        limit: bytes of what is kept at a time; the rows that were kept first make room, and are prefilled again.
+        turns: how many turns may follow the first.
+
+    Attributes:
+        number: of the turn that is generated; 0 for the first.
+    """
+
+    def __init__(self, limit: float, turns: int):
+        self.limit, self.turns, self.number = limit, turns, 0
+        self._rows: list[KeptRow] = []
+        self.bytes = self.most_bytes = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number >= self.turns
+
+    def add(self, row: KeptRow) -> None:
+        """Keep a row that has ended its turn."""
+        self._rows.append(row)
+        self.bytes += row.bytes
+        while self.bytes > self.limit:
+            self.bytes -= self._rows.pop(0).bytes
+            logger.warning_once(
+                f"rollouts: the caches that rows keep for their next turn need more than {self.limit / 1e9:.2g} GB, half of the "
+                "free memory: the first rows are prefilled again. Fewer completions at a time (steps_per_generation) need less"
+            )
+        self.most_bytes = max(self.most_bytes, self.bytes)
+
+    def clear(self) -> None:
+        self._rows, self.bytes = [], 0
+
+    def take(self, prompts: list[list[int]]) -> list[Continuation]:
+        """How `prompts` are prefilled; whatever serves none of them is let go."""
+        kept = sorted(self._rows, key=lambda row: row.ids)
+        self.clear()
+        served = [self._serving(kept, ids) for ids in prompts]
+        new = [len(ids) - length for ids, (_, length) in zip(prompts, served, strict=True)]
+
+        def key(row: int) -> tuple:
+            keeper, _ = served[row]
+            return (keeper is not None and not keeper.may_go_back, -new[row])
+
+        together: list[Continuation] = []
+        for (exact, tokens), rows in groupby(sorted(range(len(prompts)), key=key), key):
+            if not together or exact or -tokens < _TOGETHER * together[-1].new:
+                together.append(Continuation([], [], -tokens))
+            together[-1].rows.extend(rows)
+        for part in together:
+            part.rows.sort()
+            part.kept = [served[row][0] for row in part.rows]
+        return together
+
+    @staticmethod
+    def _serving(kept: list[KeptRow], ids: list[int]) -> tuple[KeptRow | None, int]:
+        """Which of the rows, sorted by their tokens, serves most of a prompt, and how many tokens."""
+        place = bisect_right(kept, ids, key=lambda row: row.ids)
+        # In this order the rows next to a prompt have the longest beginning in common with it, and the last one before it is the
+        # longest that it goes on from. If it goes on from none, one that cannot go back may hide a shorter one that serves.
+        near = kept[max(0, place - 1) : place + 1]
+        goes_on = place > 0 and near[0].usable(ids) == len(near[0].ids)
+        if not goes_on and not all(row.may_go_back for row in near):
+            near = kept
+        best = max(near, key=lambda row: row.usable(ids), default=None)
+        length = 0 if best is None else best.usable(ids)
+        return (best, length) if length else (None, 0)
+
+
+def filled_cache(config: PreTrainedConfig, rows: list[KeptRow | None], used: list[int], width: int) -> DynamicCache:
+    """The cache of a batch of `rows`, of each its first `used` tokens, padded on the left to `width` columns."""
+    cache = DynamicCache(config=config)
+    for number, layer in enumerate(cache.layers if width else ()):
+        by_row = [None if row is None else row.layers[number] for row in rows]
+        pattern = next(states for states in by_row if states is not None)
+        states: States = {}
+        for name, one in pattern.items():
+            if name not in ("keys", "values"):
+                states[name] = torch.stack([row[name] for row in by_row])
+                continue
+            columns = min(width, getattr(layer, "sliding_window", width + 1) - 1)
+            batch = one.new_zeros(len(rows), one.shape[0], columns, one.shape[2])
+            for place, (row, length) in enumerate(zip(by_row, used, strict=True)):
+                if length:
+                    # What a sliding layer has let go of is missing in front.
+                    missing = len(rows[place].ids) - row[name].shape[-2]
+                    real = row[name][:, max(0, length - missing - columns) : length - missing]
+                    batch[place, :, columns - real.shape[1] :] = real
+            states[name] = batch
+        if states:
+            fill_layer(layer, states, width)
+    return cache
+
+
+def joined_cache(
+    config: PreTrainedConfig, caches: list[DynamicCache], order_U: torch.Tensor, width: int
+) -> DynamicCache:
+    """One cache of `width` columns: the rows of all `caches` one after the other, taken in the order `order_U`."""
+    joined = DynamicCache(config=config)
+    for number, layer in enumerate(joined.layers):
+        parts = [layer_states(cache.layers[number]) for cache in caches]
+        states: States = {}
+        for name, first in parts[0].items():
+            tensors = [part[name] for part in parts]
+            if name in ("keys", "values"):
+                columns = max(tensor.shape[-2] for tensor in tensors)
+                tensors = [nn.functional.pad(t, (0, 0, columns - t.shape[-2], 0)) for t in tensors]
+            states[name] = torch.cat(tensors)[order_U.to(first.device)]
+        if states:
+            fill_layer(layer, states, width)
+        for cache in caches:
+            cache.layers[number] = None  # its memory is free before the next layer is joined
+    return joined
