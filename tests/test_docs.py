@@ -22,6 +22,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "recipes").rglob("README.md")),
     ROOT / "examples" / "README.md",
+    ROOT / "notebooks" / "README.md",
 ]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 # A path of this repository in code: at least one slash, and an ending that files here have.
