@@ -36,10 +36,11 @@ def stock_run(peft, changes):
         return run(GRPOTrainer, GRPOConfig, folder, peft, **json.loads(changes))
 
 
-def assert_equal_runs(tmp_path, peft=True, sharing="off", **changes):
+def assert_equal_runs(tmp_path, peft=True, sharing="off", own=None, **changes):
+    """`own`: options of the class under test alone."""
     stock, start, expected = stock_run(peft, json.dumps(changes))
     # Compact generation draws other completions of the same distribution.
-    ours = {"prefix_sharing": sharing, "compact_generation": False, **changes}
+    ours = {"prefix_sharing": sharing, "compact_generation": False, **changes, **(own or {})}
     ours, _, weights = run(EfficientGRPOTrainer, EfficientGRPOConfig, tmp_path, peft, **ours)
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():

@@ -221,6 +221,9 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             return torch.zeros(len(ids), arguments["logits_to_keep"], device=ids.device), None, None
         return super()._score(stock, wanted, kind, arguments)
 
+    def _scored_tokens(self, inputs, ahead):
+        return None  # a regression on every token
+
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
         logps_BC, entropies_BC, aux_loss = self._score_completions(

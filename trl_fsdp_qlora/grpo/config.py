@@ -27,6 +27,7 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]  # noqa: RUF012 (a list, as in TRL)
 
     prefix_sharing: str = option(**options.PREFIX_SHARING)
+    tokens_per_pass: int | None = option(**options.TOKENS_PER_PASS)
     lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
     skip_zero_advantage: bool = option(
         True,

@@ -10,8 +10,10 @@ from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
 from ..telemetry.phases import token_counts
 from ..telemetry.unscored import ScoredCompletions
+from ..prefix_sharing.layout import IGNORED_LABEL
 from .groups import EpochRepeatSampler, micro_batches
-from .scoring import ScoringThroughTheDoor
+from .scoring import ScoringThroughTheDoor, batch_of, padded_batch
+from .step import StepScores
 from .training import EfficientTraining
 
 logger = get_logger(__name__)
@@ -25,7 +27,11 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     - a checkpoint holds the completions still to be used.
     """
 
-    rollout = None  # of a trainer that was built without `__init__`
+    # Of a trainer that was built without `__init__`.
+    rollout = None
+    _is_in_training_step = False
+    _micro_batches_done = 0  # since the last optimizer step
+    _scored_steps = range(0)  # the values of `_step` that `step_scores` is of
 
     def begin(self, method: str) -> None:
         super().begin(method)
@@ -98,6 +104,62 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             drawn = scored_NK.new_ones(len(scored_NK), 1)
             self.telemetry.later(torch.cat([drawn, scored_NK], 1).sum(0), self.scored_completions.add)
         return rewards_NK
+
+    # --- an optimizer step's micro-batches are scored together -------------------------------------------------------
+
+    def training_step(self, model, *args, **kwargs):
+        self._is_in_training_step = True
+        try:
+            loss = super().training_step(model, *args, **kwargs)
+        except BaseException:
+            # Somebody may catch it and go on: nothing of this step is used then.
+            self._end_update()
+            raise
+        finally:
+            self._is_in_training_step = False
+        self._micro_batches_done += 1
+        if self.accelerator.sync_gradients:
+            self._end_update()
+        return loss
+
+    def _end_update(self) -> None:
+        self.step_scores, self._micro_batches_done = None, 0
+
+    def _look_ahead(self, door):
+        if not self._is_in_training_step:
+            return None, 0
+        if self.step_scores is None or self._step not in self._scored_steps:
+            self._scored_steps = range(0)
+            self.step_scores = self._scores_of_step(door)
+        return self.step_scores, self._step - self._scored_steps.start
+
+    def _scores_of_step(self, door) -> StepScores | None:
+        """Of the micro-batches from this one on to the optimizer step, as far as their completions are drawn."""
+        place = self._step % self.args.steps_per_generation
+        left_in_update = self.current_gradient_accumulation_steps - self._micro_batches_done
+        count = min(left_in_update, self.args.steps_per_generation - place)
+        if count < 2 or self.args.tokens_per_pass == 0:
+            return None
+        batches = []
+        for ahead, kept in enumerate(self._buffered_inputs[place : place + count]):
+            inputs = joined_images(kept)
+            batch = batch_of(padded_batch(inputs), inputs.get("image_keys"))
+            scored_BC = self._scored_tokens(inputs, ahead)
+            if scored_BC is not None:
+                batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
+            batches.append(batch)
+        found = door.step_forwards(batches, self.args.tokens_per_pass)
+        if found is None:
+            return None
+        self._scored_steps = range(self._step, self._step + count)
+        return StepScores(*found, batches, ends_update=count == left_in_update)
+
+    def _scored_tokens(self, inputs, ahead: int) -> torch.Tensor | None:
+        """Completion tokens `(B, C)` that the loss of a micro-batch will ask for; `None` for all that the mask has.
+
+        `ahead`: how many micro-batches come before it.
+        """
+        return None
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,12 @@ PREFIX_SHARING = {
     "of a preference pair. 'auto' computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
     "'cascade' and 'two_part' insist on one attention backend; 'off' is stock TRL.",
 }
+TOKENS_PER_PASS = {
+    "default": None,
+    "help": "With prefix_sharing, how many tokens (of prompts and completions, each prompt counted once) a pass with gradients holds at "
+    "most. As many micro-batches of an optimizer step run at once as fit. Not set: as many tokens as a padded micro-batch of stock TRL "
+    "has; 0: each micro-batch is computed by itself, prompts included.",
+}
 LM_HEAD_KERNEL = {
     "default": "auto",
     "help": "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' (two matrix "
@@ -78,6 +84,8 @@ class OwnConfig:
         """To be called last. Raises `ValueError` for a word that a field of this package does not know."""
         for item in fields(self):
             value, known = getattr(self, item.name), item.metadata.get("choices")
+            if item.name == "tokens_per_pass" and value is not None and value < 0:
+                raise ValueError(f"tokens_per_pass={value} is a number of tokens; use one from 0, or leave it out")
             if known and item.name not in self.STOCK.__dataclass_fields__ and value not in known:
                 raise ValueError(f"{item.name}={value!r} is unknown; use one of {', '.join(map(repr, known))}")
         note_derived(self, self._left_at_default)

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.fsdp import forget_forward
 from ..compat.peft import is_reference
+from ..prefix_sharing.across_passes import CannotKeep
 from ..prefix_sharing.door import Batch, Door, open_door
 from ..prefix_sharing.layout import IGNORED_LABEL
 from ..prefix_sharing.narrow import call_on_scored_rows
 from ..prefix_sharing.support import position_limit
 from ..scoring.contexts import fill_masked_rows, share_values
 from ..scoring.token_selection import weight_gradient
+from .step import StepScores
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # What TRL's pass takes of a batch next to ids and masks.
@@ -56,6 +59,7 @@ class ScoringThroughTheDoor:
     # Of a trainer that was built without `__init__`, as some tests of TRL do.
     door: Door | None = None
     reference_door: Door | None = None
+    step_scores: StepScores | None = None
 
     def open_doors(self, entropy_gradient: bool) -> None:
         """Once the models are made. `entropy_gradient`: the loss has a term in the entropy."""
@@ -121,12 +125,15 @@ class ScoringThroughTheDoor:
         self, stock: Callable[..., LogProbs], wanted: LossPass, kind: str, arguments: dict[str, Any]
     ) -> LogProbs:
         door = self.reference_door if wanted.model is self.ref_model and self.ref_model is not None else self.door
-        batch = _batch_of(arguments, wanted.image_keys)
+        batch = batch_of(arguments, wanted.image_keys)
         for_the_door = {}
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
         tokens_per_pass = batch_size * width if batch_size < rows else None
         door.compare_with_stock(wanted.model, batch, self.accelerator.autocast, tokens_per_pass)
+        step_scores, number = (None, 0)
+        if kind == "policy" and torch.is_grad_enabled() and not arguments.get("compute_aux_loss"):
+            step_scores, number = self._look_ahead(door)
         if door.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
             for_the_door = {"num_images": batch.num_images, "image_keys": batch.image_keys}
             if tokens_per_pass:
@@ -139,6 +146,13 @@ class ScoringThroughTheDoor:
                 of_completions.masked_fill_(~wanted.scored_BC, IGNORED_LABEL)
                 if not door.is_active:
                     return call_on_scored_rows(wanted.model, model_arguments, self._keeps_columns)
+            if step_scores is not None:
+                try:
+                    return step_scores.score(number, wanted.model)
+                except CannotKeep as error:
+                    forget_forward(wanted.model)
+                    door.cannot_keep(str(error))
+                    self.step_scores = None
             return wanted.model(**model_arguments, **for_the_door)
 
         # TRL leaves values where the LM head is: on the last device of a model that is split over several, on the host where
@@ -146,7 +160,8 @@ class ScoringThroughTheDoor:
         values = (None if x is None else x.to(batch.input_ids.device) for x in stock(call, **arguments))
         logps_BC, entropies_BC, aux_loss = values
         if door.is_active and door.figures.tokens:
-            self._add_metrics(door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}"))
+            if step_scores is None or step_scores.computes(number):
+                self._add_metrics(door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}"))
             # A quantile may fall on a tie.
             if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
                 entropies_BC = share_values(
@@ -157,6 +172,10 @@ class ScoringThroughTheDoor:
         if wanted.weight_BC is not None:
             logps_BC = weight_gradient(logps_BC, wanted.weight_BC)
         return logps_BC, entropies_BC, aux_loss
+
+    def _look_ahead(self, door: Door) -> tuple[StepScores | None, int]:
+        """The scores of this optimizer step, and which of its micro-batches this one is."""
+        return None, 0
 
     def _add_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -173,7 +192,7 @@ def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batch:
+def batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batch:
     """The batch of a pass with all of its completion tokens labelled, from the arguments of TRL's method."""
     input_ids, attention_mask = arguments["input_ids"], arguments["attention_mask"]
     labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)

@@ -197,6 +197,11 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         self.telemetry.later(counts, self.budget.report(self._metrics["train"]))
         return loss
 
+    def _scored_tokens(self, inputs, ahead):
+        micro_step = (self._step + ahead) % self.args.gradient_accumulation_steps
+        choice = self.budget.choose(inputs, self.state.global_step, micro_step)
+        return None if choice is None else choice.scored_BC
+
     @property
     def _weighs_in_loss(self) -> bool:
         """Old log-probabilities are the loss's own: one optimizer step per generation batch, every token scored."""

@@ -47,7 +47,8 @@ class AttentionCall:
     """One attention layer on a packed row.
 
     Attributes:
-        query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied.
+        query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied; keys and values of
+            kept segments lie behind those of the row.
         window: tokens a query may look back, itself included, or `None`.
         scaling: factor on the scores; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
         base: name of the implementation underneath; own_function: that implementation, as a function.
@@ -112,6 +113,10 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
             raise UnsupportedAttention(
                 f"{type(module).__name__} makes a mask or a bias of its own for each pair of tokens"
             )
+        if layout.kept is not None:
+            slot, is_recomputed = (id(module),), layout.is_computed
+            key = layout.kept.extended((*slot, "key"), key, is_recomputed)
+            value = layout.kept.extended((*slot, "value"), value, is_recomputed)
         name, out = _attend(
             AttentionCall(
                 module, query, key, value, layout, base, own_function, **_options(module, query, layout, kwargs)

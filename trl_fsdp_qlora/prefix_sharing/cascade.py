@@ -135,6 +135,15 @@ def _merge_kernel(
         tl.store(out, merged.to(merged_ptr.dtype.element_ty), mask=inside)
 
 
+def _with_kept(gradient: torch.Tensor, keys: int) -> torch.Tensor:
+    """The gradient `(T, H, D)` of the row's keys, with zeros for those of kept segments behind them: `(keys, H, D)`."""
+    if len(gradient) == keys:
+        return gradient
+    extended = gradient.new_zeros(keys, *gradient.shape[1:])
+    extended[: len(gradient)] = gradient
+    return extended
+
+
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -225,6 +234,7 @@ class _batched:
 
         parts = [call(part, part, True) for part in own]
         grads = [join(part) for part in zip(*parts, strict=True)]
+        grads[1:] = [_with_kept(grad, k.shape[2]) for grad in grads[1:]]
         for queries, ancestor in cross:
             parts = queries, ancestor, ancestor
             for total, grad, part in zip(grads, call(queries, ancestor, False), parts, strict=True):
@@ -261,7 +271,8 @@ class _varlen:
     def _calls(layout: PackedLayout, device: torch.device, window: int | None) -> list[_Call]:
         key = ("varlen", device, window)
         if key not in layout.cache:
-            (cu, longest), every = cumulative(layout.forest.lengths, device), slice(0, layout.tokens)
+            lengths = layout.forest.lengths[: layout.forest.computed]
+            (cu, longest), every = cumulative(lengths, device), slice(0, layout.tokens)
             looks_back = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
             calls = [_Call(every, every, (cu, cu, longest, longest), True, looks_back)]
             calls += (
@@ -311,7 +322,7 @@ class _varlen:
             of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
             dq, dk, dv = flash(*of_part, *random, scale=scale, **call.window)
             if grads is None:
-                grads = dq, dk, dv
+                grads = dq, _with_kept(dk, len(k_T)), _with_kept(dv, len(v_T))
                 continue
             if call.siblings is not None:
                 dq = call.siblings.rows(dq, k.shape[1])

@@ -24,6 +24,7 @@ from accelerate.utils import convert_outputs_to_fp32, extract_model_from_paralle
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 from peft import PeftModel
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from ..compat.fsdp import forget_forward
@@ -32,12 +33,13 @@ from ..errors import UserError
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device
 from . import support
+from .across_passes import Forward, StepForwards
 from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .dropout import attention_reason, other_dropout, without_dropout
 from .forest import Forest, grow, sort_by_prefix
 from .images import Images, fingerprints
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, lay_out, read_batch
-from .recurrent import SHORTEST, gathered_per_call, recurrent_layers
+from .recurrent import SHORTEST, gathered_per_call, goes_on_from_a_state, recurrent_layers
 from .recurrent import install as install_recurrent
 from .scope import checkpointed, computing, place
 from .self_check import (
@@ -170,8 +172,10 @@ class PassFigures:
     def add(self, layout: PackedLayout) -> None:
         """Count one more row."""
         self.tokens += layout.tokens
-        self.padded_tokens += layout.shape[0] * layout.shape[1]
-        levels = np.bincount(layout.forest.levels, layout.forest.lengths).astype(int).tolist()
+        if layout.kept is None or not layout.kept.is_trunk:
+            self.padded_tokens += layout.shape[0] * layout.shape[1]
+        computed = slice(0, layout.forest.computed)
+        levels = np.bincount(layout.forest.levels[computed], layout.forest.lengths[computed]).astype(int).tolist()
         self.levels = [a + b for a, b in itertools.zip_longest(self.levels, levels, fillvalue=0)]
         self.layer_calls += layout.layer_calls
 
@@ -218,6 +222,22 @@ class Batch:
             arguments["output_router_logits"] = True
         return arguments
 
+    @classmethod
+    def joined(cls, batches: list["Batch"]) -> "Batch":
+        """Batches of one width as one."""
+        if len(batches) == 1:
+            return batches[0]
+        joined = {}
+        for name in ("input_ids", "attention_mask", "labels", "image_keys"):
+            parts = [getattr(batch, name) for batch in batches]
+            joined[name] = None if any(part is None for part in parts) else torch.cat(parts)
+        names = dict.fromkeys(name for batch in batches for name in batch.vision)
+        vision = {name: torch.cat([b.vision[name] for b in batches if name in b.vision]) for name in names}
+        num_images = None
+        if any(batch.num_images is not None for batch in batches):
+            num_images = [n for b in batches for n in (b.num_images or [0] * len(b.input_ids))]
+        return cls(**joined, vision=vision, num_images=num_images)
+
     def rows(self, rows: np.ndarray) -> "Batch":
         """Some rows of it."""
         index = to_device(torch.from_numpy(rows), self.input_ids.device)
@@ -261,6 +281,7 @@ class Door:
         self.is_aside = False
         self.images_may_come = True
         self._is_prepared = False
+        self._cannot_keep: str | None = None
         self._logged: set[str] = set()
         self._own_forward = None
 
@@ -577,6 +598,96 @@ class Door:
         sequences = self._try_to_read(batch)
         return batch.input_ids.numel() if sequences is None else self._grow(batch, sequences).tokens
 
+    # --- the passes of a step, which have beginnings in common -------------------------------------------------------
+
+    @_not_compiled
+    def step_forwards(
+        self, batches: list[Batch], tokens_per_pass: int | None = None, has_gradients: bool = True
+    ) -> tuple[StepForwards, int] | None:
+        """How to compute batches that are scored with the same weights, so that a beginning they share is computed once.
+
+        A collective: every rank has to call it with equally many batches.
+
+        Args:
+            batches: of one width.
+            tokens_per_pass: as many batches at once as have no more tokens than this together, if any two share something;
+                those of one padded batch if `None`.
+            has_gradients: a backward comes for each.
+
+        Returns:
+            The forwards, and how many batches each pass of them scores; `None` if no two batches share anything, or if this
+            model cannot keep what they share.
+        """
+        if not self.is_active or self._cannot_keep is not None:
+            return None
+        if (reason := self._why_not_keep()) is not None:
+            self.cannot_keep(reason)
+            return None
+        device = batches[0].input_ids.device
+
+        def agree(numbers: list[int]) -> list[int]:
+            return reduced_over_ranks(numbers, device)
+
+        try:
+            if len({batch.input_ids.shape[1] for batch in batches}) > 1:
+                raise UnpackableBatch("batches of several widths")
+            if any(batch.router_loss for batch in batches):
+                raise UnpackableBatch("a router loss is taken over the tokens of each batch")
+            sequences = self._read_together(batches)
+        except UnpackableBatch:
+            sequences = None
+        if any(agree([int(sequences is None)])):
+            return None
+        ends = np.cumsum([0] + [len(batch.input_ids) for batch in batches])
+        min_length = SHORTEST if self.recurrent else 1
+        ties_ends = has_gradients and is_sharded(self.base)
+
+        def forwards(batches_per_pass: int, agree) -> StepForwards:
+            borders = ends[::batches_per_pass]
+            rows_of_pass = [np.arange(first, last) for first, last in itertools.pairwise(borders)]
+            return StepForwards(sequences, rows_of_pass, min_length, agree, ties_ends)
+
+        if not forwards(1, agree).is_shared:
+            return None
+        limit = tokens_per_pass or batches[0].input_ids.numel()
+        divisors = [count for count in range(len(batches), 0, -1) if len(batches) % count == 0]
+        fitting = (count for count in divisors if forwards(count, list).longest <= limit)
+        # As many as fit on the rank that can take fewest.
+        batches_per_pass = -agree([-next(fitting, 1)])[0]
+        return forwards(batches_per_pass, agree), batches_per_pass
+
+    def cannot_keep(self, reason: str) -> None:
+        """From now on each pass computes what it begins with."""
+        self._cannot_keep = reason
+        logger.warning("Prompts are computed once per micro-batch, and not once per optimizer step: %s.", reason)
+
+    def _why_not_keep(self) -> str | None:
+        """Why passes of this model cannot take what others computed; `None` if they can."""
+        if self.dense:
+            return "its attention is code of its own"
+        if not all(goes_on_from_a_state(type(layer)) for layer in recurrent_layers(self.base)):
+            return "its recurrent layers go on from no state"
+        if any(hasattr(parameter, "ds_id") for parameter in self.base.parameters()):
+            return "DeepSpeed's ZeRO-3 gathers weights in the order of one forward and its backward"
+        if any(isinstance(module, FullyShardedDataParallel) for module in self.base.modules()):
+            return "FSDP1 frees weights that the graph of an earlier forward needs"
+        return None
+
+    def _read_together(self, batches: list[Batch]) -> Sequences:
+        """Batches of one width as one, on the host."""
+        image_keys = None
+        if any(batch.has_images for batch in batches):
+            for batch in batches:
+                self._find_image_keys(batch)
+            image_keys = [
+                torch.zeros_like(batch.input_ids[:, :1]) if batch.image_keys is None else batch.image_keys
+                for batch in batches
+            ]
+            image_keys = torch.cat([keys.to(batches[0].input_ids.device) for keys in image_keys])
+        masks = [torch.ones_like(b.input_ids) if b.attention_mask is None else b.attention_mask for b in batches]
+        input_ids, labels = (torch.cat([getattr(b, name) for b in batches]) for name in ("input_ids", "labels"))
+        return self._sequences(input_ids, torch.cat(masks), labels, image_keys)
+
     # --- a pass: read, lay out, run, score, scatter -----------------------------------------------------------------
 
     @_but_for_the_model
@@ -587,12 +698,18 @@ class Door:
 
         - `num_images`, `image_keys`: images of each row, and what rows with the same images have in common, if known;
         - `tokens_per_pass`: in passes of no more tokens than this. Ranks exchange how many passes they need.
-        - `rehearsal`: of [`compare_with_stock`].
+        - `rehearsal`: of [`compare_with_stock`];
+        - `forward`: one of several that together compute a step, see [`across_passes.StepForwards`].
         """
         start = time.perf_counter()
         tokens_per_pass = arguments.pop("tokens_per_pass", None)
         rehearsal = arguments.pop("rehearsal", None)
+        forward = arguments.pop("forward", None)
         of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
+        if forward is not None:
+            output = self._score_forward(self._batch(arguments, **of_images), forward)
+            self.figures.seconds += time.perf_counter() - start
+            return output
         batch = sequences = None
         if self.is_active and not self.is_aside:
             try:
@@ -625,11 +742,28 @@ class Door:
         return {(False, False), (False, may_have_images)} <= self.checked
 
     @_but_for_the_model
+    def _score_forward(self, batch: "Batch", forward: Forward) -> FusedCausalLMOutput:
+        """A packed pass that shares beginnings with others, or the trunk of such passes."""
+        if forward.is_first:
+            self.figures = PassFigures()
+        self._count_images(batch)
+        if forward.kept.is_trunk:
+            batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED_LABEL))
+        layout = self._lay_out(batch, forward.sequences, None, forward.forest)
+        layout.kept = forward.kept
+        output = self._score_layout(batch, forward.sequences, layout)
+        output.log_probs = forward.kept.handed_over(output.log_probs)
+        return output
+
+    @_but_for_the_model
     def _score_rows(
         self, batch: "Batch", sequences: Sequences, rehearsal: "Rehearsal | None" = None
     ) -> FusedCausalLMOutput:
         """One packed pass."""
-        layout = self._lay_out(batch, sequences, rehearsal)
+        return self._score_layout(batch, sequences, self._lay_out(batch, sequences, rehearsal))
+
+    @_but_for_the_model
+    def _score_layout(self, batch: "Batch", sequences: Sequences, layout: PackedLayout) -> FusedCausalLMOutput:
         hidden_NH, router_logits = self._run(batch, layout, sequences)
         values = score_with_head(
             self.base,
@@ -706,17 +840,25 @@ class Door:
     @_not_compiled
     def _read(self, batch: Batch) -> Sequences:
         """The batch as the host sees it. Tokens that must not be shared get numbers of their own."""
-        width = batch.input_ids.shape[1]
+        self._find_image_keys(batch)
+        image_keys = batch.image_keys if batch.has_images else None
+        return self._sequences(batch.input_ids, batch.attention_mask, batch.labels, image_keys)
+
+    def _find_image_keys(self, batch: Batch) -> None:
+        if not batch.has_images:
+            return
+        if self.images.reason is not None:
+            raise UnpackableBatch(self.images.reason)
+        self._count_images(batch)
+        if batch.image_keys is None:
+            batch.image_keys = fingerprints({**batch.vision, "num_images": batch.num_images})
+
+    def _sequences(self, input_ids, attention_mask, labels, image_keys) -> Sequences:
+        width = input_ids.shape[1]
         if width > self.position_limit:
             raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.position_limit}")
-        if batch.has_images and self.images.reason is not None:
-            raise UnpackableBatch(self.images.reason)
-        if batch.has_images:
-            self._count_images(batch)
-            if batch.image_keys is None:
-                batch.image_keys = fingerprints({**batch.vision, "num_images": batch.num_images})
-        sequences = read_batch(batch.input_ids, batch.attention_mask, batch.labels, batch.image_keys)
-        if batch.has_images:
+        sequences = read_batch(input_ids, attention_mask, labels, image_keys)
+        if image_keys is not None:
             self.images.mark(sequences)
         if not self.sees_distances:
             # Rows in other columns have other positions.
@@ -743,8 +885,11 @@ class Door:
         return can_nest(self.base, self.attention) and not (self.recurrent or self.dense)
 
     @_not_compiled
-    def _lay_out(self, batch: Batch, sequences: Sequences, rehearsal: "Rehearsal | None") -> PackedLayout:
-        forest = self._grow(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
+    def _lay_out(
+        self, batch: Batch, sequences: Sequences, rehearsal: "Rehearsal | None", forest: Forest | None = None
+    ) -> PackedLayout:
+        if forest is None:
+            forest = self._grow(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
         layout = lay_out(batch.input_ids, batch.labels, sequences, forest)
         layout.backend = self.attention
         layout.problems = None if rehearsal is None else rehearsal.problems
@@ -773,6 +918,8 @@ class Door:
         with computing(layout, self.recomputed or ()), self.images.in_every_forward():
             outputs = self.base.base_model(**arguments)
         layout.is_computed = True
+        if layout.kept is not None:
+            layout.kept.keep_end(outputs.last_hidden_state)
         hidden_TH = outputs.last_hidden_state.flatten(0, 1)
         return hidden_TH[layout.score_index_N.to(hidden_TH.device)], getattr(outputs, "router_logits", None)
 

@@ -64,6 +64,9 @@ class Forest:
             first real one of a row.
         end_T: of a row with dense masks, the place behind the last token that sees each one, so token q attends to k
             if k <= q < end_T[k] (and both are in one segment); else `None`.
+        kept: how many segments, the last ones, an earlier pass computed. They are no part of the packed row. Their keys and
+            values lie behind those of the row, so their places are those behind the row's last token.
+        offset_S: what the positions of each segment's tree are counted from; `None` where the batch says it.
     """
 
     starts: np.ndarray
@@ -76,20 +79,28 @@ class Forest:
     trees: np.ndarray
     place_BL: np.ndarray
     end_T: np.ndarray | None = None
+    kept: int = 0
+    offset_S: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
-        return int(self.lengths.sum())
+        """Of the packed row."""
+        return int(self.lengths[: self.computed].sum())
 
     @property
     def segments(self) -> int:
         return len(self.lengths)
 
+    @property
+    def computed(self) -> int:
+        """Segments of the packed row; the others are kept."""
+        return self.segments - self.kept
+
     def stretches(self) -> list[slice]:
         """Runs of segments of one kind and level."""
-        kinds = np.stack([self.is_leaf, self.levels])
+        kinds = np.stack([self.is_leaf, self.levels])[:, : self.computed]
         borders = 1 + np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(0))
-        edges = [0, *borders.tolist(), self.segments]
+        edges = [0, *borders.tolist(), self.computed]
         return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
     def ancestors_at(self, level: int) -> np.ndarray:
@@ -100,7 +111,10 @@ class Forest:
         return np.where(self.levels >= level, ancestors, -1)
 
     def crossings(self) -> list["Crossing"]:
-        """What attends to ancestors: one entry for each stretch below the roots and each level above it."""
+        """What attends to ancestors: one entry for each stretch below the roots and each level above it.
+
+        Ancestors of one entry lie side by side: where some of a level are kept and others are not, it has several.
+        """
         ends = self.starts + self.lengths
         crossings = []
         for stretch in self.stretches():
@@ -109,7 +123,11 @@ class Forest:
                 first = np.flatnonzero(np.diff(ancestors, prepend=-1)) + stretch.start
                 last = np.append(first[1:], stretch.stop) - 1
                 keys = ancestors[first - stretch.start]
-                crossings.append(Crossing(self.starts[first], ends[last] - self.starts[first], keys))
+                is_kept = keys >= self.computed
+                borders = 1 + np.flatnonzero(is_kept[1:] != is_kept[:-1])
+                for run in np.split(np.arange(len(first)), borders):
+                    starts, run_ends = self.starts[first[run]], ends[last[run]]
+                    crossings.append(Crossing(starts, run_ends - starts, keys[run]))
         return crossings
 
     def path(self, segment: int) -> list[int]:
@@ -118,6 +136,50 @@ class Forest:
         while (segment := int(self.parents[segment])) >= 0:
             path.append(segment)
         return path[::-1]
+
+    def part(self, segments: np.ndarray, rows: np.ndarray, offset_S: np.ndarray) -> tuple["Forest", list[int]]:
+        """A pass over some rows of the batch that computes only these segments; their ancestors are kept from earlier passes.
+
+        Args:
+            segments: indices, in increasing order.
+            rows: of the batch. Together they hold all of these segments.
+            offset_S: of this forest's segments, see the attribute.
+
+        Returns:
+            The forest of the pass, and which segments its kept ones are here.
+        """
+        ancestors = {ancestor for segment in segments.tolist() for ancestor in self.path(segment)}
+        kept = sorted(ancestors.difference(segments.tolist()))
+        order = np.concatenate([segments, np.array(kept, dtype=int)])
+        number = np.full(self.segments, -1)
+        number[order] = np.arange(len(order))
+        lengths = self.lengths[order]
+        starts = np.cumsum(lengths) - lengths
+        segment_T = np.repeat(np.arange(self.segments), self.lengths)
+        place_BL = self.place_BL[rows]
+        row, column = (place_BL >= 0).nonzero()
+        segment = segment_T[place_BL[row, column]]
+        place = starts[number[segment]] + place_BL[row, column] - self.starts[segment]
+        place_BL[row, column] = np.where(number[segment] >= 0, place, -1)
+        source = np.zeros(len(order), dtype=int)
+        is_needed = number[segment] >= 0
+        # Backwards, so that the first row that holds a segment is its source.
+        source[number[segment[is_needed]][::-1]] = row[is_needed][::-1]
+        parents = self.parents[order]
+        forest = Forest(
+            starts,
+            lengths,
+            self.depths[order],
+            np.where(parents >= 0, number[parents], -1),
+            self.levels[order],
+            self.is_leaf[order],
+            source,
+            number[self.trees[order]],
+            place_BL,
+            kept=len(kept),
+            offset_S=offset_S[order],
+        )
+        return forest, kept
 
     @property
     def pairs(self) -> int:
@@ -145,6 +207,21 @@ def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.nda
     differs = tokens_BL[1:] != tokens_BL[:-1]
     first_difference = np.where(differs.any(1), differs.argmax(1), tokens_BL.shape[1])
     return order, np.minimum(first_difference, np.minimum(lengths_B[1:], lengths_B[:-1])).astype(int)
+
+
+def sorted_rows(
+    tokens_BL: np.ndarray, lengths_B: np.ndarray, spans_B2: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that have tokens to compute, sorted by [`sort_by_prefix`], and their common prefixes, which part no image."""
+    needed = np.flatnonzero(lengths_B)
+    order, common = sort_by_prefix(tokens_BL[needed], lengths_B[needed])
+    rows = needed[order]
+    if spans_B2 is not None:
+        for i in range(len(common)):
+            for first, last in spans_B2[rows[i : i + 2]]:
+                if first < common[i] <= last:
+                    common[i] = first
+    return rows, common
 
 
 def prefix_nodes(common: np.ndarray) -> list[Node]:
@@ -253,19 +330,12 @@ def grow(
         pairs_per_token: allows rows with dense masks, and says how many query-key pairs cost a layer as much as one token
             costs it outside of attention; `None` for models that cannot compute them.
     """
-    kept = np.flatnonzero(lengths_B)
-    order, common = sort_by_prefix(tokens_BL[kept], lengths_B[kept])
-    rows = kept[order]
+    rows, common = sorted_rows(tokens_BL, lengths_B, spans_B2)
     lengths = lengths_B[rows]
     if not shares:
         common = np.zeros_like(common)
-    if spans_B2 is not None:
-        for i in range(len(common)):
-            for first, last in spans_B2[rows[i : i + 2]]:
-                if first < common[i] <= last:
-                    common[i] = first
     nodes = choose_nodes(prefix_nodes(common), lengths, min_length)
-    forest = _segments(rows, lengths, nodes, tokens_BL.shape)
+    forest = segments_of(rows, lengths, nodes, tokens_BL.shape)
     if pairs_per_token is not None and shares:
         dense = _dense_segments(rows, lengths, common, tokens_BL.shape)
         saved = (forest.tokens - dense.tokens) * pairs_per_token
@@ -274,7 +344,7 @@ def grow(
     return forest
 
 
-def _segments(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
+def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
     """The forest in which `nodes` are computed once, for `rows` of the batch, sorted, with their `lengths`."""
     # Outer nodes first, so that parents are known: (parent, level, depth, length, source row, first and last sorted row).
     inner, pieces = sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)), []

@@ -87,7 +87,7 @@ def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
     """Rows of the batch whose images the packed row holds, in its order."""
     forest, rows = layout.forest, []
     first_B, last_B = sequences.spans_B2.T
-    for segment, row in enumerate(forest.source.tolist()):
+    for segment, row in enumerate(forest.source[: forest.computed].tolist()):
         # Of a batch without a label one token is computed, which may stand for a part of an image.
         if last_B[row] < 0 or forest.place_BL[row, last_B[row]] < 0:
             continue

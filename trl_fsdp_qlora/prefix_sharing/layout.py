@@ -10,6 +10,7 @@ if the model sees positions only by their differences ([`support.sees_distances`
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,6 +155,7 @@ class PackedLayout:
             the others in every collective of the forward; where it is `None`, such a layer raises.
         is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
         own_masks: of roots with images, see `images.py`.
+        kept: an `across_passes.KeptInPass`, what layers keep for other passes; `None` if each pass stands alone.
         cache: index tensors that a backend derived from the layout, kept for the next layer.
     """
 
@@ -172,6 +174,7 @@ class PackedLayout:
     problems: list[str] | None = None
     is_computed: bool = False
     own_masks: dict = field(default_factory=dict)
+    kept: Any = None
     cache: dict = field(default_factory=dict)
 
     @property
@@ -197,7 +200,7 @@ class PackedLayout:
 def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences, forest: Forest) -> PackedLayout:
     """The packed row of a forest that was grown from all rows of a batch; one transfer to its device."""
     rows, width = input_ids.shape
-    batch_row, token = (forest.place_BL >= 0).nonzero()
+    batch_row, token = ((forest.place_BL >= 0) & (forest.place_BL < forest.tokens)).nonzero()
     place = forest.place_BL[batch_row, token]
     row_T = np.empty(forest.tokens, dtype=int)
     depth_T = np.empty(forest.tokens, dtype=int)
@@ -206,9 +209,9 @@ def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences,
     depth_T[place] = token
     column_T = depth_T + sequences.offsets_B[row_T]
     # All tokens of a tree count from one row's offset.
-    segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
-    tree_offset = sequences.offsets_B[forest.source[forest.trees]]
-    position_T = depth_T + tree_offset[segment_T]
+    segment_T = np.repeat(np.arange(forest.computed), forest.lengths[: forest.computed])
+    offset_S = sequences.offsets_B[forest.source[forest.trees]] if forest.offset_S is None else forest.offset_S
+    position_T = depth_T + offset_S[segment_T]
     multiplicity_T = np.bincount(place, minlength=forest.tokens)
     scored_row, scored_token = sequences.scored_BL.nonzero()
     target_column = scored_token + sequences.offsets_B[scored_row]

@@ -153,7 +153,7 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
         if name in parameters and isinstance(x, torch.Tensor) and x.shape[:2] == (1, layout.tokens)
     }
     try:
-        out = _compute(module.own_forward, tokens, cache_name(module), layout, not goes_on_from_a_state(type(module)))
+        out = _compute(module, tokens, layout)
     except RuntimeError as error:
         note(layout, error, f"{type(module).__name__}: ")
         out = 0 * tokens["hidden_states"]
@@ -161,11 +161,11 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
     return out
 
 
-def _compute(forward, tokens: dict, takes_cache: str, layout: PackedLayout, whole: bool) -> torch.Tensor:
-    """The layer's output `(1, T, ...)` from its arguments that have one entry per token, `(1, T, ...)`.
-
-    With `whole`, each leaf is computed behind its ancestors, without a state.
-    """
+def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Tensor:
+    """The layer's output `(1, T, ...)` from its arguments that have one entry per token, `(1, T, ...)`."""
+    forward, takes_cache = module.own_forward, cache_name(module)
+    # Each leaf is then computed behind its ancestors, without a state.
+    whole = not goes_on_from_a_state(type(module))
     batches, order = _plan(layout, tokens["hidden_states"].device, whole)
     parts = []
     states: dict[int, list[dict]] = {}  # of inner segments, by level
@@ -180,14 +180,41 @@ def _compute(forward, tokens: dict, takes_cache: str, layout: PackedLayout, whol
             inputs = {n: x[0].index_select(0, flat).unflatten(0, batch.index.shape) for n, x in tokens.items()}
         cache = None
         if not whole:
-            before = None if batch.parents is None else _states_of(states[batch.level - 1], batch.parents)
+            before = None
+            if batch.parents is not None:
+                above = [*states.get(batch.level - 1, ()), *_kept_states(module, layout, batch.level - 1)]
+                before = _states_of(above, batch.parents)
             cache = StateCache(before)
         out = forward(**inputs, **{takes_cache: cache}).flatten(0, 1)
         parts.append(out if batch.real is None else out.index_select(0, batch.real))
         if batch.is_inner:
             states.setdefault(batch.level, []).append(cache.after)
+            _keep_states(module, layout, batch, cache.after)
     out = join(parts)
     return (out if order is None else out.index_select(0, order)).unsqueeze(0)
+
+
+def _keep_states(module: nn.Module, layout: PackedLayout, batch: "_Batch", after: dict) -> None:
+    """Keep the states in which a trunk's segments end, see `across_passes.py`."""
+    if layout.kept is None or layout.is_computed or batch.run is None:
+        return
+    start, count, length = batch.run
+    for node, first, _ in layout.kept.gives:
+        place = (first - start) // length
+        if 0 <= place < count:
+            for kind, state in after.items():
+                layout.kept.keep((id(module), kind), node, state[place : place + 1])
+
+
+def _kept_states(module: nn.Module, layout: PackedLayout, level: int) -> list[dict]:
+    """The states of the kept segments of a level, in their order."""
+    forest = layout.forest
+    if layout.kept is None or not forest.kept:
+        return []
+    levels = forest.levels[forest.computed :].tolist()
+    nodes = [node for node, level_of_node in zip(layout.kept.takes, levels, strict=True) if level_of_node == level]
+    kinds = dict.fromkeys(key[1] for key in layout.kept.store.values if key[0] == id(module))
+    return [{kind: layout.kept.take((id(module), kind), node) for kind in kinds} for node in nodes]
 
 
 def _states_of(batches: list[dict], parents: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
@@ -239,13 +266,14 @@ def _plan(layout: PackedLayout, device: torch.device, whole: bool) -> tuple[list
 def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
     """Calls on inner segments and leaves, parents first, and the places of their outputs."""
     batches, places = [], []
-    first_inner = {}  # of a level
+    place_in_level = np.zeros(forest.segments, dtype=int)  # among the inner segments, kept ones behind the others
+    for level in range(int(forest.levels.max()) + 1):
+        inner = np.flatnonzero((forest.levels == level) & ~forest.is_leaf)
+        place_in_level[inner] = np.arange(len(inner))
     for stretch in forest.stretches():
         starts, lengths = forest.starts[stretch], forest.lengths[stretch]
         level, is_inner = int(forest.levels[stretch.start]), not forest.is_leaf[stretch.start]
-        if is_inner:
-            first_inner[level] = stretch.start
-        parents = None if level == 0 else forest.parents[stretch] - first_inner[level - 1]
+        parents = None if level == 0 else place_in_level[forest.parents[stretch]]
         if is_inner or level == 0:
             first = 0
             for start, count, length in equal_runs(starts, lengths):

@@ -21,6 +21,7 @@ class EfficientRLOOConfig(OwnConfig, RLOOConfig):
     STOCK = RLOOConfig
 
     prefix_sharing: str = option(**options.PREFIX_SHARING)
+    tokens_per_pass: int | None = option(**options.TOKENS_PER_PASS)
     lm_head_kernel: str = option(**options.LM_HEAD_KERNEL)
     compact_generation: bool = option(**options.COMPACT_GENERATION)
     fsdp_gather: str = option(**options.FSDP_GATHER)

@@ -60,6 +60,9 @@ class TSPMOTrainer(EfficientGRPOTrainer):
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
+    def _scored_tokens(self, inputs, ahead):
+        return inputs["advantages"] != 0
+
     def _compute_loss(self, model, inputs):
         credit_BC = inputs["advantages"]
         wanted = LossPass(model, scored_BC=credit_BC != 0, image_keys=inputs.get("image_keys"))

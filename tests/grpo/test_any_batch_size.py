@@ -1,0 +1,85 @@
+"""Micro-batches smaller than a group: each prompt is computed once per optimizer step, and what is trained is stock TRL's."""
+
+import pytest
+
+from tests.tiny import LOSS_TYPES
+from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing.door import Door
+
+from .test_equals_stock import assert_equal_runs
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What was looked ahead: `(micro-batches, those of one pass, trunks)` of each optimizer step."""
+    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+    seen, step_forwards = [], Door.step_forwards
+
+    def watched(door, batches, *args, **kwargs):
+        found = step_forwards(door, batches, *args, **kwargs)
+        if found is not None:
+            seen.append((len(batches), found[1], int(found[0].trunks.sum())))
+        return found
+
+    monkeypatch.setattr(Door, "step_forwards", watched)
+    return seen
+
+
+def cut(rows: int, **changes) -> dict:
+    """Two groups of four in micro-batches of so many rows; a mean over completions does not ask which of them one falls into."""
+    return {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": 8 // rows,
+        "loss_type": "grpo",
+        "sharing": "auto",
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_of_a_group_in_several_micro_batches(tmp_path, steps, rows):
+    assert_equal_runs(tmp_path, **cut(rows))
+    assert steps and all(trunks or per_pass > 1 for _, per_pass, trunks in steps)
+
+
+@pytest.mark.parametrize("tokens_per_pass", [20, 40, 100000])
+def test_as_many_micro_batches_as_fit_run_in_one_pass(tmp_path, steps, tokens_per_pass):
+    assert_equal_runs(tmp_path, own={"tokens_per_pass": tokens_per_pass}, **cut(1))
+    assert {count for count, _, _ in steps} == {8}
+    assert {per_pass for _, per_pass, _ in steps} == {8} if tokens_per_pass == 100000 else max(p for _, p, _ in steps) < 8
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_types(tmp_path, steps, loss_type):
+    level = "sequence" if loss_type == "luspo" else "token"
+    assert_equal_runs(tmp_path, **cut(1, loss_type=loss_type, importance_sampling_level=level))
+    assert steps
+
+
+OPTIONS = [
+    {"beta": 0.1, "num_iterations": 2, "max_steps": 4},
+    {"mask_truncated_completions": True},
+    {"scale_rewards": "batch", "entropy_coef": 0.01},
+    {"num_iterations": 2, "max_steps": 4, "delta": 2.0},
+    {"use_adaptive_entropy": True},
+    {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
+    {"max_grad_norm": 0.2},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+]
+
+
+@pytest.mark.parametrize("i", range(len(OPTIONS)))
+def test_options(tmp_path, steps, i):
+    assert_equal_runs(tmp_path, **cut(1, **OPTIONS[i]))
+    assert steps
+
+
+def test_reentrant_checkpointing_keeps_no_graph(tmp_path, steps, caplog):
+    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    assert_equal_runs(tmp_path, **cut(1, **checkpointing))
+    assert caplog.text.count("use_reentrant=False") == 1
+
+
+def test_full_fine_tuning(tmp_path, steps):
+    assert_equal_runs(tmp_path, peft=False, **cut(2))
+    assert steps

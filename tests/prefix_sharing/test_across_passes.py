@@ -1,0 +1,112 @@
+"""A beginning that several passes have in common is computed once: values and gradients are those of padded passes."""
+
+import pytest
+import torch
+
+from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
+
+from .helpers import RECURRENT, SUPPORTED, VOCABULARY, assert_equal_gradients, build, gradients, with_stock_head
+from .test_door import random_tokens
+
+FAST = ("llama", "gemma2", "gpt_oss", "qwen3_5", "mamba2", "lfm2")
+FAMILIES = SUPPORTED | {name: make for name, (make, _) in RECURRENT.items()}
+WITHOUT_STATES = {"mamba", "jamba"}
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings(monkeypatch):
+    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+
+
+def groups(draw):
+    """Three prompts behind one system prompt, four completions of each, of which two begin alike; some tokens unlabelled.
+
+    Each row is its tokens, which of them are labels, and how many are the prompt's.
+    """
+    rows, system = [], random_tokens(12, draw)
+    for n in range(3):
+        prompt = torch.cat([system, random_tokens(6 + n, draw)])
+        for c in range(4):
+            completion = random_tokens(5 + 2 * c, draw)
+            if c == 2:
+                completion[:4] = rows[-1][0][len(prompt) : len(prompt) + 4]
+            tokens = torch.cat([prompt, completion])
+            rows.append((tokens, [*range(len(prompt) + c % 2, len(tokens))], len(prompt)))
+    return rows
+
+
+def shuffled(rows, seed=1) -> dict[str, torch.Tensor]:
+    """A batch as GRPO's: prompts padded on the left, completions on the right; in any order."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=draw)]
+    longest = max(prompt for _, _, prompt in rows)
+    width = longest + max(len(tokens) - prompt for tokens, _, prompt in rows)
+    ids = torch.randint(3, VOCABULARY, (len(rows), width), generator=draw)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, (tokens, scored, prompt) in enumerate(rows):
+        offset = longest - prompt
+        ids[i, offset : offset + len(tokens)] = tokens
+        mask[i, offset : offset + len(tokens)] = 1
+        labels[i, offset + torch.tensor(scored)] = tokens[scored]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def batches_of(batch, count):
+    parts = [batch[name].chunk(count) for name in ("input_ids", "attention_mask", "labels")]
+    return [Batch(*part) for part in zip(*parts, strict=True)]
+
+
+def run(model, batches, weights, forwards=None, per_pass=1):
+    model.zero_grad()
+    values, tokens = [], 0
+    for number in range(0, len(batches), per_pass):
+        some = batches[number : number + per_pass]
+        names = ("input_ids", "attention_mask", "labels")
+        arguments = {name: torch.cat([getattr(b, name) for b in some]) for name in names}
+        if forwards is None:
+            output = model(**arguments, fused_lm_head=True)
+        else:
+            for forward in forwards.of_pass(number // per_pass):
+                tokens += forward.forest.tokens
+                output = model(**arguments, forward=forward, fused_lm_head=True)
+        values.append(output.log_probs.detach())
+        (output.log_probs * torch.cat(weights[number : number + per_pass])).sum().backward()
+    return torch.cat(values), gradients(model), tokens
+
+
+def compare(model, batch, count, tokens_per_pass=1, tolerance=5e-6):
+    door = open_door(model, compares=False)
+    batches = batches_of(batch, count)
+    shape = batch["labels"][:, 1:].shape
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)).chunk(count)
+    with door.closed():
+        reference, expected, _ = run(model, batches, weights)
+    found = door.step_forwards(batches, tokens_per_pass)
+    assert found is not None
+    forwards, per_pass = found
+    values, grads, tokens = run(model, batches, weights, forwards, per_pass)
+    torch.testing.assert_close(values, reference, atol=2e-5, rtol=1e-5)
+    assert_equal_gradients(grads, expected, tolerance)  # float32, sums in other orders
+    return forwards, per_pass, tokens
+
+
+SLOW = [name for name in FAMILIES if name not in FAST and name not in WITHOUT_STATES]
+
+
+@pytest.mark.parametrize("count", [2, 3, 12])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_cut_passes_give_the_gradients_of_padded_ones(name, count):
+    model = with_stock_head(build(FAMILIES[name]))
+    batch = shuffled(groups(torch.Generator().manual_seed(0)))
+    # Zamba's layers add up their own outputs: one packed pass differs from padded ones by as much.
+    tolerance = 2e-5 if name == "zamba2" else 5e-6
+    forwards, per_pass, tokens = compare(model, batch, count, tolerance=tolerance)
+    assert per_pass == 1
+    trie = len({tuple(row.tolist()[:n]) for row in _real(batch) for n in range(1, len(row))})
+    # Every row computes the token in front of its first label again.
+    assert tokens <= trie + 12 * 4
+
+
+def _real(batch):
+    return [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]

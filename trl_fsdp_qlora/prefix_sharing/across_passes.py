@@ -1,0 +1,442 @@
+"""Beginnings that several passes have in common are computed once, with their gradient: a prompt whose group is cut in two.
+
+A packed pass computes a beginning once for its own rows. The rows of an optimizer step may not fit into one pass (one
+completion in each micro-batch, a group larger than memory). Then what they begin with is computed by a forward of its own, a
+*trunk*, and every layer *keeps* what later tokens need of it: keys and values, or the states that a recurrent layer ends in.
+
+    trunk:   [ prompt ]                       graph of the prompt, kept
+    pass 0:  [ completion 0 | completion 1 ]  attends to the prompt's keys and values as constants
+    pass 1:  [ completion 2 | completion 3 ]  the last one: attends to them as they are
+
+A pass that is not the last one takes what was kept as constants ([`_Lend`]), and its backward adds what is owed to them to an
+account. In the last pass they are part of the graph, and the accounts of all passes before are handed over where its backward
+begins ([`_HandOver`]). So the trunk's backward runs once, in that of the last pass, and every backward is the one that the
+trainer calls itself. Weights do not change in between, so all of this is what one pass over all rows would compute, up to
+the order of sums.
+
+Tokens that predict a label belong to the pass that scores it. So a trunk ends one token before the first label of its rows.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .forest import Forest, Node, choose_nodes, prefix_nodes, segments_of, sorted_rows
+from .layout import Sequences
+
+# A trunk is a forward of its own, so a beginning has to save so many tokens over all passes.
+MIN_SAVED_TOKENS = 64
+
+
+# --- which beginnings are kept ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class KeptNode:
+    """A beginning that rows of several passes have in common.
+
+    Attributes:
+        depth: its tokens, those of its parent included.
+        rows: of the step, in any order.
+        parent: index of the longest kept beginning that it goes on from; -1 for none.
+        first, last: of the passes that need it.
+        offset: what positions are counted from, see [`forest.Forest`].
+    """
+
+    depth: int
+    rows: np.ndarray
+    parent: int
+    first: int
+    last: int
+    offset: int
+
+
+def kept_nodes(sequences: Sequences, pass_B: np.ndarray, min_length: int = 1) -> list[KeptNode]:
+    """The beginnings that are worth a trunk, parents before their children.
+
+    Args:
+        sequences: the rows of an optimizer step.
+        pass_B: the pass that scores each row.
+        min_length: shortest segment that others may go on from.
+    """
+    needed_B = sequences.needed_B
+    first_label_B = np.where(needed_B > 0, sequences.scored_BL.argmax(1), 0)
+    # Each pass computes the token that predicts its first label.
+    lengths_B = np.maximum(np.minimum(first_label_B - 1, needed_B), 0)
+    if not lengths_B.any():
+        return []
+    rows, common = sorted_rows(sequences.tokens_BL, lengths_B, sequences.spans_B2)
+    nodes = choose_nodes(prefix_nodes(common), lengths_B[rows], min_length)
+    kept: list[KeptNode] = []
+    path: list[int] = []  # indices of the kept nodes that contain the current one
+    last_row: list[int] = []  # of each kept node, in the sorted order
+    for node in sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)):
+        while path and last_row[path[-1]] < node.first:
+            path.pop()
+        parent = path[-1] if path else -1
+        length = node.depth - (kept[parent].depth if path else 0)
+        rows_of_node = rows[node.first : node.last + 1]
+        passes = np.unique(pass_B[rows_of_node])
+        if (len(passes) - 1) * length < MIN_SAVED_TOKENS or length < min_length:
+            continue
+        offset = kept[parent].offset if path else int(sequences.offsets_B[rows_of_node[0]])
+        kept.append(KeptNode(node.depth, rows_of_node, parent, int(passes[0]), int(passes[-1]), offset))
+        last_row.append(node.last)
+        path.append(len(kept) - 1)
+    return kept
+
+
+@dataclass
+class PassForest:
+    """All segments of one pass's rows, those included that other passes compute.
+
+    Attributes:
+        forest: of the pass's rows.
+        segment_of: the segment of each kept node that its rows begin with.
+        offset_S: see [`forest.Forest`].
+    """
+
+    forest: Forest
+    segment_of: dict[int, int]
+    offset_S: np.ndarray
+
+    def of_trunk(self, nodes: list[int]) -> tuple[Forest, list[int]]:
+        """The forward that computes some kept nodes, and the node that each of its kept segments is."""
+        return self._part(np.sort([self.segment_of[node] for node in nodes]))
+
+    def of_pass(self) -> tuple[Forest, list[int]]:
+        """The forward that computes everything else, and the node that each of its kept segments is."""
+        return self._part(np.setdiff1d(np.arange(self.forest.segments), list(self.segment_of.values())))
+
+    def _part(self, segments: np.ndarray) -> tuple[Forest, list[int]]:
+        rows = np.arange(len(self.forest.place_BL))
+        forest, kept = self.forest.part(segments.astype(int), rows, self.offset_S)
+        node_of = {segment: node for node, segment in self.segment_of.items()}
+        return forest, [node_of[segment] for segment in kept]
+
+
+def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_length: int = 1) -> PassForest:
+    """The forest of some rows of the step (`sequences` has all of them) in which the kept beginnings are segments.
+
+    What rows have in common behind the same kept beginning is computed once, as in any pass.
+    """
+    few = sequences.rows(rows)
+    needed_B = few.needed_B
+    if not needed_B.any():
+        # One token, connected to the model, so that every rank meets every other.
+        needed_B = (np.arange(len(rows)) == 0).astype(int)
+        kept = []
+    local = {row: i for i, row in enumerate(rows.tolist())}
+    of_node = {n: [local[row] for row in node.rows.tolist() if row in local] for n, node in enumerate(kept)}
+    # Parents come first, so the longest of a row's kept beginnings is its last one.
+    path_B = np.full(len(rows), -1)
+    for n, rows_of_node in of_node.items():
+        path_B[rows_of_node] = n
+    depth_B = np.array([kept[n].depth if n >= 0 else 0 for n in path_B], dtype=int)
+    order, common = _tails_sorted(few, needed_B, path_B, depth_B)
+    tails = needed_B[order] - depth_B[order]
+    nodes = choose_nodes(prefix_nodes(common), tails, min_length)
+    nodes = [node._replace(depth=node.depth + int(depth_B[order[node.first]])) for node in nodes]
+    place_in_order = np.full(len(rows), -1)
+    place_in_order[order] = np.arange(len(order))
+    for n, rows_of_node in of_node.items():
+        if rows_of_node:
+            places = place_in_order[rows_of_node]
+            nodes.append(Node(kept[n].depth, int(places.min()), int(places.max())))
+    forest = segments_of(order, needed_B[order], nodes, few.tokens_BL.shape)
+    segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
+    segment_of = {
+        n: int(segment_T[forest.place_BL[rows_of_node[0], kept[n].depth - 1]])
+        for n, rows_of_node in of_node.items()
+        if rows_of_node
+    }
+    offset_S = few.offsets_B[forest.source[forest.trees]]
+    for n, segment in segment_of.items():
+        offset_S[forest.trees == forest.trees[segment]] = kept[n].offset
+    return PassForest(forest, segment_of, offset_S)
+
+
+def _tails_sorted(few: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that have tokens, sorted by their kept beginning and what follows, and how much of the latter neighbours share."""
+    rows, width = few.tokens_BL.shape
+    columns = np.minimum(np.arange(width) + depth_B[:, None], width - 1)
+    tails_BL = np.take_along_axis(few.tokens_BL, columns, axis=1)
+    # In front of the tail a number that tells the kept beginnings apart.
+    marked = np.concatenate([path_B[:, None].astype(few.tokens_BL.dtype), tails_BL], axis=1)
+    lengths_B = np.where(needed_B > 0, needed_B - depth_B + 1, 0)
+    spans_B2 = None
+    if few.spans_B2 is not None:
+        spans_B2 = few.spans_B2 - depth_B[:, None] + 1
+        spans_B2[spans_B2[:, 1] < 1] = (0, -1)
+    order, common = sorted_rows(marked, lengths_B, spans_B2)
+    common = np.concatenate([[0], np.maximum(common - 1, 0)])
+    # Kept beginnings in their order, in which those that go on from one another are neighbours.
+    by_path = np.argsort(path_B[order], kind="stable")
+    return order[by_path], common[by_path][1:]
+
+
+# --- what layers keep ------------------------------------------------------------------------------------------------
+
+
+class Account:
+    """What passes owe to a kept value, in float32 or better: of half-precision gradients there may be hundreds."""
+
+    total: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        self.total = gradient.clone() if self.total is None else self.total.add_(gradient)
+
+
+class _Lend(torch.autograd.Function):
+    """A value as a constant; what comes back goes to its account. `anchor` makes autograd come back."""
+
+    @staticmethod
+    def forward(ctx, value, anchor, account: Account):
+        ctx.account = account
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.account.add(gradient)
+        return None, None, None
+
+
+class _HandOver(torch.autograd.Function):
+    """`x` as it is; in the backward, each of `values` gets what is on its account, and zeros if it has no account."""
+
+    @staticmethod
+    def forward(ctx, x, accounts: list[Account | None], *values):
+        ctx.accounts = accounts
+        ctx.like = [(value.shape, value.dtype, value.device) for value in values]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        owed = []
+        for account, (shape, dtype, device) in zip(ctx.accounts, ctx.like, strict=True):
+            total = torch.zeros(shape, dtype=dtype, device=device) if account is None else account.total
+            owed.append(None if total is None else total.to(dtype))
+        return gradient, None, *owed
+
+
+def lend(value: torch.Tensor, account: Account) -> torch.Tensor:
+    """`value` as a constant whose gradient goes to `account`."""
+    if not (torch.is_grad_enabled() and value.requires_grad):
+        return value.detach()
+    anchor = torch.zeros((), device=value.device, requires_grad=True)
+    return _Lend.apply(value.detach(), anchor, account)
+
+
+def hand_over(x: torch.Tensor, values: list[tuple[torch.Tensor, Account | None]]) -> torch.Tensor:
+    """`x`, whose backward gives each value what is on its account."""
+    values = [(value, account) for value, account in values if value.requires_grad]
+    if not values or not x.requires_grad:
+        return x
+    return _HandOver.apply(x, [account for _, account in values], *(value for value, _ in values))
+
+
+class CannotKeep(Exception):
+    """A layer's keys or states cannot be kept for later passes; the message is the reason."""
+
+
+@dataclass(eq=False)
+class KeptValues:
+    """What the layers of a model keep during an optimizer step, by layer, kind and kept node."""
+
+    values: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    accounts: dict[tuple, Account] = field(default_factory=dict)
+
+    def keep(self, key: tuple, value: torch.Tensor) -> None:
+        if key in self.values:
+            raise CannotKeep("a layer attends twice in one forward")
+        self.values[key] = value
+        self.accounts[key] = Account()
+
+    def drop(self, nodes: set) -> None:
+        """Nothing of these is needed any more."""
+        for key in [key for key in self.values if key[-1] in nodes]:
+            del self.values[key], self.accounts[key]
+
+
+@dataclass(eq=False)
+class KeptInPass:
+    """What one forward keeps and takes; layers find it in [`layout.PackedLayout`].
+
+    Attributes:
+        store: of the step.
+        gives: of a trunk, `(node, first token in the row, tokens)`.
+        takes: nodes whose keys lie behind those of the row, in their order.
+        ending: nodes that no later forward needs; they are taken as they are, not as constants.
+        end_of: of a trunk whose every layer has to be in the backward, the name of its last hidden states; else `None`.
+        ends: names of such trunks, which are handed over with the output.
+        is_trunk: nothing is scored.
+        has_gradients: a backward will come.
+    """
+
+    store: KeptValues
+    gives: list[tuple[int, int, int]] = field(default_factory=list)
+    takes: list[int] = field(default_factory=list)
+    ending: frozenset = frozenset()
+    end_of: Any = None
+    ends: tuple = ()
+    is_trunk: bool = False
+    has_gradients: bool = field(default_factory=torch.is_grad_enabled)
+
+    def keep(self, slot: tuple, node: int, value: torch.Tensor) -> None:
+        """Keep what later passes take of a node under the name `slot`."""
+        if self.has_gradients and not torch.is_grad_enabled():
+            raise CannotKeep(
+                "its layers run without a graph (gradient_checkpointing_kwargs={'use_reentrant': True}); use_reentrant=False keeps one"
+            )
+        self.store.keep((*slot, node), value)
+
+    def take(self, slot: tuple, node: int) -> torch.Tensor:
+        """What a layer kept of a node under the name `slot`."""
+        key = (*slot, node)
+        value = self.store.values[key]
+        return value if node in self.ending else lend(value, self.store.accounts[key])
+
+    def extended(self, slot: tuple, x: torch.Tensor, is_recomputed: bool) -> torch.Tensor:
+        """Keys or values `(1, H, T, D)` of the row with those kept behind them: `(1, H, T + kept, D)`."""
+        if not is_recomputed:
+            for node, start, length in self.gives:
+                self.keep(slot, node, x.narrow(2, start, length))
+        if not self.takes:
+            return x
+        return torch.cat([x, *(self.take(slot, node).to(x.dtype) for node in self.takes)], dim=2)
+
+    def keep_end(self, hidden: torch.Tensor) -> None:
+        if self.end_of is not None:
+            self.store.keep(("end", self.end_of), hidden)
+
+    def handed_over(self, x: torch.Tensor) -> torch.Tensor:
+        """The scores of a pass that ends nodes, whose backward pays what earlier passes owe."""
+        values = [
+            (value, None if key[0] == "end" else self.store.accounts[key])
+            for key, value in self.store.values.items()
+            if key[-1] in self.ending or key[-1] in self.ends
+        ]
+        return hand_over(x, values)
+
+
+# --- the forwards of an optimizer step -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Forward:
+    """One call of the model: what the door computes instead of what it would find in the batch by itself.
+
+    Attributes:
+        sequences: the rows of the call; a trunk scores none.
+        forest: see [`forest.Forest.part`].
+        kept: what layers keep and take.
+        is_first: of its pass.
+    """
+
+    sequences: Sequences
+    forest: Forest
+    kept: KeptInPass
+    is_first: bool
+
+
+class StepForwards:
+    """The forwards of an optimizer step (or of a set of passes without gradients), pass by pass.
+
+    Args:
+        sequences: all of its rows.
+        rows_of_pass: the rows that each pass scores.
+        min_length: shortest segment that others may go on from.
+        agree: element-wise maximum of a list of numbers over ranks.
+        ties_ends: every layer of a trunk has to be part of the backward (ranks meet in each of them).
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        rows_of_pass: list[np.ndarray],
+        min_length: int,
+        agree: Callable[[list[int]], list[int]],
+        ties_ends: bool = False,
+    ):
+        self.sequences, self.rows_of_pass, self.min_length = sequences, rows_of_pass, min_length
+        pass_B = np.zeros(len(sequences.lengths_B), dtype=int)
+        for number, rows in enumerate(rows_of_pass):
+            pass_B[rows] = number
+        self.kept = kept_nodes(sequences, pass_B, min_length)
+        self.store = KeptValues()
+        self.ties_ends = ties_ends
+        # Ranks meet in every forward: each makes the trunks of all, from the first pass that needs one to the last.
+        count = len(rows_of_pass)
+        needed = np.zeros((count, count), dtype=int)
+        for node in self.kept:
+            needed[node.first, node.last] = 1
+        self.trunks = np.array(agree(needed.ravel().tolist())).reshape(count, count) > 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any rank keeps anything."""
+        return bool(self.trunks.any())
+
+    @property
+    def longest(self) -> int:
+        """Tokens with a graph at once, at most: those of a pass and of the trunks that are alive then."""
+        longest = 0
+        for number, rows in enumerate(self.rows_of_pass):
+            grown = grow_pass(self.sequences, self.kept, rows, self.min_length)
+            tokens = grown.of_pass()[0].tokens
+            for node in self.kept:
+                if node.first <= number <= node.last:
+                    tokens += node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
+            longest = max(longest, tokens)
+        return longest
+
+    def of_pass(self, number: int) -> Iterator[Forward]:
+        """The trunks that a pass is the first to need, the longest-lived first, and the pass itself."""
+        self.store.drop(self._ended_before(number))
+        rows = self.rows_of_pass[number]
+        sequences = self.sequences.rows(rows)
+        grown = grow_pass(self.sequences, self.kept, rows, self.min_length)
+        unscored = self.sequences.rows(rows)
+        unscored.scored_BL = np.zeros_like(unscored.scored_BL)
+        is_first = True
+        for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):
+            nodes = [n for n, node in enumerate(self.kept) if (node.first, node.last) == (number, last)]
+            gives, takes = [], []
+            if nodes:
+                forest, takes = grown.of_trunk(nodes)
+                # The segments of the forest come in the order of the pass's.
+                by_segment = sorted(nodes, key=grown.segment_of.__getitem__)
+                places = zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)
+                gives = [(node, *place) for node, place in zip(by_segment, places, strict=False)]
+            else:  # another rank's: one token
+                forest, _ = grow_pass(unscored, [], np.arange(len(rows)), self.min_length).of_pass()
+            kept = KeptInPass(
+                self.store,
+                gives=gives,
+                takes=takes,
+                ending=self._ending_in(last),
+                end_of=("trunk", number, last) if self.ties_ends else None,
+                is_trunk=True,
+            )
+            yield Forward(unscored, forest, kept, is_first)
+            is_first = False
+        forest, takes = grown.of_pass()
+        trunks = np.flatnonzero(self.trunks[:, number]).tolist()
+        kept = KeptInPass(
+            self.store,
+            takes=takes,
+            ending=self._ending_in(number),
+            ends=tuple(("trunk", first, number) for first in trunks),
+        )
+        yield Forward(sequences, forest, kept, is_first)
+
+    def _ending_in(self, number: int) -> frozenset:
+        return frozenset(n for n, node in enumerate(self.kept) if node.last == number)
+
+    def _ended_before(self, number: int) -> set:
+        ended = {n for n, node in enumerate(self.kept) if node.last < number}
+        return ended | {("trunk", first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
