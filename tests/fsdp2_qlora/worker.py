@@ -47,6 +47,7 @@ from trl_fsdp_qlora.fsdp2_qlora.distribute import ReplicasDiffer
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.prepare import shard_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
+from trl_fsdp_qlora.prefix_sharing import across_passes
 from trl_fsdp_qlora.publishing import logits
 from trl_fsdp_qlora.publishing.logits import LOGITS
 from trl_fsdp_qlora.rollout import engine as engines
@@ -68,6 +69,12 @@ class FixedCompletions(EfficientGRPOTrainer):
     """
 
     unrounded = ()
+    trunks = 0  # forwards of a beginning that several micro-batches share
+
+    def _scores_of_step(self, door):
+        scores = super()._scores_of_step(door)
+        self.trunks += 0 if scores is None else int(scores.forwards.trunks.sum())
+        return scores
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         seen, completions = {}, []
@@ -211,7 +218,11 @@ def sft(path, out, resume=None, final="", fails=0, **settings):
 
 
 def grpo(path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, loses_node=0, **settings):
-    """`model` is empty for one in 4 bits, "whole", or "made": an object that no folder has the weights of."""
+    """`model` is empty for one in 4 bits, "whole", or "made": an object that no folder has the weights of.
+
+    Even a short prompt is computed once per optimizer step.
+    """
+    across_passes.MIN_SAVED_TOKENS = 1
     settings |= {"bf16": True} if bf16 else {}
     settings |= {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.prompt_data(8)} if evaluate else {}
     adapter = tiny.lora(init_lora_weights=False, modules_to_save=["lm_head"] if head else None)
@@ -231,7 +242,7 @@ def grpo(path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, l
     trainer.train(resume_from_checkpoint=resume)
     if evaluate:
         trainer.evaluate()
-    return result(trainer, record)
+    return result(trainer, record) | {"trunks": trainer.trunks}
 
 
 def by_name(path, out, base="", stored="", experts=0, gather="auto", keep=0):

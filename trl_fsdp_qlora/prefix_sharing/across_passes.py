@@ -212,7 +212,7 @@ class _HandOver(torch.autograd.Function):
     def forward(ctx, x, accounts: list[Account | None], *values):
         ctx.accounts = accounts
         ctx.like = [(value.shape, value.dtype, value.device) for value in values]
-        return x.view_as(x)
+        return x.clone()  # FSDP2 warns of views among a forward's outputs
 
     @staticmethod
     def backward(ctx, gradient):
@@ -326,9 +326,10 @@ class KeptInPass:
 # --- the forwards of an optimizer step -------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class Forward:
     """One call of the model: what the door computes instead of what it would find in the batch by itself.
+
+    Not a dataclass: FSDP2 and DDP look for tensors in those among a forward's arguments, and take them for its inputs.
 
     Attributes:
         sequences: the rows of the call; a trunk scores none.
@@ -337,10 +338,8 @@ class Forward:
         is_first: of its pass.
     """
 
-    sequences: Sequences
-    forest: Forest
-    kept: KeptInPass
-    is_first: bool
+    def __init__(self, sequences: Sequences, forest: Forest, kept: KeptInPass, is_first: bool):
+        self.sequences, self.forest, self.kept, self.is_first = sequences, forest, kept, is_first
 
 
 class StepForwards:
