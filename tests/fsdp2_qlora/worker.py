@@ -73,7 +73,7 @@ class FixedCompletions(EfficientGRPOTrainer):
 
     def _scores_of_step(self, door):
         scores = super()._scores_of_step(door)
-        self.trunks += 0 if scores is None else int(scores.forwards.trunks.sum())
+        self.trunks += 0 if scores is None else int(scores.plan.forwards.trunks.sum())
         return scores
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):

@@ -13,15 +13,16 @@ from .test_equals_stock import assert_equal_runs
 def steps(monkeypatch):
     """What was looked ahead: `(micro-batches, those of one pass, trunks)` of each optimizer step."""
     monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
-    seen, step_forwards = [], Door.step_forwards
+    seen, plan_step = [], Door.plan_step
 
     def watched(door, batches, *args, **kwargs):
-        found = step_forwards(door, batches, *args, **kwargs)
-        if found is not None:
-            seen.append((len(batches), found[1], int(found[0].trunks.sum())))
-        return found
+        plan = plan_step(door, batches, *args, **kwargs)
+        if plan is not None:
+            per_pass = plan.batches_per_pass / plan.passes_per_batch
+            seen.append((len(batches), per_pass, int(plan.forwards.trunks.sum())))
+        return plan
 
-    monkeypatch.setattr(Door, "step_forwards", watched)
+    monkeypatch.setattr(Door, "plan_step", watched)
     return seen
 
 
@@ -49,10 +50,18 @@ def test_as_many_micro_batches_as_fit_run_in_one_pass(tmp_path, steps, tokens_pe
     assert {per_pass for _, per_pass, _ in steps} == {8} if tokens_per_pass == 100000 else max(p for _, p, _ in steps) < 8
 
 
+@pytest.mark.parametrize("tokens_per_pass", [1, 25])
+def test_a_micro_batch_that_is_too_long_is_cut(tmp_path, steps, tokens_per_pass):
+    assert_equal_runs(tmp_path, own={"tokens_per_pass": tokens_per_pass}, **cut(8, beta=0.1, entropy_coef=0.01))
+    assert steps and max(per_pass for _, per_pass, _ in steps) < 1
+
+
+@pytest.mark.parametrize("rows, tokens_per_pass", [(1, None), (8, 25)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_loss_types(tmp_path, steps, loss_type):
+def test_loss_types(tmp_path, steps, loss_type, rows, tokens_per_pass):
     level = "sequence" if loss_type == "luspo" else "token"
-    assert_equal_runs(tmp_path, **cut(1, loss_type=loss_type, importance_sampling_level=level))
+    changes = {"loss_type": loss_type, "importance_sampling_level": level}
+    assert_equal_runs(tmp_path, own={"tokens_per_pass": tokens_per_pass}, **cut(rows, **changes))
     assert steps
 
 

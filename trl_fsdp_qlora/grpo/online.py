@@ -8,6 +8,7 @@ from accelerate.logging import get_logger
 from ..compat.trl import joined_images
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
+from ..scoring.cpu_linear import fast_linears
 from ..telemetry.phases import token_counts
 from ..telemetry.unscored import ScoredCompletions
 from ..prefix_sharing.layout import IGNORED_LABEL
@@ -111,6 +112,9 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         self._is_in_training_step = True
         try:
             loss = super().training_step(model, *args, **kwargs)
+            if self.step_scores is not None:
+                with fast_linears(self.model):
+                    self.step_scores.go_back(model, self.accelerator.autocast, self.accelerator.no_sync)
         except BaseException:
             # Somebody may catch it and go on: nothing of this step is used then.
             self._end_update()
@@ -138,7 +142,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         place = self._step % self.args.steps_per_generation
         left_in_update = self.current_gradient_accumulation_steps - self._micro_batches_done
         count = min(left_in_update, self.args.steps_per_generation - place)
-        if count < 2 or self.args.tokens_per_pass == 0:
+        limit = self.args.tokens_per_pass
+        if limit == 0 or (count < 2 and limit is None):
             return None
         batches = []
         for ahead, kept in enumerate(self._buffered_inputs[place : place + count]):
@@ -148,11 +153,11 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
             batches.append(batch)
-        found = door.step_forwards(batches, self.args.tokens_per_pass)
-        if found is None:
+        plan = door.plan_step(batches, limit)
+        if plan is None:
             return None
         self._scored_steps = range(self._step, self._step + count)
-        return StepScores(*found, batches, ends_update=count == left_in_update)
+        return StepScores(plan, batches, ends_update=count == left_in_update)
 
     def _scored_tokens(self, inputs, ahead: int) -> torch.Tensor | None:
         """Completion tokens `(B, C)` that the loss of a micro-batch will ask for; `None` for all that the mask has.

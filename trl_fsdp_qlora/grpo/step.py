@@ -1,13 +1,18 @@
 """The micro-batches of an optimizer step, scored together: what several of them begin with is computed once.
 
 Their weights are the same, and TRL has drawn them all before it uses the first. So the trainer looks ahead: which tokens each
-of them will score is known, and [`trl_fsdp_qlora.prefix_sharing.door.Door.step_forwards`] says how to compute them. As many
-micro-batches as fit run in one pass. Each gets its scores when TRL asks for them: the last one of a pass with the graph, those
-before it as constants, whose gradients wait for the last one's backward (see `prefix_sharing/across_passes.py`). So TRL's loss
-is taken of each micro-batch as it is, and every backward is one that the trainer calls.
+of them will score is known, and [`trl_fsdp_qlora.prefix_sharing.door.Door.plan_step`] says how to compute them.
+
+- As many micro-batches as fit run in one pass. Each gets its scores when TRL asks for them: the last one of a pass with the
+  graph, those before it as constants, whose gradients wait for the last one's backward (see `prefix_sharing/across_passes.py`).
+- A micro-batch that does not fit is cut. Its scores are computed without a graph first. Once TRL's loss has said what their
+  gradients are, each pass runs again, with a graph, and gets its part of them ([`StepScores.go_back`]). That is one forward
+  more, as with gradient checkpointing.
+
+Either way TRL's loss is taken of each micro-batch as it is.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -17,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compat.replaced import replaced
 from ..compat.trl import FusedCausalLMOutput
-from ..prefix_sharing.across_passes import Account, StepForwards, hand_over, lend
+from ..prefix_sharing.across_passes import Account, StepForwards, StepPlan, hand_over, lend
 from ..prefix_sharing.door import Batch
 
 
@@ -25,51 +30,118 @@ class StepScores:
     """Scores of the micro-batches of one optimizer step.
 
     Args:
-        forwards: how to compute them.
-        per_pass: how many micro-batches one pass scores.
+        plan: how to compute them.
         batches: the micro-batches.
         ends_update: the optimizer steps behind the last of them.
     """
 
-    def __init__(self, forwards: StepForwards, per_pass: int, batches: list[Batch], ends_update: bool):
-        self.forwards, self.batches, self.per_pass, self.ends_update = forwards, batches, per_pass, ends_update
+    def __init__(self, plan: StepPlan, batches: list[Batch], ends_update: bool):
+        self.plan, self.batches, self.ends_update = plan, batches, ends_update
         self._waiting: list[FusedCausalLMOutput] = []  # scores of the pass at hand that nobody asked for yet
+        self._cut: tuple | None = None  # of the micro-batch at hand, if it is cut: its number and its constants
 
     def score(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
         """The scores of a micro-batch. Asked for in their order."""
-        place = number % self.per_pass
-        if place == 0:
-            self._waiting = self._scores_of_pass(number // self.per_pass, model)
+        if self.plan.passes_per_batch > 1:
+            return self._score_cut(number, model)
+        if self.computes(number):
+            self._waiting = self._scores_of_pass(number // self.plan.batches_per_pass, model)
         return self._waiting.pop(0)
 
     def computes(self, number: int) -> bool:
         """Whether asking for a micro-batch's scores runs the model."""
-        return number % self.per_pass == 0
+        return number % self.plan.batches_per_pass == 0
+
+    def _is_last(self, batches: int) -> bool:
+        """Whether the optimizer steps behind the first so many micro-batches."""
+        return self.ends_update and batches == len(self.batches)
+
+    # --- several micro-batches in one pass ---------------------------------------------------------------------------
 
     def _scores_of_pass(self, number: int, model: nn.Module) -> list[FusedCausalLMOutput]:
-        first = number * self.per_pass
-        batches = self.batches[first : first + self.per_pass]
-        batch = Batch.joined(batches)
-        of_images = {"num_images": batch.num_images, "image_keys": batch.image_keys}
-        # DDP asks in the forward whether its backward will reduce gradients. That of a pass is its last micro-batch's.
-        is_last = self.ends_update and first + self.per_pass == len(self.batches)
-        reduces = isinstance(model, DistributedDataParallel) and is_last
-        for forward in self.forwards.of_pass(number):
-            with replaced(model, require_backward_grad_sync=True) if reduces else nullcontext():
-                output = model(**batch.arguments(), **of_images, forward=forward, fused_lm_head=True)
+        first = number * self.plan.batches_per_pass
+        last = first + self.plan.batches_per_pass
+        batches = self.batches[first:last]
+        output = _run(self.plan.forwards, number, model, Batch.joined(batches), self._is_last(last))
         return _parts(output, [len(batch.input_ids) for batch in batches])
+
+    # --- a micro-batch in several passes -----------------------------------------------------------------------------
+
+    def _score_cut(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
+        with torch.no_grad():
+            outputs = [
+                _run(self.plan.values, place, model, batch) for place, batch in zip(*self._passes(number), strict=True)
+            ]
+        values = {name: torch.cat([getattr(output, name) for output in outputs]) for name in _tensors(outputs[0])}
+        # What a loss may take a gradient of.
+        constants = {name: values[name].requires_grad_() for name in ("log_probs", "entropy") if name in values}
+        self._cut = number, constants
+        return FusedCausalLMOutput(**{**values, **constants})
+
+    def _passes(self, number: int) -> tuple[range, list[Batch]]:
+        """The passes of a micro-batch, and what each scores."""
+        count = self.plan.passes_per_batch
+        places = range(number * count, (number + 1) * count)
+        batch = self.batches[number]
+        rows_of_pass = self.plan.forwards.rows_of_pass
+        first = rows_of_pass[places[0]][0]
+        return places, [batch.rows(rows_of_pass[place] - first) for place in places]
+
+    def go_back(self, model: nn.Module, autocast: AbstractContextManager, without_sync) -> None:
+        """The backward of a micro-batch that was cut, once its loss's is over.
+
+        Args:
+            model: the root module.
+            autocast: what its forwards run in.
+            without_sync: `without_sync(model)` is a context in which a backward does not reduce gradients over ranks.
+        """
+        if self._cut is None:
+            return
+        (number, constants), self._cut = self._cut, None
+        places, batches = self._passes(number)
+        first_row = 0
+        for place, batch in zip(places, batches, strict=True):
+            is_last_pass = place == places[-1]
+            rows = slice(first_row, first_row + len(batch.input_ids))
+            first_row = rows.stop
+            with nullcontext() if is_last_pass else without_sync(model):
+                with autocast():
+                    reduces = is_last_pass and self._is_last(number + 1)
+                    output = _run(self.plan.forwards, place, model, batch, reduces)
+                pairs = [
+                    (getattr(output, name), constant.grad[rows])
+                    for name, constant in constants.items()
+                    if constant.grad is not None and getattr(output, name).requires_grad
+                ]
+                torch.autograd.backward([value for value, _ in pairs], [owed.to(value.dtype) for value, owed in pairs])
+
+
+def _run(
+    forwards: StepForwards, number: int, model: nn.Module, batch: Batch, reduces: bool = False
+) -> FusedCausalLMOutput:
+    """A pass with the trunks that it is the first to need; `reduces`: its backward is the optimizer step's last."""
+    of_images = {"num_images": batch.num_images, "image_keys": batch.image_keys}
+    # DDP asks in the forward whether the backward will reduce gradients. That of a pass may be a later micro-batch's.
+    reduces = reduces and isinstance(model, DistributedDataParallel)
+    for forward in forwards.of_pass(number):
+        with replaced(model, require_backward_grad_sync=True) if reduces else nullcontext():
+            output = model(**batch.arguments(), **of_images, forward=forward, fused_lm_head=True)
+    return output
+
+
+def _tensors(output: FusedCausalLMOutput) -> dict[str, torch.Tensor]:
+    """The values `(B, L - 1)` of an output."""
+    values = {item.name: getattr(output, item.name) for item in fields(output)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim == 2}
 
 
 def _parts(output: FusedCausalLMOutput, rows: list[int]) -> list[FusedCausalLMOutput]:
-    """The output of a pass by micro-batch, of so many `rows` each."""
+    """The output of a pass by micro-batch, of so many `rows` each. The loss is that of all rows, and left out."""
     if len(rows) == 1:
         return [output]
-    # The loss is that of all rows.
-    values = {item.name: getattr(output, item.name) for item in fields(output) if item.name != "loss"}
-    values = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim == 2}
     pieces: list[dict[str, Any]] = [{} for _ in rows]
     owed = []
-    for name, value in values.items():
+    for name, value in _tensors(output).items():
         split = value.split(rows)
         for piece, part in zip(pieces[:-1], split[:-1], strict=True):
             account = Account()

@@ -381,6 +381,11 @@ class StepForwards:
         return bool(self.trunks.any())
 
     @property
+    def count(self) -> int:
+        """Calls of the model, trunks included."""
+        return len(self.rows_of_pass) + int(self.trunks.sum())
+
+    @property
     def longest(self) -> int:
         """Tokens with a graph at once, at most: those of a pass and of the trunks that are alive then."""
         longest = 0
@@ -439,3 +444,19 @@ class StepForwards:
     def _ended_before(self, number: int) -> set:
         ended = {n for n, node in enumerate(self.kept) if node.last < number}
         return ended | {("trunk", first, last) for first, last in np.argwhere(self.trunks).tolist() if last < number}
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """How batches that are scored with the same weights are computed.
+
+    Attributes:
+        forwards: with gradients.
+        values: without, if a batch is cut into several passes: a loss needs all of its values before there is a gradient.
+        batches_per_pass, passes_per_batch: one of the two is 1.
+    """
+
+    forwards: StepForwards
+    values: StepForwards | None
+    batches_per_pass: int
+    passes_per_batch: int

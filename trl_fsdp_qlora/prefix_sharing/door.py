@@ -33,7 +33,7 @@ from ..errors import UserError
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device
 from . import support
-from .across_passes import Forward, StepForwards
+from .across_passes import Forward, StepForwards, StepPlan
 from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .dropout import attention_reason, other_dropout, without_dropout
 from .forest import Forest, grow, sort_by_prefix
@@ -601,22 +601,18 @@ class Door:
     # --- the passes of a step, which have beginnings in common -------------------------------------------------------
 
     @_not_compiled
-    def step_forwards(
-        self, batches: list[Batch], tokens_per_pass: int | None = None, has_gradients: bool = True
-    ) -> tuple[StepForwards, int] | None:
+    def plan_step(self, batches: list[Batch], tokens_per_pass: int | None = None) -> StepPlan | None:
         """How to compute batches that are scored with the same weights, so that a beginning they share is computed once.
 
         A collective: every rank has to call it with equally many batches.
 
         Args:
             batches: of one width.
-            tokens_per_pass: as many batches at once as have no more tokens than this together, if any two share something;
-                those of one padded batch if `None`.
-            has_gradients: a backward comes for each.
+            tokens_per_pass: of a pass with gradients, together with the trunks that are alive then; those of one padded batch
+                if `None`. If any two batches share something, as many run at once as fit; a batch that does not fit is cut.
 
         Returns:
-            The forwards, and how many batches each pass of them scores; `None` if no two batches share anything, or if this
-            model cannot keep what they share.
+            `None` if no two batches share anything and each fits, or if this model cannot keep what they share.
         """
         if not self.is_active or self._cannot_keep is not None:
             return None
@@ -629,8 +625,8 @@ class Door:
             return reduced_over_ranks(numbers, device)
 
         try:
-            if len({batch.input_ids.shape[1] for batch in batches}) > 1:
-                raise UnpackableBatch("batches of several widths")
+            if len({batch.input_ids.shape for batch in batches}) > 1:
+                raise UnpackableBatch("batches of several shapes")
             if any(batch.router_loss for batch in batches):
                 raise UnpackableBatch("a router loss is taken over the tokens of each batch")
             sequences = self._read_together(batches)
@@ -638,23 +634,26 @@ class Door:
             sequences = None
         if any(agree([int(sequences is None)])):
             return None
-        ends = np.cumsum([0] + [len(batch.input_ids) for batch in batches])
-        min_length = SHORTEST if self.recurrent else 1
-        ties_ends = has_gradients and is_sharded(self.base)
-
-        def forwards(batches_per_pass: int, agree) -> StepForwards:
-            borders = ends[::batches_per_pass]
-            rows_of_pass = [np.arange(first, last) for first, last in itertools.pairwise(borders)]
-            return StepForwards(sequences, rows_of_pass, min_length, agree, ties_ends)
-
-        if not forwards(1, agree).is_shared:
-            return None
         limit = tokens_per_pass or batches[0].input_ids.numel()
+        rows = len(batches[0].input_ids)
+
+        def forwards(rows_per_pass: int, agree, has_gradients: bool = True) -> StepForwards:
+            first_rows = range(0, len(sequences.lengths_B), rows_per_pass)
+            rows_of_pass = [np.arange(first, first + rows_per_pass) for first in first_rows]
+            ties_ends = has_gradients and is_sharded(self.base)
+            return StepForwards(sequences, rows_of_pass, self._shortest, agree, ties_ends)
+
         divisors = [count for count in range(len(batches), 0, -1) if len(batches) % count == 0]
-        fitting = (count for count in divisors if forwards(count, list).longest <= limit)
-        # As many as fit on the rank that can take fewest.
-        batches_per_pass = -agree([-next(fitting, 1)])[0]
-        return forwards(batches_per_pass, agree), batches_per_pass
+        rows_per_pass = [count * rows for count in divisors]
+        rows_per_pass += [rows // count for count in range(2, rows + 1) if rows % count == 0]
+        fitting = (count for count in rows_per_pass if forwards(count, list).longest <= limit)
+        # As many as fit on the rank that can take fewest; a row that is longer runs alone.
+        chosen = -agree([-next(fitting, 1)])[0]
+        if chosen >= rows and not forwards(rows, agree).is_shared:
+            return None
+        if chosen >= rows:
+            return StepPlan(forwards(chosen, agree), None, chosen // rows, 1)
+        return StepPlan(forwards(chosen, agree), forwards(chosen, agree, has_gradients=False), 1, rows // chosen)
 
     def cannot_keep(self, reason: str) -> None:
         """From now on each pass computes what it begins with."""
@@ -707,6 +706,8 @@ class Door:
         forward = arguments.pop("forward", None)
         of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
         if forward is not None:
+            if forward.is_first:
+                self.figures = PassFigures()
             output = self._score_forward(self._batch(arguments, **of_images), forward)
             self.figures.seconds += time.perf_counter() - start
             return output
@@ -744,8 +745,6 @@ class Door:
     @_but_for_the_model
     def _score_forward(self, batch: "Batch", forward: Forward) -> FusedCausalLMOutput:
         """A packed pass that shares beginnings with others, or the trunk of such passes."""
-        if forward.is_first:
-            self.figures = PassFigures()
         self._count_images(batch)
         if forward.kept.is_trunk:
             batch = replace(batch, labels=torch.full_like(batch.labels, IGNORED_LABEL))
@@ -784,7 +783,9 @@ class Door:
         cuts = []
         if sequences is not None:
             cuts = cut_rows(sequences, tokens_per_pass, lambda few: self._grow(batch, sequences.rows(few)).tokens)
-        most, cannot = reduced_over_ranks([len(cuts), int(sequences is None)], device)
+        forwards = self._forwards_of_cuts(batch, sequences, cuts)
+        count = len(cuts) if forwards is None else forwards.count
+        most, cannot = reduced_over_ranks([count, int(sequences is None)], device)
         outputs = []
         if cannot:
             batch = batch or self._batch(arguments, None, None)
@@ -794,10 +795,14 @@ class Door:
                 few = batch.rows(cut)
                 outputs.append(stock(fused_lm_head=True, **few.arguments()))
         else:
-            for cut in cuts:
-                outputs.append(self._score_rows(batch.rows(cut), sequences.rows(cut)))
+            for number, cut in enumerate(cuts):
+                if forwards is None:
+                    outputs.append(self._score_rows(batch.rows(cut), sequences.rows(cut)))
+                else:
+                    *_, output = (self._score_forward(batch.rows(cut), f) for f in forwards.of_pass(number))
+                    outputs.append(output)
             nothing = np.array([0])
-            for _ in range(int(most) - len(cuts)):  # other ranks meet in them
+            for _ in range(int(most) - count):  # other ranks meet in them
                 few = batch.rows(nothing)
                 few.labels = torch.full_like(few.labels, IGNORED_LABEL)
                 unscored = sequences.rows(nothing)
@@ -810,6 +815,16 @@ class Door:
         }
         count = fields["label_mask"].sum().clamp(min=1) if batch.num_items is None else batch.num_items
         return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / count, **fields)
+
+    @_not_compiled
+    def _forwards_of_cuts(self, batch: Batch | None, sequences: Sequences | None, cuts: list) -> StepForwards | None:
+        """How passes without gradients compute a beginning that several of them share once; `None` where they share none."""
+        if len(cuts) < 2 or torch.is_grad_enabled() or batch.router_loss or self._cannot_keep is not None:
+            return None
+        if self._why_not_keep() is not None:
+            return None
+        forwards = StepForwards(sequences, cuts, self._shortest, list)
+        return forwards if forwards.is_shared else None
 
     @_not_compiled
     def _check_pairs(self, batch: "Batch", sequences: Sequences) -> None:
@@ -876,8 +891,12 @@ class Door:
         pairs_per_token = None
         if self.can_be_dense and not batch.has_images:
             pairs_per_token = float("inf") if is_dense else _PAIRS_PER_TOKEN * self.hidden_size
-        min_length = SHORTEST if self.recurrent else 1
-        return grow(sequences.tokens_BL, lengths_B, sequences.spans_B2, True, min_length, pairs_per_token)
+        return grow(sequences.tokens_BL, lengths_B, sequences.spans_B2, True, self._shortest, pairs_per_token)
+
+    @property
+    def _shortest(self) -> int:
+        """Tokens of a segment that others may go on from, at least."""
+        return SHORTEST if self.recurrent else 1
 
     @property
     def can_be_dense(self) -> bool:
