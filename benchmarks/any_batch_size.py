@@ -156,7 +156,10 @@ def measure(point, args) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| prompt/completion/group | rows | stock, s | ours, s | alone, s | speed-up | alone | moved |", "|---" * 8 + "|"]
+    lines = [
+        "| prompt/completion/group | rows | stock, s | ours, s | alone, s | speed-up | alone | moved |",
+        "|---" * 8 + "|",
+    ]
     for row in rows:
         *sizes, count = row["point"]
         seconds, speedup = row["seconds"], row["speedup"]

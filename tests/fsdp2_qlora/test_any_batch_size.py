@@ -43,7 +43,8 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("run", "scenario"), [*((run, scenario) for run in ("ddp", "fsdp2") for scenario in CUT), ("fsdp2", "checkpointed")]
+    ("run", "scenario"),
+    [*((run, scenario) for run in ("ddp", "fsdp2") for scenario in CUT), ("fsdp2", "checkpointed")],
 )
 def test_cut_groups_train_as_whole_ones(runs, run, scenario):
     whole = scenario if scenario in WHOLE else "grpo"

@@ -15,8 +15,8 @@ from trl import GRPOTrainer
 
 from tests.distributed.launch import launch
 from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.prefix_sharing import across_passes, images
 from trl_fsdp_qlora.prefix_sharing import door as door_module
-from trl_fsdp_qlora.prefix_sharing import images
 from trl_fsdp_qlora.prefix_sharing.door import Batch, Door, sampled_rows
 from trl_fsdp_qlora.prefix_sharing.layout import UnpackableBatch
 
@@ -194,6 +194,33 @@ def test_equals_stock(name, frozen, counted):
     assert reached_tower != frozen
     batch.labels = torch.full_like(batch.labels, -100)
     assert not packed(model, door, batch).log_probs.any() and door.figures.tokens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images_are_seen_once_per_optimizer_step(name, monkeypatch):
+    """In batches of one row each: a prompt with its images is computed by the first that needs it, and kept."""
+    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+    model, door, batch = pictured(name)
+    batch = batch.rows(np.array([0, 8, 1, 3, 5, 2, 6, 4, 7, 9]))
+    weight = torch.linspace(0.3, 1.7, batch.labels.numel()).view_as(batch.labels)[:, 1:]
+    with door.closed():
+        expected = stock(model, batch).log_probs
+        (expected * weight).sum().backward()
+        wanted = gradients(model)
+    model.zero_grad()
+    rows = [batch.rows(np.array([row])) for row in range(len(batch.input_ids))]
+    plan = door.plan_step(rows, tokens_per_pass=batch.input_ids.shape[1])
+    assert plan.forwards.trunks.any() and plan.batches_per_pass == 1
+    tokens = 0
+    for number, row in enumerate(rows):
+        for forward in plan.forwards.of_pass(number):
+            tokens += forward.forest.tokens
+            of_images = {"num_images": row.num_images, "image_keys": row.image_keys}
+            output = model(**row.arguments(), **of_images, forward=forward, fused_lm_head=True)
+        assert (output.log_probs - expected[number]).abs().max() <= 1e-4
+        (output.log_probs * weight[number]).sum().backward()
+    assert_equal_gradients(gradients(model), wanted, tolerance=2e-5)
+    assert tokens < 0.7 * batch.attention_mask.sum()
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])

@@ -6,12 +6,12 @@ import torch
 from accelerate.logging import get_logger
 
 from ..compat.trl import joined_images
+from ..prefix_sharing.layout import IGNORED_LABEL
 from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
 from ..scoring.cpu_linear import fast_linears
 from ..telemetry.phases import token_counts
 from ..telemetry.unscored import ScoredCompletions
-from ..prefix_sharing.layout import IGNORED_LABEL
 from .groups import EpochRepeatSampler, micro_batches
 from .scoring import ScoringThroughTheDoor, batch_of, padded_batch
 from .step import StepScores
@@ -191,12 +191,15 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
 
     def features(self):
         per_device, size = self.args.per_device_train_batch_size, self.num_generations
-        groups = ("on", "whole groups in every micro-batch")
-        if per_device % size:
+        if per_device % size == 0:
+            groups = ("on", "whole groups in every micro-batch")
+        elif not self.door.keeps_beginnings or self.args.tokens_per_pass == 0:
             groups = (
                 "as stock TRL",
                 f"groups of {size} are split: make per_device_train_batch_size={per_device} a multiple",
             )
+        else:
+            groups = ("on", f"groups of {size} in micro-batches of {per_device}: a prompt once per optimizer step")
         door, *others = super().features()
         rollouts = self.rollout.features(self.model, self._generate_settings(), self._calls_tools)
         return [door, groups, *rollouts, *self._engine_features(), *others]

@@ -161,7 +161,9 @@ class ScoringThroughTheDoor:
         logps_BC, entropies_BC, aux_loss = values
         if door.is_active and door.figures.tokens:
             if step_scores is None or step_scores.computes(number):
-                self._add_metrics(door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}"))
+                self._add_metrics(
+                    door.figures.metrics(f"prefix_sharing/{'policy' if kind == 'policy' else 'no_grad'}")
+                )
             # A quantile may fall on a tie.
             if getattr(self, "top_entropy_quantile", 1.0) < 1.0 and entropies_BC is not None:
                 entropies_BC = share_values(

@@ -161,7 +161,7 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
 
 def _tails_sorted(few: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray, np.ndarray]:
     """Rows that have tokens, sorted by their kept beginning and what follows, and how much of the latter neighbours share."""
-    rows, width = few.tokens_BL.shape
+    width = few.tokens_BL.shape[1]
     columns = np.minimum(np.arange(width) + depth_B[:, None], width - 1)
     tails_BL = np.take_along_axis(few.tokens_BL, columns, axis=1)
     # In front of the tail a number that tells the kept beginnings apart.

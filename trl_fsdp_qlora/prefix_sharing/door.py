@@ -655,6 +655,11 @@ class Door:
             return StepPlan(forwards(chosen, agree), None, chosen // rows, 1)
         return StepPlan(forwards(chosen, agree), forwards(chosen, agree, has_gradients=False), 1, rows // chosen)
 
+    @property
+    def keeps_beginnings(self) -> bool:
+        """Whether what several passes begin with can be computed once, see [`plan_step`]."""
+        return self.is_active and self._cannot_keep is None and self._why_not_keep() is None
+
     def cannot_keep(self, reason: str) -> None:
         """From now on each pass computes what it begins with."""
         self._cannot_keep = reason
