@@ -385,18 +385,17 @@ class StepForwards:
         """Calls of the model, trunks included."""
         return len(self.rows_of_pass) + int(self.trunks.sum())
 
-    @property
-    def longest(self) -> int:
-        """Tokens with a graph at once, at most: those of a pass and of the trunks that are alive then."""
-        longest = 0
+    def fits(self, limit: int) -> bool:
+        """Whether no pass, together with the trunks that are alive then, has more tokens with a graph than `limit`."""
         for number, rows in enumerate(self.rows_of_pass):
             grown = grow_pass(self.sequences, self.kept, rows, self.min_length)
             tokens = grown.of_pass()[0].tokens
             for node in self.kept:
                 if node.first <= number <= node.last:
                     tokens += node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
-            longest = max(longest, tokens)
-        return longest
+            if tokens > limit:
+                return False
+        return True
 
     def of_pass(self, number: int) -> Iterator[Forward]:
         """The trunks that a pass is the first to need, the longest-lived first, and the pass itself."""

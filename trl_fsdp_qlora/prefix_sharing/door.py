@@ -646,7 +646,7 @@ class Door:
         divisors = [count for count in range(len(batches), 0, -1) if len(batches) % count == 0]
         rows_per_pass = [count * rows for count in divisors]
         rows_per_pass += [rows // count for count in range(2, rows + 1) if rows % count == 0]
-        fitting = (count for count in rows_per_pass if forwards(count, list).longest <= limit)
+        fitting = (count for count in rows_per_pass if forwards(count, list).fits(limit))
         # As many as fit on the rank that can take fewest; a row that is longer runs alone.
         chosen = -agree([-next(fitting, 1)])[0]
         if chosen >= rows and not forwards(rows, agree).is_shared:
