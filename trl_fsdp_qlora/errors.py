@@ -6,7 +6,13 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Something that whoever started a run can mend: the text has the value, the reason and what to change."""
+    """Something that whoever started a run can mend: the text has the value, the reason and what to change.
+
+    Attributes:
+        keeps_lines: the text is printed line by line, not as one line: it names several things.
+    """
+
+    keeps_lines = False
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

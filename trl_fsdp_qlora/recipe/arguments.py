@@ -16,10 +16,17 @@ from trl import TrlParser
 from ..errors import UserError, did_you_mean, mistyped_path
 from ..run.config_fields import option
 from ..run.one_line import DEBUG_ERRORS, NEGATIVE_NUMBER, take
+from .other_tools import in_our_words, is_axolotl
 
 
 class ConfigError(UserError):
     """A recipe file or command line that cannot be used; names the key, the reason and what to write."""
+
+
+class UnknownKeys(ConfigError):
+    """Several keys that no field has, a line for each."""
+
+    keeps_lines = True
 
 
 @dataclass
@@ -114,9 +121,7 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     parser.add_argument(DEBUG_ERRORS, action="store_true", help="Show the traceback of an error.")
     argv = list(sys.argv[1:] if argv is None else argv)
     options = {spelling for action in parser._actions for spelling in action.option_strings}
-    for word in argv:
-        if word.startswith("--"):
-            check_key(word.partition("=")[0], options)
+    check_options(argv, options)
     path = take(argv, ("--config",))[0].get("--config")
     parser.set_defaults_with_config(**defaults or {})
     words = []
@@ -128,8 +133,8 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
         # The action with a value, not its --no_ twin.
         actions = {action.dest: action for action in reversed(parser._actions)}
         others = {}
+        check_keys(values, actions, path)
         for key, value in values.items():
-            check_key(key, actions, path)
             several = isinstance(value, list)
             if value is None or isinstance(value, dict) or (several and actions[key].nargs != "+"):
                 others[key] = value
@@ -146,11 +151,42 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     return found
 
 
-def check_key(key: Any, known: Collection[str], where: str = "") -> None:
-    """Refuse a `key` that is none of `known`: a [`ConfigError`] says where it stands, and names the nearest."""
-    if key not in known:
-        lead = f"{where}: " if where else ""
-        raise ConfigError(f"{lead}unknown key {key!r}{did_you_mean(str(key), {*known} - {'help', '--help'}, 0.5)}")
+def check_options(words: Sequence[str], known: Collection[str]) -> None:
+    """Refuse options that are none of `known`: a [`ConfigError`] names the nearest, or what `trl grpo`'s options are called here."""
+    values = {}
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if word.startswith("--") and name not in known:
+            following = words[i + 1] if i + 1 < len(words) else ""
+            values[name] = value or ("" if following.startswith("--") else following)
+    fields_of_theirs = {name.removeprefix("--").replace("-", "_"): value for name, value in values.items()}
+    translated = [line for key, value in fields_of_theirs.items() for line in in_our_words(key, value, known, False)]
+    _refuse(values, known, translated, "")
+
+
+def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Path) -> None:
+    """Refuse keys of the file at `path` that are none of `known`, all at once: a [`ConfigError`] names the nearest, or says what the
+    keys of a config of `trl grpo` or Axolotl are called here."""
+    values = {key: value for key, value in config.items() if key not in known}
+    of_axolotl = is_axolotl(config)
+    translated = [line for key, value in values.items() for line in in_our_words(str(key), value, known, of_axolotl)]
+    _refuse(values, known, translated, f"{path}: ", "Axolotl" if of_axolotl else "trl grpo")
+
+
+def _refuse(
+    values: Mapping[str, Any], known: Collection[str], translated: list[str], lead: str, tool: str = "trl grpo"
+) -> None:
+    if not values:
+        return
+    names = {line.partition(" -> ")[0].partition(".")[0] for line in translated}
+    unknown = [key for key in values if str(key).removeprefix("--").replace("-", "_") not in names]
+    unknown = [f"unknown key {key!r}{did_you_mean(str(key), {*known} - {'help', '--help'}, 0.5)}" for key in unknown]
+    if not translated and len(unknown) == 1:
+        raise ConfigError(f"{lead}{unknown[0]}")
+    if not translated:
+        raise UnknownKeys("\n  ".join([f"{lead}{len(unknown)} keys that no field has", *unknown]))
+    head = f"{lead}keys of {tool}, in our words (docs/coming_from.md):"
+    raise UnknownKeys("\n  ".join([head, *translated, *unknown]))
 
 
 def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:

@@ -47,7 +47,9 @@ def in_one_line() -> Iterator[None]:
         if rank:
             time.sleep(PATIENCE)
         where = f" on rank {rank}" if rank else ""
-        line = " ".join(str(error).split()) if is_users else error_line(error)
+        line = str(error) if is_users else error_line(error)
+        if not (is_users and error.keeps_lines):
+            line = " ".join(line.split())
         print(f"error{where}: {line}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR if is_users else UNEXPECTED)
 
