@@ -19,6 +19,7 @@ def _parser() -> OneLineParser:
     found.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     found.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
     found.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
+    found.epilog += " With --dataset FILE (or --pairs FILE of DPO) the data is read, and the tokens of its micro-batches are counted."
     return found
 
 
@@ -32,18 +33,33 @@ def plan(words: Sequence[str]) -> int:
     # On fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there. Nothing is written that could be half.
     stop_at_once()
     try:
+        from .. import EfficientDPOConfig, EfficientRLOOConfig
         from ..planning import plan as planning
+        from ..recipe.arguments import ScriptArguments
+        from ..recipe.pairs import DPOScriptArguments
 
+        scripts = {EfficientRLOOConfig: ScriptArguments, EfficientDPOConfig: DPOScriptArguments}
+        config = method_of(rest, scripts)
         launch = own.accelerate_config, own.hardware, own.num_processes
-        made = planning.plan_recipe(rest, method_of(rest), *launch, prompt_tokens=own.prompt_tokens)
+        named = {word.partition("=")[0] for word in rest}
+        made = planning.plan_recipe(
+            rest,
+            config,
+            *launch,
+            script=scripts.get(config, ScriptArguments),
+            counts_data=bool({"--dataset", "--pairs"} & named),
+            prompt_tokens=own.prompt_tokens,
+        )
         print(planning.format_plan(made))
         if not made.fits and made.enough_cards:
             lines = [f"makes it fit: {line}" for line in planning.ways(made)]
             print("\n".join(lines) or "no single line makes it fit")
         if own.solve:
-            rows = planning.largest(made, "per_device_train_batch_size", made.settings.num_generations)
+            length = made.settings.length_field
+            rows_at_once = 1 if made.settings.is_paired else made.settings.num_generations
+            rows = planning.largest(made, "per_device_train_batch_size", rows_at_once)
             print(f"largest that fits: per_device_train_batch_size: {rows}")
-            print(f"longest that fits: max_completion_length: {planning.largest(made, 'max_completion_length', 16)}")
+            print(f"longest that fits: {length}: {planning.largest(made, length, 16)}")
             if made.hardware.gpu:
                 print(f"fewest cards that it fits: {planning.fewest_cards(made) or 'none'}")
         return 0 if made.fits else 1

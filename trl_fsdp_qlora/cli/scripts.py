@@ -3,7 +3,7 @@
 import functools
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -58,8 +58,12 @@ def with_recipe(words: list[str]) -> list[str]:
     return ["--config", str(find(given).path), *rest]
 
 
-def method_of(words: Sequence[str]) -> type:
-    """The config class that has every field which is used in `words`, or in the recipe that they name; GRPO's where none has."""
+def method_of(words: Sequence[str], more: Mapping[type, type] | None = None) -> type:
+    """The config class that has every field which is used in `words`, or in the recipe that they name; GRPO's where none has.
+
+    Args:
+        more: classes next to those of GRPO, T-SPMO and A*-PO, and what the script of each takes besides.
+    """
     from trl import ModelConfig
 
     from .. import AStarPOConfig, EfficientGRPOConfig, TSPMOConfig
@@ -68,9 +72,12 @@ def method_of(words: Sequence[str]) -> type:
     taken, rest = take(words, ("--config",))
     used = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in rest if word.startswith("--")}
     used |= set(read_yaml(taken["--config"])) if taken else set()
-    used -= {item.name for kind in (ScriptArguments, ModelConfig) for item in fields(kind)} | {"env", "stage"}
-    methods = (EfficientGRPOConfig, TSPMOConfig, AStarPOConfig)
-    return next((each for each in methods if used <= {item.name for item in fields(each)}), EfficientGRPOConfig)
+    used -= {item.name for item in fields(ModelConfig)} | {"env", "stage"}
+    methods = dict.fromkeys((EfficientGRPOConfig, TSPMOConfig, AStarPOConfig), ScriptArguments) | dict(more or {})
+    for config, script in methods.items():
+        if used <= {item.name for kind in (config, script) for item in fields(kind)}:
+            return config
+    return EfficientGRPOConfig
 
 
 def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:

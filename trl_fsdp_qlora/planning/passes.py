@@ -29,8 +29,13 @@ class Shape(NamedTuple):
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
-    """The micro-batch of the loss: P + G·(C - 1) tokens per group on a packed row, B·(P + C) padded; every completion at full length."""
-    rows, prompt, length = settings.per_device_train_batch_size, settings.prompt_tokens, settings.max_completion_length
+    """The micro-batch of the loss: P + G·(C - 1) tokens per group on a packed row, B·(P + C) padded; every completion at full length.
+
+    Of data that was read, the packed row is one that was drawn.
+    """
+    rows, prompt, length = settings.rows, settings.prompt_tokens, settings.completion_tokens
+    if packed and settings.drawn is not None:
+        return Shape(1, settings.drawn.tokens, settings.drawn.scored, True)
     if packed:  # a completion's last token is only ever a target
         return Shape(1, settings.groups * prompt + rows * (length - 1), rows * length, True)
     # On a CPU TRL's kernel projects every position.
@@ -42,9 +47,9 @@ def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
 
     It holds as many rows as the packed row has tokens for, but TRL's kernels and masks.
     """
-    packed, width = loss_shape(settings, True, on_gpu), settings.prompt_tokens + settings.max_completion_length
-    rows = min(max(1, packed.length // width), settings.per_device_train_batch_size, ROWS_HALF)
-    return Shape(rows, width, rows * (settings.max_completion_length if on_gpu else width - 1), False)
+    packed, width = loss_shape(settings, True, on_gpu), settings.prompt_tokens + settings.completion_tokens
+    rows = min(max(1, packed.length // width), settings.rows, ROWS_HALF)
+    return Shape(rows, width, rows * (settings.completion_tokens if on_gpu else width - 1), False)
 
 
 # Plans of one run (for other numbers of ranks, say) ask for the same again: the model and the passes, by what they depend on.

@@ -76,10 +76,11 @@ class Plan:
     def warning(self) -> str | None:
         """That prompt and completion are longer than the model has positions; `None` where they are not."""
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
-        prompt, completion = self.settings.prompt_tokens, self.settings.max_completion_length
+        prompt, completion = self.settings.prompt_tokens, self.settings.completion_tokens
         if prompt + completion <= positions:
             return None
-        asked = f"max_completion_length: {completion} and prompts of {prompt} tokens"
+        what = "answers of" if self.settings.is_paired else "max_completion_length:"
+        asked = f"{what} {completion} and prompts of {prompt} tokens"
         return f"{asked} are more than the {positions} positions of the model; at most {max(0, positions - prompt)}"
 
 
@@ -127,11 +128,12 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
     gradients = {name: there[name] for name in (model.GRADIENTS, model.BUCKETS)}
     lies = {name: size for name, size in there.items() if name not in gradients}
     engine = 0  # vLLM's share of a card; nothing where it serves elsewhere
-    if settings.use_vllm and settings.vllm_mode == "colocate" and gpu:
-        engine = int(hardware.memory * settings.vllm_gpu_memory_utilization)
-    resting = {ENGINE: 0 if settings.vllm_enable_sleep_mode else engine}
-
-    phases = {"generate": lies | _generation(settings, config, gpu) | {ENGINE: engine}}
+    phases, resting = {}, {}
+    if not settings.is_paired:
+        if settings.use_vllm and settings.vllm_mode == "colocate" and gpu:
+            engine = int(hardware.memory * settings.vllm_gpu_memory_utilization)
+        resting = {ENGINE: 0 if settings.vllm_enable_sleep_mode else engine}
+        phases["generate"] = lies | _generation(settings, config, gpu) | {ENGINE: engine}
     if settings.scores_again:
         phases["score"] = lies | {ACTIVATIONS: passes.measure(settings, config, shape, gpu)} | resting
     loss = passes.measure(settings, config, shape, gpu, grad=True)
@@ -146,7 +148,8 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     in_a_layer, whole = gathered_bytes(skeleton, settings, gpu)
     # Whether generation and scoring gather the whole model; not beside vLLM (`fsdp2_qlora.trainer`).
-    once = launch.kind == "fsdp2" and not settings.use_vllm and settings.fsdp_gather != "per_layer"
+    once = launch.kind == "fsdp2" and not settings.is_paired
+    once = once and not settings.use_vllm and settings.fsdp_gather != "per_layer"
     if once and settings.fsdp_gather == "auto":
         free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
         once = whole - whole // launch.processes <= FREE_SHARE * free
@@ -255,9 +258,10 @@ def fewest_cards(plan: Plan) -> int:
 def ways(plan: Plan, most: int = 3) -> list[str]:
     """Lines of the recipe, each of which alone makes the run fit; those that change nothing in the result come first."""
     settings, found = plan.settings, []
-    rows, length = settings.per_device_train_batch_size, settings.max_completion_length
-    batches = settings.rollout_batches
-    sharded, dense = settings.launch.kind == "fsdp2", settings.model.use_peft and not settings.model.load_in_4bit
+    rows, length = settings.per_device_train_batch_size, getattr(settings, settings.length_field) or 0
+    batches = 1 if settings.is_paired else settings.rollout_batches
+    sharded = settings.launch.kind == "fsdp2" and not settings.is_paired
+    dense = settings.model.use_peft and not settings.model.load_in_4bit
     halves = {"per_device_train_batch_size": rows // 2}
     halves["gradient_accumulation_steps"] = 2 * settings.gradient_accumulation_steps
     changes = [
@@ -266,7 +270,7 @@ def ways(plan: Plan, most: int = 3) -> list[str]:
         (rows % 2 == 0, halves),
         (batches > 1, {"steps_per_generation": max(1, batches // 4)}),
         (dense, {"load_in_4bit": True}),
-        *((length >= 16 * share, {"max_completion_length": length // share}) for share in (2, 4, 8)),
+        *((length >= 16 * share, {settings.length_field: length // share}) for share in (2, 4, 8)),
     ]
     for applies, values in changes:
         if applies and len(found) < most and changed(plan, **values).fits:
@@ -277,6 +281,36 @@ def ways(plan: Plan, most: int = 3) -> list[str]:
 def format_bytes(size: float) -> str:
     """`3.04 GiB`, or MiB where that is less than a tenth of one."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def _assumed(settings: Settings) -> list[str]:
+    """What the tokens of a pass were taken from."""
+    data, drawn, prompt = settings.data, settings.drawn, settings.prompt_tokens
+    lines = []
+    if drawn is not None:
+        levels = [
+            f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(drawn.levels)
+        ]
+        lines.append(
+            f"counted: micro-batches drawn from {data.source} compute {drawn.tokens:,} of {drawn.padded_tokens:,} padded tokens at "
+            f"most ({', '.join(levels)}); its longest prompt has {prompt:,} tokens"
+        )
+        if settings.prefix_sharing == "off":
+            lines[0] += "; prefix_sharing: off computes all"
+    if settings.is_paired and drawn is None:
+        lines.append(
+            f"assumed: prompts of {prompt} tokens (--prompt_tokens), answers of {settings.completion_tokens} (--pairs FILE counts them)"
+        )
+    elif not settings.is_paired:
+        prompts = (
+            ""
+            if drawn is not None
+            else f"prompts of {prompt} tokens (--prompt_tokens, or --dataset FILE counts them), "
+        )
+        lines.append(
+            f"assumed: {prompts}every completion {settings.max_completion_length} tokens long, none without an advantage"
+        )
+    return lines
 
 
 def format_plan(plan: Plan) -> str:
@@ -301,8 +335,7 @@ def format_plan(plan: Plan) -> str:
         "",
         f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, {fits}",
         plan.warning and f"warning: {plan.warning}",
-        f"assumed: prompts of {settings.prompt_tokens} tokens (--prompt_tokens), every completion "
-        f"{settings.max_completion_length} tokens long, none without an advantage",
+        *_assumed(settings),
         "assumed, not measured: the CUDA context and the allocator's slack"
         if hardware.gpu
         else "not counted: what the C library's heap keeps beside tensors",

@@ -14,6 +14,7 @@ from trl import ModelConfig
 from ..fsdp2_qlora.launch_checks import is_fsdp2_launch
 from ..recipe.arguments import ScriptArguments, read_yaml, recipe_fields
 from ..run.shipped import accelerate_config
+from .drawn import Data, Drawn, read_data
 
 _KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # of accelerate -> of a [`Launch`]
 
@@ -37,6 +38,7 @@ class Settings:
     values: dict[str, Any] = field(repr=False)
     launch: Launch
     prompt_tokens: int = 256  # of the longest prompt of a batch
+    data: Data | None = field(default=None, repr=False)  # what micro-batches are drawn from, if it was read
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("values", ()):
@@ -56,9 +58,45 @@ class Settings:
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
+    def is_paired(self) -> bool:
+        """Rows are preference pairs, and nothing is generated."""
+        return "num_generations" not in self.values
+
+    @property
+    def group(self) -> int:
+        """Rows that have one prompt."""
+        return 2 if self.is_paired else self.num_generations
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.per_device_train_batch_size * (2 if self.is_paired else 1)
+
+    @property
     def groups(self) -> int:
         """Groups, whole or in part, in a micro-batch."""
-        return max(1, -(-self.per_device_train_batch_size // self.num_generations))
+        return max(1, -(-self.rows // self.group))
+
+    @property
+    def length_field(self) -> str:
+        """The field that limits rows."""
+        return "max_length" if self.is_paired else "max_completion_length"
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of the longest completion, or the longest answer of a pair."""
+        if not self.is_paired:
+            return self.max_completion_length
+        longest = self.max_completion_length if self.data is None else self.data.longest_answer
+        return longest if self.max_length is None else max(1, min(longest, self.max_length - self.prompt_tokens))
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """The micro-batch of its data that computes most; `None` without data."""
+        if self.data is None:
+            return None
+        limit = self.max_length if self.is_paired else None
+        return self.data.draw(self.rows, self.group, self.completion_tokens, limit)
 
     @property
     def mixed(self) -> str | None:
@@ -74,6 +112,8 @@ class Settings:
     @property
     def scores_again(self) -> bool:
         """A pass without gradients comes before the loss: the policy's old log-probabilities, or the reference's."""
+        if self.is_paired:
+            return bool(self.precompute_ref_log_probs)
         return bool(self.beta) or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
 
 
@@ -112,14 +152,27 @@ def read_launch(path: str | None, processes: int | None = None) -> Launch:
     return Launch(kind, ranks, offload, bool(content.get("use_cpu")), content.get("mixed_precision"))
 
 
-def from_words(words: Sequence[str], config: type, launch: Launch, **more: Any) -> Settings:
+def from_words(
+    words: Sequence[str],
+    config: type,
+    launch: Launch,
+    script: type = ScriptArguments,
+    counts_data: bool = False,
+    **more: Any,
+) -> Settings:
     """The settings of a recipe's command line, whose method has the config class `config`; `more` as above.
+
+    Args:
+        script: what the recipe's script takes.
+        counts_data: read the recipe's data and draw micro-batches from it.
 
     Raises:
         ConfigError: the file of `--config` cannot be read; an unknown key; a value of the wrong kind.
     """
-    values = vars(recipe_fields((ScriptArguments, config, ModelConfig), words, {"dataset": None}))
+    values = vars(recipe_fields((script, config, ModelConfig), words, {"dataset": None}))
     if launch == Launch() and values["use_cpu"]:
         launch = Launch(use_cpu=True)
-    model = ModelConfig(**{item.name: values[item.name] for item in fields(ModelConfig)})
+    script, model = (kind(**{item.name: values[item.name] for item in fields(kind)}) for kind in (script, ModelConfig))
+    if counts_data and (data := read_data(script, model)) is not None:
+        more |= {"data": data, "prompt_tokens": data.longest_prompt}
     return Settings(model, values, launch, **more)

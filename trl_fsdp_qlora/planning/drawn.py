@@ -1,0 +1,137 @@
+"""Micro-batches drawn from a run's own data, as its trainer would draw them, and the tokens of their packed rows.
+
+A plan without data takes every prompt for as long as the longest, and computes one per group. Of data it is known what prompts
+have in common (a system prompt, worked examples) and how long they are.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from trl import ModelConfig, apply_chat_template
+
+from ..errors import UserError
+from ..prefix_sharing.forest import grow
+from ..recipe.arguments import ScriptArguments
+from ..recipe.checks import load_tokenizer
+from ..recipe.datasets import load_data
+from ..recipe.evaluation import encode
+from ..recipe.pairs import DPOScriptArguments, read_pairs
+from ..recipe.script import say
+
+# As many micro-batches are drawn; the one with the longest packed row is planned for.
+_DRAWN = 64
+_SEED = 0
+
+
+class Drawn(NamedTuple):
+    """The micro-batch that computes most, of those that were drawn.
+
+    Attributes:
+        tokens, padded_tokens: of its packed row, and of its padded rows.
+        scored: places whose log-probability is taken.
+        levels: tokens of each level of the forest.
+    """
+
+    tokens: int
+    padded_tokens: int
+    scored: int
+    levels: list[int]
+
+
+@dataclass
+class Data:
+    """Tokenized prompts, and of preference pairs their two answers.
+
+    Attributes:
+        source: what a user calls it.
+        prompts: token ids of each.
+        answers: `(chosen, rejected)` of each prompt; `None` where a trainer draws completions.
+    """
+
+    source: str
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None
+    _drawn: dict[tuple, Drawn] = field(default_factory=dict, repr=False)
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(map(len, self.prompts))
+
+    @property
+    def longest_answer(self) -> int:
+        return max(len(answer) for pair in self.answers for answer in pair)
+
+    def draw(self, rows: int, group: int, completion: int, max_length: int | None = None) -> Drawn:
+        """The largest of some micro-batches of `rows` rows, `group` of each prompt.
+
+        Args:
+            completion: tokens of each completion, if a trainer draws it: no two have a token in common.
+            max_length: what pairs are cut to.
+        """
+        key = rows, group, completion, max_length
+        if key not in self._drawn:
+            candidates = [self._lay_out(chosen, *key) for chosen in self._micro_batches(-(-rows // group))]
+            self._drawn[key] = max(candidates, key=lambda drawn: drawn.tokens)
+        return self._drawn[key]
+
+    def _micro_batches(self, prompts: int) -> list[list[int]]:
+        """Indices of distinct prompts, shuffled as an epoch is; those of a further epoch if one has too few."""
+        draw, batches, epoch = random.Random(_SEED), [], []
+        while len(batches) < _DRAWN:
+            while len(epoch) < prompts:
+                another = list(range(len(self.prompts)))
+                draw.shuffle(another)
+                epoch += another
+            batches.append(epoch[:prompts])
+            epoch = epoch[prompts:]
+        return batches
+
+    def _lay_out(self, chosen: list[int], rows: int, group: int, completion: int, max_length: int | None) -> Drawn:
+        sequences, scored = [], 0
+        for place, index in enumerate(chosen):
+            prompt = np.asarray(self.prompts[index])
+            for row in range(place * group, min((place + 1) * group, rows)):
+                if self.answers is None:  # numbers that no token and no other row has
+                    answer = -1 - row * completion - np.arange(completion)
+                else:
+                    answer = np.asarray(self.answers[index][row % group])
+                sequences.append(np.concatenate([prompt, answer])[:max_length])
+                scored += max(0, len(sequences[-1]) - len(prompt))
+        lengths_B = np.array([len(sequence) for sequence in sequences])
+        tokens_BL = np.zeros((rows, lengths_B.max()), dtype=np.int64)
+        for row, sequence in enumerate(sequences):
+            tokens_BL[row, : len(sequence)] = sequence
+        # The last token of a row is only ever a target.
+        forest = grow(tokens_BL, np.maximum(lengths_B - 1, 1))
+        levels = np.bincount(forest.levels, forest.lengths).astype(int).tolist()
+        return Drawn(forest.tokens, tokens_BL.size, scored, levels)
+
+
+def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
+    """The data that a recipe's arguments name, tokenized as its trainer does; a line and `None` if that cannot be counted."""
+    is_paired = isinstance(script, DPOScriptArguments)
+    source = script.pairs if is_paired else script.dataset
+    try:
+        tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+        if not is_paired:
+            train = load_data(script)[0]
+            if "images" in train.column_names:
+                raise UserError("tokens of images are not")
+            return Data(source, encode(list(train["prompt"]), tokenizer))
+        prompts, answers, end = [], [], tokenizer.eos_token
+        for pair in read_pairs(source):
+            if isinstance(pair["prompt"], str):
+                ended = {name: pair[name].removesuffix(end) + end for name in ("chosen", "rejected")}
+                texts = {"prompt": pair["prompt"], **ended}
+            else:
+                texts = apply_chat_template(pair, tokenizer)
+            prompt = tokenizer(texts["prompt"])["input_ids"]
+            both = (tokenizer(texts["prompt"] + texts[name])["input_ids"] for name in ("chosen", "rejected"))
+            prompts.append(prompt)
+            answers.append(tuple(ids[len(prompt) :] for ids in both))
+        return Data(source, prompts, answers)
+    except UserError as error:
+        say(f"{source} is not counted: {error}")
