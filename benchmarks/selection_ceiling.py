@@ -29,8 +29,8 @@ from trl_fsdp_qlora.checkpoints.disk import write_json
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, read_yaml
-from trl_fsdp_qlora.recipe.datasets import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.evaluation import encode, generation_configs, majority
+from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.stats import pass_at_k, wilson_interval
 from trl_fsdp_qlora.rollout.completions import generate
 

@@ -22,7 +22,7 @@ from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.planning.plan_vs_actual import plan_first, watch
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
-from trl_fsdp_qlora.recipe.datasets import load_data
+from trl_fsdp_qlora.recipe.problems import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
 from trl_fsdp_qlora.run.plain import counted

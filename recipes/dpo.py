@@ -23,8 +23,8 @@ from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.publishing.merge import load_model
 from trl_fsdp_qlora.recipe.arguments import ConfigError, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
-from trl_fsdp_qlora.recipe.datasets import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, read_pairs, sample_pairs, write_pairs
+from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
 from trl_fsdp_qlora.recipe.script import resumable, run_main, say

@@ -28,8 +28,8 @@ from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.merge import load_model
 from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
-from trl_fsdp_qlora.recipe.datasets import load_held_out
 from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.recipe.problems import load_held_out
 from trl_fsdp_qlora.recipe.record import kept_paths
 from trl_fsdp_qlora.recipe.runner import load_processing
 from trl_fsdp_qlora.recipe.script import run_main, say

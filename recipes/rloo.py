@@ -19,7 +19,7 @@ from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
-from trl_fsdp_qlora.recipe.datasets import load_data
+from trl_fsdp_qlora.recipe.problems import load_data
 from trl_fsdp_qlora.recipe.runner import build_trainer, run_recipe
 from trl_fsdp_qlora.recipe.script import run_main
 

@@ -19,7 +19,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir, resolve_resume
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
-from trl_fsdp_qlora.recipe.datasets import load_problems, prompts_of
+from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
 from trl_fsdp_qlora.recipe.script import run_main, say

@@ -5,7 +5,7 @@ from datasets import Dataset, DatasetDict
 
 from trl_fsdp_qlora.recipe import datasets
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.datasets import load_data, load_held_out
+from trl_fsdp_qlora.recipe.problems import load_data, load_held_out
 
 
 def write(path, rows):

@@ -7,8 +7,9 @@ import pytest
 import reasoning_gym as gym
 
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.datasets import DatasetError, load_data, load_held_out, read_problems
+from trl_fsdp_qlora.recipe.datasets import DatasetError, read_problems
 from trl_fsdp_qlora.recipe.evaluation import evaluate
+from trl_fsdp_qlora.recipe.problems import load_data, load_held_out
 from trl_fsdp_qlora.recipe.rewards import get_reward
 from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 

@@ -52,8 +52,8 @@ from ..prefix_sharing.door import open_door
 from ..prefix_sharing.dropout import draws
 from ..recipe.arguments import ScriptArguments, parse_recipe, read_yaml
 from ..recipe.checks import check_recipe
-from ..recipe.datasets import load_data
 from ..recipe.pairs import DPOScriptArguments, read_pairs
+from ..recipe.problems import load_data
 from ..recipe.runner import build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
 from ..run.one_line import take

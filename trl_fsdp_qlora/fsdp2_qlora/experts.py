@@ -31,8 +31,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
 from ..compat.peft import lora_factors_beside_the_weight
-from .grouped_product import grouped_mm_is_a_loop, multiply_groups
-from .loading import SCRATCH_BYTES
+from .grouped_product import SCRATCH_BYTES, grouped_mm_is_a_loop, multiply_groups
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")

@@ -12,6 +12,9 @@ import torch
 
 from ..compat.triton_kernels import jit, launch, runs, tl
 
+# What the experts of a layer that are dequantized at once may take on a GPU: 128 of Qwen3-30B-A3B's larger projection are 0.75 GiB.
+SCRATCH_BYTES = 2**30
+
 # Rows, columns and depth of a program's tile, and how many warps compute it.
 _TILE = {"ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 4}
 

@@ -19,10 +19,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from ..compat.transformers import model_class
 
-# What the experts of a layer that are dequantized at once may take on a GPU: 128 of Qwen3-30B-A3B's larger projection are 0.75 GiB.
-# Here and not in experts.py, which imports bitsandbytes: `plan` reads it, too.
-SCRATCH_BYTES = 2**30
-
 
 def reads_checkpoint(rank: int) -> bool:
     """Whether this rank reads the base for its replica: the first of each, so one per node where a replica is a node.

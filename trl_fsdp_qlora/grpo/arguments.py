@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..compat.transformers import model_name
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp2_launch
 from ..fsdp2_qlora.loading import load_quantized_base
-from ..rollout.adapter_sync import Sync, choose_sync
+from ..rollout.sync_choice import Sync, choose_sync
 from ..run import input_checks as checks
 from .config import EfficientGRPOConfig
 

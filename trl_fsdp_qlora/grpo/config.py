@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ..rollout.adapter_sync import CHOICES as SYNCS
 from ..rollout.prompt_selection import CHOICES as SELECTIONS
+from ..rollout.sync_choice import CHOICES as SYNCS
 from ..run.config_fields import documented, option
 from . import options
 from .options import OwnConfig

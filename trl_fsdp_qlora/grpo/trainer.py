@@ -13,7 +13,6 @@ from ..compat.replaced import replaced
 from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SCALES_BY_MEAN
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
-from ..rollout.adapter_sync import trl_starts_engine, warnings_for
 from ..rollout.completions import EngineModel
 from ..rollout.correction import (
     WeightSyncCheck,
@@ -26,6 +25,7 @@ from ..rollout.correction import (
 from ..rollout.dynamic_sampling import ChosenRows, DynamicSampling, ScoredRows, to_rows
 from ..rollout.group_statistics import GroupStatistics
 from ..rollout.prompt_selection import PromptSelection
+from ..rollout.sync_choice import trl_starts_engine, warnings_for
 from .arguments import checked_arguments
 from .mean_scaled import mean_scaled_advantages
 from .online import OnlineTraining

@@ -16,9 +16,9 @@ from ..errors import UserError
 from ..prefix_sharing.forest import grow
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import load_tokenizer
-from ..recipe.datasets import load_data
 from ..recipe.evaluation import encode
 from ..recipe.pairs import DPOScriptArguments, read_pairs
+from ..recipe.problems import load_data
 from ..recipe.script import say
 
 # As many micro-batches are drawn; the one with the longest packed row is planned for.

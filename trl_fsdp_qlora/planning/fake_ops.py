@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from ..fsdp2_qlora.loading import SCRATCH_BYTES
+from ..fsdp2_qlora.grouped_product import SCRATCH_BYTES
 from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"

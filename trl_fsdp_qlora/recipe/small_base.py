@@ -9,12 +9,13 @@ select from.
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .small_tokenizer import word_tokenizer
+
 VOCABULARY = "0123456789+-*= "
-SPECIAL_TOKENS = ["<pad>", "<|user|>", "<|assistant|>", "<|end|>", "<unk>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -100,22 +101,6 @@ TAUGHT = (*TASKS, "shapes")
 def character_tokenizer():
     """A `PreTrainedTokenizerFast` with one token per character of [`VOCABULARY`] and the chat template above."""
     return word_tokenizer(VOCABULARY, ".", CHAT_TEMPLATE)
-
-
-def word_tokenizer(words: Iterable[str], pattern: str, chat_template: str):
-    """A `PreTrainedTokenizerFast` with one token for each of `words`, which are what `pattern` finds in a text."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "eos_token": "<|end|>", "unk_token": "<unk>"}
-    special["extra_special_tokens"] = ["<|user|>", "<|assistant|>"]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
-    fast.chat_template = chat_template
-    return fast
 
 
 def new_model(tokenizer, seed: int, hidden: int = 128, layers: int = 3):

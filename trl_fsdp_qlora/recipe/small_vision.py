@@ -11,7 +11,7 @@ import re
 
 from PIL import Image, ImageDraw
 
-from .small_base import word_tokenizer
+from .small_tokenizer import word_tokenizer
 
 COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (40, 80, 220), "yellow": (240, 200, 30)}
 SHAPES = ("circle", "square")

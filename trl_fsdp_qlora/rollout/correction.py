@@ -11,7 +11,8 @@ import torch
 from accelerate.logging import get_logger
 
 from ..compat.trl import IMPORTANCE_RATIO, SAMPLED_LOGPS, SAMPLING_METRICS
-from .adapter_sync import RolloutError, truncations
+from .adapter_sync import RolloutError
+from .sync_choice import truncations
 
 logger = get_logger(__name__)
 

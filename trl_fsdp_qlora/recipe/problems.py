@@ -1,0 +1,98 @@
+"""The problems that a recipe's arguments name: what it trains on, and what it measures on."""
+
+from typing import NamedTuple
+
+from datasets import Dataset
+
+from ..run.plain import counted
+from .answers import DatasetError
+from .arguments import ScriptArguments
+from .datasets import has_splits, hold_out, read_problems, to_prompts, without_overlap
+from .script import say
+
+
+class Problems(NamedTuple):
+    """The problems that a recipe's arguments name, as from [`trl_fsdp_qlora.recipe.datasets.read_problems`]; no question stands in two of them.
+
+    `validation` is empty where none is taken out, `test` is `None` where nothing is held out.
+    """
+
+    train: list[dict]
+    validation: list[dict]
+    test: list[dict] | None
+
+
+def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
+    """`problems` as the prompts that `args` make of them."""
+    return to_prompts(problems, args.system_prompt, args.prompt_template, args.chat)
+
+
+def _read(args: ScriptArguments, source: str, split: str, whole_rows: bool = False) -> list[dict]:
+    return read_problems(source, split, args.dataset_config, args.question_column, args.answer_column, whole_rows)
+
+
+def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
+    """The same problems as [`load_data`]'s before they are prompts; `whole_rows` of the training problems.
+
+    Raises:
+        DatasetError: nothing is held out, or nothing is left.
+    """
+    train = _read(args, args.dataset, args.dataset_split, whole_rows)
+    test, validation = None, []
+    same = args.eval_split == args.dataset_split or not has_splits(args.dataset)
+    same = same and args.eval_dataset in (None, args.dataset)
+    if args.held_out:
+        train, test = hold_out(train, args.held_out)
+    elif not same:
+        test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
+        train, dropped = without_overlap(train, test)
+        if dropped:
+            say(f"left {counted(dropped, 'training problem')} out that are among the held-out ones")
+        if not train:
+            raise DatasetError(
+                f"all {counted(dropped, 'problem')} of {args.dataset!r} are among the held-out ones; set held_out"
+            )
+    elif not args.skip_accuracy:
+        what = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
+        raise DatasetError(
+            f"training and held-out problems are both {args.dataset!r}, {what}; set held_out to a number of problems to take out of "
+            "it, or eval_dataset to another file, or skip_accuracy: true"
+        )
+    if args.validation:
+        train, validation = hold_out(train, args.validation, field="validation")
+    elif args.accuracy_on == "validation":
+        raise DatasetError("accuracy_on='validation' has no problems to measure on; set validation: 100, for example")
+    return Problems(train, validation, test)
+
+
+def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
+    """(training prompts, prompts to measure on: those that `accuracy_on` and `eval_problems` choose), without overlap.
+
+    The second is `None` where `skip_accuracy` is set and the arguments name no held-out problems.
+    """
+    problems = load_problems(args)
+    train, of_test = prompts_of(args, problems.train), args.accuracy_on == "test"
+    measured = problems.test if of_test else problems.validation
+    if measured is None:
+        say(f"data: {counted(len(train), 'training problem')} from {args.dataset}; none held out")
+        return train, None
+    measured = prompts_of(args, measured[: args.eval_problems])
+    aside = f"; {len(problems.validation)} kept for validation" if problems.validation and of_test else ""
+    kind = "held-out" if of_test else "validation"
+    say(f"data: {len(train):,} training and {counted(len(measured), f'{kind} problem')} from {args.dataset}{aside}")
+    return train, measured
+
+
+def load_held_out(args: ScriptArguments) -> Dataset:
+    """The prompts to measure on alone; a file without splits is measured whole, unless `held_out` takes a part of it."""
+    if args.accuracy_on == "validation":
+        return load_data(args)[1]
+    if args.held_out:
+        _, test = hold_out(_read(args, args.dataset, args.dataset_split), args.held_out)
+    else:
+        test = _read(args, args.eval_dataset or args.dataset, args.eval_split)
+        if args.eval_dataset is None and not has_splits(args.dataset):
+            say(f"measuring on all of {args.dataset}; --held_out as in a recipe takes what its training left out")
+    test = test[: args.eval_problems]
+    say(f"data: {counted(len(test), 'problem')} from {args.eval_dataset or args.dataset}")
+    return prompts_of(args, test)
