@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+DOCS_VENV ?= .venv-docs
+SITE ?= site
 VLLM_TESTS ?= tests/vllm tests/rollout
 WORKERS ?= 2
 SEED ?= 0
@@ -12,7 +14,7 @@ TASK ?= addition
 CONFIG ?= grpo/config_quickstart
 BIN := $(VENV)/bin
 
-.PHONY: quickstart quickstart-images test test-fast test-vllm gpu lint clean
+.PHONY: quickstart quickstart-images test test-fast test-vllm gpu docs lint clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python recipes/small_base.py $(BASE) --task $(TASK) --seed $(SEED)
@@ -41,6 +43,11 @@ test-fast: $(VENV)/.dev
 test-vllm: $(VLLM_VENV)/.done
 	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(VLLM_TESTS)
 
+# The site of docs/ with search and the API reference; a broken link fails. No library of the package is needed: docstrings are read, not imported.
+docs: $(DOCS_VENV)/.done
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
+	@echo "the site is in $(SITE)/index.html"
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,6 +64,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+$(DOCS_VENV)/.done: pyproject.toml constraints.txt
+	@echo "setting up $(DOCS_VENV) (some seconds)"
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet -c constraints.txt $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
 $(VLLM_VENV)/.done: tests/vllm/environment.sh constraints.txt
 	@echo "setting up $(VLLM_VENV) (a few minutes)"
 	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM_VENV)
@@ -64,4 +77,4 @@ $(VLLM_VENV)/.done: tests/vllm/environment.sh constraints.txt
 
 # What a run left, `runs/`, stays: remove it by hand.
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) $(SITE) build dist *.egg-info

@@ -81,6 +81,13 @@ def test_every_page_is_in_the_index_and_the_floor_plan_names_every_room():
     assert rooms <= set(re.findall(r"(?<= )(\w+)/(?= )", text))
 
 
+def test_the_api_reference_has_the_public_names():
+    named = re.findall(
+        r"^::: trl_fsdp_qlora\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(named) == sorted({*trl_fsdp_qlora.__all__} - {"__version__"})
+
+
 def test_a_field_is_documented_once_and_the_reference_is_what_the_classes_say():
     reference = script(ROOT / "docs" / "config_reference.py")
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python docs/config_reference.py"
