@@ -112,6 +112,11 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
         None,
         "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take precedence.",
     )
+    tool_timeout: float | None = option(
+        300.0,
+        "With tools and environments: seconds after which a call of a tool is an error that the model reads, as any other error of a "
+        "tool. None waits as long as it takes, as TRL does.",
+    )
     fsdp_gather: str = option(**options.FSDP_GATHER)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
     phase_metrics: str = option(**options.PHASE_METRICS)

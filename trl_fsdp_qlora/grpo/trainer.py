@@ -26,6 +26,7 @@ from ..rollout.dynamic_sampling import ChosenRows, DynamicSampling, ScoredRows, 
 from ..rollout.group_statistics import GroupStatistics
 from ..rollout.prompt_selection import PromptSelection
 from ..rollout.sync_choice import trl_starts_engine, warnings_for
+from ..rollout.tools import fitted, limited
 from .arguments import checked_arguments
 from .mean_scaled import mean_scaled_advantages
 from .online import OnlineTraining
@@ -146,11 +147,22 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return self.rollout.training_turn(super()._generate_single_turn, turn, self.model_wrapped, settings)
 
     def _tool_call_loop(self, prompts, prompt_ids, *others):
-        result = super()._tool_call_loop(prompts, prompt_ids, *others)
+        seconds = self.args.tool_timeout
+        by_row = {
+            name: [
+                {tool: limited(function, seconds) for tool, function in tools.items()} for tools in getattr(self, name)
+            ]
+            for name in ("_sync_tool_dicts", "_async_tool_dicts")
+        }
+        with replaced(self, **by_row):
+            result = super()._tool_call_loop(prompts, prompt_ids, *others)
         # TRL leaves the loop on each rank when its own episodes are over.
         turn = super()._generate_single_turn
         self.rollout.join_turns(turn, prompt_ids[0], self.model_wrapped, self._generate_settings())
         return result
+
+    def _get_tool_suffix_ids(self, tool_messages):
+        return super()._get_tool_suffix_ids(fitted(tool_messages, self._tokenizer, self.max_completion_length))
 
     def generating(self, wrapped=None):
         """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`].

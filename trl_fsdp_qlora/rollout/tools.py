@@ -1,0 +1,88 @@
+"""What a tool may do to a rollout: take too long, or answer more than an episode has room for. All else is TRL's."""
+
+import asyncio
+import functools
+import inspect
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.logging import get_logger
+
+logger = get_logger(__name__)
+
+_READ = "the model reads that as an error of the tool. tool_timeout=None waits as long as it takes"
+# Answers of fewer characters for each token that there is room for are tokenized without a look at the vocabulary.
+_CHARACTERS = 64
+
+
+def limited(tool: Callable, seconds: float | None) -> Callable:
+    """`tool`, whose call raises a `TimeoutError` after `seconds`; TRL makes of it what it makes of every error of a tool.
+
+    A function is stopped by a signal, in the main thread alone. One that waits in a library without returning to Python goes on.
+    """
+    if not seconds:
+        return tool
+    line = f"{tool.__name__} took longer than tool_timeout={seconds:g} seconds"
+    if inspect.iscoroutinefunction(tool):
+
+        @functools.wraps(tool)
+        async def waited(*args, **kwargs):
+            try:
+                async with asyncio.timeout(seconds) as limit:
+                    return await tool(*args, **kwargs)
+            except TimeoutError:
+                if not limit.expired():
+                    raise  # the tool's own
+                logger.warning_once(f"tools: {line}; {_READ}")
+                raise TimeoutError(line) from None
+
+        return waited
+
+    @functools.wraps(tool)
+    def called(*args, **kwargs):
+        with _alarm(seconds, line):
+            return tool(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def _alarm(seconds: float, line: str) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(*_):
+        logger.warning_once(f"tools: {line}; {_READ}")
+        raise TimeoutError(line)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def fitted(messages: list[dict[str, Any]], tokenizer: Any, budget: int) -> list[dict[str, Any]]:
+    """A tool's `messages`, each text cut behind what `budget` tokens could hold if all were the longest of the vocabulary.
+
+    TRL ends an episode before an answer that is longer than its budget, but tokenizes it first: 10 MB take seconds.
+    """
+    cut = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str) and len(content) > _CHARACTERS * budget:
+            most = (budget + 1) * max(map(len, tokenizer.get_vocab()))
+            if len(content) > most:
+                logger.warning_once(
+                    f"tools: {message['name']} answered {len(content):,} characters, more than max_completion_length={budget} "
+                    "tokens can hold: the episode ends before it, as in TRL"
+                )
+            message = {**message, "content": content[:most]}
+        cut.append(message)
+    return cut
