@@ -45,7 +45,7 @@ test-vllm: $(VLLM_VENV)/.done
 
 # The site of docs/ with search and the API reference; a broken link fails. No library of the package is needed: docstrings are read, not imported.
 docs: $(DOCS_VENV)/.done
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
 	@echo "the site is in $(SITE)/index.html"
 
 lint: $(VENV)/.dev

@@ -18,7 +18,7 @@ from trl_fsdp_qlora.run.config_fields import own_fields
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(trl_fsdp_qlora.__file__).parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "recipes").rglob("README.md")),
     ROOT / "examples" / "README.md",
