@@ -34,6 +34,23 @@ def test_a_prefill_has_its_prompts_keys_and_values_beside_it(tmp_path):
     assert coming == prefill + prompts
 
 
+def test_turns_keep_as_much_as_generation_holds_and_at_most_half_of_what_is_free(tmp_path):
+    run = settings(folder(tmp_path))
+    plan = make_plan(run, hardware=CARD)
+    of_turns = replace(run, values=run.values | {"environment": "game.py:Game"})
+    kept = make_plan(of_turns, hardware=CARD, config=plan.config)
+    cache = plan.phases["generate"][module.CACHE]
+    assert kept.phases["generate"][module.TURNS] == kept.phases["generate"][module.CACHE] == cache > 0
+    assert cache <= kept.total("generate") - plan.total("generate") <= 1.06 * cache
+    coming = (module.ACTIVATIONS, module.CACHE, module.TOKEN_STEP, module.ROOM, module.GATHERED)
+    weights = sum(size for part, size in plan.phases["generate"].items() if part not in coming)
+    small = make_plan(of_turns, hardware=replace(CARD, memory=weights + cache), config=plan.config)
+    assert 0 < small.phases["generate"][module.TURNS] <= cache // 2
+    for changes in ({"compact_generation": False}, {"use_vllm": True, "vllm_mode": "server"}):
+        other = replace(of_turns, values=of_turns.values | changes)
+        assert module.TURNS not in make_plan(other, hardware=CARD, config=plan.config).phases["generate"]
+
+
 def test_the_first_step_counts_with_the_padded_rows_that_it_compares(tmp_path):
     """On a CPU TRL projects every position of a padded row: with a long prompt that is more than the packed row's."""
     run = settings(folder(tmp_path), prompt_tokens=256, max_completion_length=4)

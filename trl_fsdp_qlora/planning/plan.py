@@ -23,6 +23,7 @@ from .settings import Settings, from_words, optimizer_name, read_launch
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
+TURNS = "caches kept between turns"
 TOKEN_STEP = "token step's copies"
 GATHERED = "gathered weights"
 ENGINE = "vLLM"
@@ -150,11 +151,14 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
     # Whether generation and scoring gather the whole model; not beside vLLM (`fsdp2_qlora.trainer`).
     once = launch.kind == "fsdp2" and not settings.is_paired
     once = once and not settings.use_vllm and settings.fsdp_gather != "per_layer"
+    free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
+    if "generate" in phases and settings.keeps_turns:
+        # A row's is kept when its turn has ended; the last rows of a batch still lie in it then.
+        phases["generate"][TURNS] = min(phases["generate"][CACHE], max(0, int(FREE_SHARE * free)))
     if once and settings.fsdp_gather == "auto":
-        free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
         once = whole - whole // launch.processes <= FREE_SHARE * free
     for name, parts in phases.items():
-        coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TOKEN_STEP))
+        coming = sum(parts.get(part, 0) for part in (ACTIVATIONS, CACHE, TURNS, TOKEN_STEP))
         if name != "optimizer":
             parts[GATHERED] = whole if once and name in ("generate", "score") else in_a_layer
         parts[PROCESS] = process

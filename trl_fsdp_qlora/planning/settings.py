@@ -63,6 +63,12 @@ class Settings:
         return "num_generations" not in self.values
 
     @property
+    def keeps_turns(self) -> bool:
+        """Episodes have several turns, and rows keep their caches from one to the next."""
+        has_tools = any(self.values.get(name) for name in ("tools", "environment"))
+        return has_tools and not self.use_vllm and self.compact_generation
+
+    @property
     def group(self) -> int:
         """Rows that have one prompt."""
         return 2 if self.is_paired else self.num_generations
