@@ -74,7 +74,11 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
     """TRL's vision arguments for some rows of a batch: pixels and grids per image, everything else per row."""
     apart, rows = split_pixel_values_by_grid(vision), [int(row) for row in rows]
-    chosen = {n: x[rows] if isinstance(x, torch.Tensor) else [x[row] for row in rows] for n, x in apart.items()}
+    chosen = {}
+    for name, x in apart.items():
+        of_rows = [x[row] for row in rows]
+        # Not `x[rows]`: the host would wait until the list is on the device.
+        chosen[name] = torch.stack(of_rows) if isinstance(x, torch.Tensor) and rows else of_rows
     return joined_images(chosen)
 
 

@@ -14,7 +14,7 @@ from ..grpo.arguments import completed, with_base_loaded
 from ..grpo.training import EfficientTraining
 from ..prefix_sharing.door import Batch, Door, open_door
 from ..prefix_sharing.layout import IGNORED_LABEL, UnpackableBatch
-from ..prefix_sharing.self_check import reduced_over_ranks
+from ..prefix_sharing.self_check import compares_gradients, reduced_over_ranks
 from .config import EfficientDPOConfig
 
 # What TRL's collators put into a batch for the loss, not for the model.
@@ -92,7 +92,9 @@ class EfficientDPOTrainer(EfficientTraining, ShardedQLoRAMixin, DPOTrainer):
         others = {"input_ids", "attention_mask", *_OF_THE_LOSS}
         vision = {name: value for name, value in inputs.items() if name not in others}
         batch = Batch(inputs["input_ids"], inputs.get("attention_mask"), labels, vision)
-        if door.expects_images and not self._counts_images(door, batch):
+        # Counted until a batch with images was compared: ranks agree on it, and the host waits.
+        is_open = door.expects_images and (compares_gradients(model), True) not in door.checked
+        if is_open and not self._counts_images(door, batch):
             return
         # TRL's batch is all chosen answers, then all rejected ones: of a pair side by side.
         in_pairs = np.arange(len(labels)).reshape(2, -1).T.ravel()

@@ -13,6 +13,7 @@ from ..compat.fsdp import forget_forward
 from ..compat.peft import is_reference
 from ..prefix_sharing.across_passes import CannotKeep
 from ..prefix_sharing.door import Batch, Door, open_door
+from ..prefix_sharing.images import fingerprints
 from ..prefix_sharing.layout import IGNORED_LABEL
 from ..prefix_sharing.narrow import call_on_scored_rows
 from ..prefix_sharing.support import position_limit
@@ -200,5 +201,8 @@ def batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batc
     labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
     labels[:, : -arguments["logits_to_keep"]] = IGNORED_LABEL
     vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}
+    if image_keys is None and "pixel_values" in vision and vision.get("num_images") is not None:
+        # Here, since TRL hands slices of the pixels on, and those of the next pass are others.
+        image_keys = fingerprints(vision)
     num_images = vision.pop("num_images", None)
     return Batch(input_ids, attention_mask, labels, vision, num_images, image_keys)

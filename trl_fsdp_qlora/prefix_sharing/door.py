@@ -2,7 +2,7 @@
 
 TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. The [`Door`] stands in front of that forward, inside
 the root module's, so DDP, FSDP2, PEFT and autocast stay what they are. A pass goes through it in five steps: it is read
-([`layout.read_batch`]), laid out ([`forest.grow`], [`layout.lay_out`]), run, scored
+([`layout.decode`]), laid out ([`forest.grow`], [`layout.lay_out`]), run, scored
 ([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. Where that would not be exact it runs as in stock TRL, and
 one line says why.
 """
@@ -31,14 +31,14 @@ from ..compat.fsdp import forget_forward
 from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fused_head, rows_of_images
 from ..errors import UserError
 from ..scoring.logprobs import score_with_head
-from ..scoring.transfer import to_device
+from ..scoring.transfer import to_device, to_host
 from . import support
 from .across_passes import Forward, StepForwards, StepPlan
 from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
 from .dropout import attention_reason, other_dropout, without_dropout
 from .forest import Forest, grow, sort_by_prefix
-from .images import Images, fingerprints
-from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, lay_out, read_batch
+from .images import Images, on_host
+from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
 from .recurrent import SHORTEST, gathered_per_call, goes_on_from_a_state, recurrent_layers
 from .recurrent import install as install_recurrent
 from .scope import checkpointed, computing, place
@@ -217,7 +217,9 @@ class Batch:
     def arguments(self) -> dict[str, Any]:
         """Of the call that it is."""
         arguments = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
-        arguments.update(self.vision)
+        # Rows of another batch have on the host what was read there.
+        device = self.input_ids.device
+        arguments |= {n: to_device(x, device) if isinstance(x, torch.Tensor) else x for n, x in self.vision.items()}
         if self.router_loss:
             arguments["output_router_logits"] = True
         return arguments
@@ -240,18 +242,17 @@ class Batch:
 
     def rows(self, rows: np.ndarray) -> "Batch":
         """Some rows of it."""
-        index = to_device(torch.from_numpy(rows), self.input_ids.device)
         picked = {
-            name: None if x is None else x[index]
+            name: None if x is None else x[to_device(torch.from_numpy(rows), x.device)]
             for name, x in vars(self).items()
-            if name in ("attention_mask", "labels", "image_keys")
+            if name in ("input_ids", "attention_mask", "labels", "image_keys")
         }
         vision = self.vision
         if vision:
             counted = vision if self.num_images is None else {**vision, "num_images": self.num_images}
-            vision = rows_of_images(counted, rows)
+            vision = rows_of_images(on_host(counted), rows)
         num_images = vision.pop("num_images", None) if vision else None
-        return replace(self, input_ids=self.input_ids[index], vision=vision, num_images=num_images, **picked)
+        return replace(self, vision=vision, num_images=num_images, **picked)
 
 
 @dataclass
@@ -677,21 +678,6 @@ class Door:
             return "FSDP1 frees weights that the graph of an earlier forward needs"
         return None
 
-    def _read_together(self, batches: list[Batch]) -> Sequences:
-        """Batches of one width as one, on the host."""
-        image_keys = None
-        if any(batch.has_images for batch in batches):
-            for batch in batches:
-                self._find_image_keys(batch)
-            image_keys = [
-                torch.zeros_like(batch.input_ids[:, :1]) if batch.image_keys is None else batch.image_keys
-                for batch in batches
-            ]
-            image_keys = torch.cat([keys.to(batches[0].input_ids.device) for keys in image_keys])
-        masks = [torch.ones_like(b.input_ids) if b.attention_mask is None else b.attention_mask for b in batches]
-        input_ids, labels = (torch.cat([getattr(b, name) for b in batches]) for name in ("input_ids", "labels"))
-        return self._sequences(input_ids, torch.cat(masks), labels, image_keys)
-
     # --- a pass: read, lay out, run, score, scatter -----------------------------------------------------------------
 
     @_but_for_the_model
@@ -860,25 +846,31 @@ class Door:
     @_not_compiled
     def _read(self, batch: Batch) -> Sequences:
         """The batch as the host sees it. Tokens that must not be shared get numbers of their own."""
-        self._find_image_keys(batch)
-        image_keys = batch.image_keys if batch.has_images else None
-        return self._sequences(batch.input_ids, batch.attention_mask, batch.labels, image_keys)
+        return self._read_together([batch])
 
-    def _find_image_keys(self, batch: Batch) -> None:
-        if not batch.has_images:
-            return
-        if self.images.reason is not None:
-            raise UnpackableBatch(self.images.reason)
-        self._count_images(batch)
-        if batch.image_keys is None:
-            batch.image_keys = fingerprints({**batch.vision, "num_images": batch.num_images})
-
-    def _sequences(self, input_ids, attention_mask, labels, image_keys) -> Sequences:
-        width = input_ids.shape[1]
+    def _read_together(self, batches: list[Batch]) -> Sequences:
+        """Batches of one width as one, on the host."""
+        rows, width = batches[0].input_ids.shape
         if width > self.position_limit:
             raise UnpackableBatch(f"rows of {width} positions switch the rotary tables at {self.position_limit}")
-        sequences = read_batch(input_ids, attention_mask, labels, image_keys)
-        if image_keys is not None:
+        has_images = any(batch.has_images for batch in batches)
+        if has_images and self.images.reason is not None:
+            raise UnpackableBatch(self.images.reason)
+        codes = [encode(batch.input_ids, batch.attention_mask, batch.labels) for batch in batches]
+        sent = {"code": codes[0] if len(codes) == 1 else torch.cat(codes)}
+        for i, batch in enumerate(batches):
+            if batch.has_images:
+                sent |= {(i, name): x for name, x in self.images.to_send(batch).items()}
+        # The host waits for the device here, once for all of them.
+        sent = to_host(sent)
+        sequences = decode(sent["code"].numpy())
+        if has_images:
+            keys = []
+            for i, batch in enumerate(batches):
+                of_batch = {name[1]: x for name, x in sent.items() if name[0] == i}
+                tokens_BL = sequences.tokens_BL[i * rows : (i + 1) * rows]
+                keys.append(self.images.take(batch, tokens_BL, of_batch) if batch.has_images else np.zeros(rows, int))
+            sequences.image_keys_B = np.concatenate(keys)
             self.images.mark(sequences)
         if not self.sees_distances:
             # Rows in other columns have other positions.

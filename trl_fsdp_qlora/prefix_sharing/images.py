@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..compat.trl import rows_of_images, split_pixel_values_by_grid
-from ..scoring.transfer import to_device
+from ..scoring.transfer import to_device, to_host
 from .layout import PackedLayout, Sequences, UnpackableBatch, equal_runs
 from .self_check import reduced_over_ranks
 
@@ -42,9 +43,23 @@ def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
 
     Two rows share a prompt, and a frozen tower's features, if theirs agree, so a sum of the pixels would not do: pictures whose
     equal shapes stand in other places have equal sums. Each number is scrambled together with its place before it is added.
-    Nothing is read on the host but what TRL itself reads to cut the pixels into rows.
+    Nothing is read on the host but what TRL itself reads to cut the pixels into rows. Pixels are hashed once: the passes over
+    one batch have the same tensors.
     """
-    lines = {name: _line_hashes(vision[name]) for name in PER_IMAGE if isinstance(vision.get(name), torch.Tensor)}
+    keys = _known_keys(vision)
+    if keys is None:
+        keys = _row_keys({name: _line_hashes(vision[name]) for name in _hashed(vision)}, vision)
+        _remember(vision, keys)
+    return keys.to(vision["pixel_values"].device)
+
+
+def _hashed(vision: dict[str, Any]) -> list[str]:
+    """What of a batch's vision arguments tells images apart."""
+    return [name for name in PER_IMAGE if isinstance(vision.get(name), torch.Tensor)]
+
+
+def _row_keys(lines: dict[str, torch.Tensor], vision: dict[str, Any]) -> torch.Tensor:
+    """`(B, 1)` of the hashes of each entry of the tensors in `vision`, on the device that these hashes are on."""
     # TRL reads from the grid how many patches an image has.
     apart = split_pixel_values_by_grid({**vision, **{n: x for n, x in lines.items() if n != "image_grid_thw"}})
     keys_B = torch.zeros(len(apart["pixel_values"]), dtype=torch.int64, device=lines["pixel_values"].device)
@@ -56,6 +71,57 @@ def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
         sums_B = torch.zeros_like(keys_B).index_add_(0, row_N, _scrambled(lines_N + _scrambled(place_N)))
         keys_B = _scrambled(keys_B + sums_B)
     return keys_B.unsqueeze(1)
+
+
+# Of pixels, as long as they live: which tensors were hashed, for which rows, and the rows' keys.
+_KEYS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _versions(vision: dict[str, Any]) -> list[tuple]:
+    """Which tensors hold the images, as they were last written to. A grid may be a copy on the host."""
+    tensors = [(name, vision[name]) for name in _hashed(vision) if name != "image_grid_thw"]
+    return [(name, id(x), _version(x)) for name, x in tensors]
+
+
+def _known_keys(vision: dict[str, Any]) -> torch.Tensor | None:
+    """The keys of pixels that were hashed before, for the same rows if `vision` says how many images each one has."""
+    versions, num_images, keys = _KEYS.get(vision["pixel_values"], (None, None, None))
+    is_same = vision.get("num_images") is None or list(vision["num_images"]) == num_images
+    return keys if versions == _versions(vision) and is_same else None
+
+
+def _remember(vision: dict[str, Any], keys: torch.Tensor) -> None:
+    _KEYS[vision["pixel_values"]] = _versions(vision), list(vision["num_images"]), keys
+
+
+# What the host reads of a batch's images, and copies of it there, with the version that was copied.
+_READ = ("image_grid_thw", *PER_TOKEN)
+_COPIES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def on_host(vision: dict[str, Any], waits: bool = False) -> dict[str, Any]:
+    """Vision arguments with those that the host reads on the host, if they were copied there; with `waits` all of them."""
+    found = {}
+    for name in _READ:
+        x = vision.get(name)
+        if isinstance(x, torch.Tensor):
+            version, copy = _COPIES.get(x, (None, None))
+            found[name] = copy if version == _version(x) else x
+    if waits:
+        copies = to_host(found)
+        for name, copy in copies.items():
+            _keep_copy(vision[name], copy)
+        found = copies
+    return {**vision, **found}
+
+
+def _keep_copy(x: torch.Tensor, copy: torch.Tensor) -> None:
+    if copy is not x:
+        _COPIES[x] = _version(x), copy
 
 
 # Of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), as signed numbers. Products of int64 wrap around.
@@ -159,21 +225,70 @@ class Images:
             _, beginning_B = np.unique(up_to_images_BL, axis=0, return_inverse=True)
             sequences.tokens_BL[:, 0] += (1 + beginning_B.reshape(-1)) << 32
 
+    def to_send(self, batch) -> dict[str, torch.Tensor]:
+        """What the host has to know of a batch's images, to be copied there together with its tokens.
+
+        It is what TRL and transformers read there to cut pixels apart and to count positions, piece by piece, and the hashes
+        of pixels that nobody has hashed.
+        """
+        vision = on_host(batch.vision)
+        sent = {name: vision[name] for name in _READ if name in vision}
+        if batch.num_images is None and "image_position_ids" in vision:
+            sent["patches"] = (vision["image_position_ids"] != -1).all(-1).sum(-1)
+        keys = _known_keys(self._counted(batch)) if batch.image_keys is None else batch.image_keys
+        if keys is not None:
+            sent["keys"] = keys
+        else:
+            sent |= {f"hashes of {name}": _line_hashes(vision[name]) for name in _hashed(vision)}
+        return sent
+
+    def take(self, batch, tokens_BL: np.ndarray, sent: dict[str, torch.Tensor]) -> np.ndarray:
+        """Give a batch what [`to_send`] gave, on the host by now.
+
+        Returns:
+            Numbers `(B,)` that rows with the same images have in common.
+
+        Raises:
+            UnpackableBatch: it is not known which images are a row's own.
+        """
+        for name in _READ:
+            if name in sent:
+                _keep_copy(batch.vision[name], sent[name])
+        keys = sent.get("keys")
+        if batch.num_images is None:
+            batch.num_images = self._count(batch, (tokens_BL == self.token).sum(1), sent.get("patches"))
+            if keys is not None and batch.image_keys is None and _known_keys(self._counted(batch)) is None:
+                keys = fingerprints(self._counted(batch)).cpu()  # the same pixels were other rows'
+        if keys is None:
+            hashes = {name: sent[f"hashes of {name}"] for name in _hashed(batch.vision)}
+            keys = _row_keys(hashes, self._counted(batch))
+            _remember(self._counted(batch), keys)
+        batch.image_keys = keys
+        return keys[:, 0].numpy()
+
+    @staticmethod
+    def _counted(batch) -> dict[str, Any]:
+        return {**on_host(batch.vision), "num_images": batch.num_images}
+
     def count(self, batch) -> list[int]:
         """How many images each row of a batch has, worked out from how many of its tokens stand for images.
 
         Raises:
             UnpackableBatch: that does not say it.
         """
-        tokens_B = (batch.input_ids == self.token).sum(1).cpu().numpy()
-        pixels, grids = batch.vision["pixel_values"], batch.vision.get("image_grid_thw")
         places = batch.vision.get("image_position_ids")
+        patches = None if places is None else (places != -1).all(-1).sum(-1)
+        return self._count(batch, (batch.input_ids == self.token).sum(1).cpu().numpy(), patches)
+
+    def _count(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int]:
+        """The same of the tokens that stand for images in each row, and of Gemma 4's images the patches that are no padding."""
+        pixels, grids = batch.vision["pixel_values"], on_host(batch.vision).get("image_grid_thw")
         if grids is not None:
             merge = getattr(self.model.config.vision_config, "spatial_merge_size", 1)
             tokens_of_image = (grids.prod(-1) // merge**2).tolist()
-        elif places is not None:  # of Gemma 4: where each patch stands, -1 for padding
+        elif patches is not None:
             pooled = self.model.config.vision_config.pooling_kernel_size**2
-            tokens_of_image = ((places != -1).all(-1).sum(-1) // pooled).tolist()
+            tokens_of_image = (patches // pooled).tolist()
         else:
             images = len(pixels)
             rows_with_images = int((tokens_B > 0).sum())
@@ -198,9 +313,11 @@ class Images:
 
     def arguments(self, batch, layout: PackedLayout, sequences: Sequences) -> dict[str, Any]:
         """The model's arguments, next to the tokens, for a row that was made from a batch."""
-        vision = {**batch.vision, "num_images": batch.num_images}
-        arguments = {name: layout.take(vision[name]) for name in PER_TOKEN if name in vision}
-        layout.own_masks = own_masks(self.model, layout, arguments)
+        vision = {**on_host(batch.vision, waits=True), "num_images": batch.num_images}
+        device = batch.input_ids.device
+        per_token = {name: layout.take(vision[name]) for name in PER_TOKEN if name in vision}
+        layout.own_masks = own_masks(self.model, layout, per_token, device)
+        arguments = {name: to_device(x, device) for name, x in per_token.items()}
         # The row holds the pixels of each segment with images once; none if nothing is computed in it.
         rows = [row for row in image_rows(layout, sequences) if batch.num_images[row]]
         if "mm_encoder_outputs" in _parameters(type(self.model).forward) and not self.is_collective:
@@ -209,7 +326,7 @@ class Images:
                 arguments["mm_encoder_outputs"] = self._encoded(vision, rows, keys)
         elif rows:
             chosen = rows_of_images(vision, rows)
-            arguments.update({name: chosen[name] for name in PER_IMAGE if name in chosen})
+            arguments.update({name: to_device(chosen[name], device) for name in PER_IMAGE if name in chosen})
         if hasattr(self.inner, "get_rope_index"):
             arguments["position_ids"] = self._positions(batch, layout, sequences)
         return arguments
@@ -231,15 +348,16 @@ class Images:
             head_B[row] = forest.source[segment]
         heads = np.unique(head_B[rows_with_images])
         depth_T = layout.column_T - sequences.offsets_B[layout.row_T]
-        positions = torch.from_numpy(depth_T).to(device).expand(3, 1, -1)
+        positions = to_device(torch.from_numpy(depth_T), device).expand(3, 1, -1)
         if not len(heads):
             return positions
-        vision = {**batch.vision, "num_images": batch.num_images}
+        # On the host: the model reads types and grids there, row by row and image by image.
         wanted = *PER_TOKEN, "image_grid_thw"
-        named = {name: x for name, x in rows_of_images(vision, heads).items() if name in wanted}
-        mask = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
-        index = to_device(torch.from_numpy(heads), device)
-        of_heads, _ = self.inner.get_rope_index(batch.input_ids[index], attention_mask=mask[index], **named)
+        named = {name: x for name, x in rows_of_images(self._counted(batch), heads).items() if name in wanted}
+        code = torch.from_numpy(sequences.code_BL[heads])
+        ids, mask = (code // 2).clamp(min=0), (code >= 0).long()
+        of_heads, _ = self.inner.get_rope_index(ids, attention_mask=mask, **named)
+        of_heads = to_device(of_heads, device)
         head_T = head_B[layout.row_T]
         last_T = last_B[layout.row_T]
         column_T = sequences.offsets_B[head_T] + np.minimum(depth_T, last_T + 1)
@@ -265,7 +383,8 @@ class Images:
     def _run_tower(self, vision: dict[str, Any]) -> ModelOutput:
         """What the tower makes of the images among a batch's vision arguments."""
         taken = _parameters(self.inner.get_image_features)
-        images = {name: vision[name] for name in PER_IMAGE if name in vision and name in taken}
+        device = vision["pixel_values"].device
+        images = {name: to_device(vision[name], device) for name in PER_IMAGE if name in vision and name in taken}
         return self.inner.get_image_features(**images, return_dict=True)
 
     def share(self, batch) -> None:
@@ -323,7 +442,7 @@ class Images:
 
 
 def own_masks(
-    model: PreTrainedModel, layout: PackedLayout, given: dict[str, torch.Tensor]
+    model: PreTrainedModel, layout: PackedLayout, given: dict[str, torch.Tensor], device: torch.device
 ) -> dict[int, dict[str, torch.Tensor | None]]:
     """Masks of a row's prompts as the model itself makes them where an image's tokens see those behind them.
 
@@ -340,7 +459,7 @@ def own_masks(
         if forest.levels[stretch.start] == 0:
             runs += equal_runs(forest.starts[stretch], forest.lengths[stretch])
     for start, count, length in runs:
-        types = given[name][0, start : start + count * length].view(count, length)
+        types = to_device(given[name][0, start : start + count * length].view(count, length), device)
         masks[start] = make(
             config=model.config,
             inputs_embeds=torch.empty(count, length, 0, dtype=model.dtype, device=types.device),

@@ -34,6 +34,7 @@ class Sequences:
         offsets_B, lengths_B: column of the first real token, and number of tokens.
         scored_BL: tokens that have a label.
         width: columns of the padded batch.
+        code_BL: the batch itself, in its columns: two times the token, and one more if it has a label; -1 for padding.
         image_keys_B: what rows with the same images have in common; `None` for a batch without images.
         spans_B2: first and last token that stands for an image, (0, -1) for none; `None` for a batch without images.
     """
@@ -43,6 +44,7 @@ class Sequences:
     lengths_B: np.ndarray
     scored_BL: np.ndarray
     width: int
+    code_BL: np.ndarray
     image_keys_B: np.ndarray | None = None
     spans_B2: np.ndarray | None = None
 
@@ -58,32 +60,29 @@ class Sequences:
         return replace(self, **parts)
 
 
-def read_batch(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    labels: torch.Tensor,
-    image_keys_B1: torch.Tensor | None = None,
-) -> Sequences:
-    """Copy a batch to the host, in one transfer.
+def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> Sequences:
+    """A batch on the host, copied in one transfer.
 
     Args:
         input_ids, attention_mask, labels: `(B, L)`; a label in column t is predicted from what stands in front of it.
-        image_keys_B1: int64 numbers that rows with the same images have in common.
 
     Raises:
         UnpackableBatch: a mask has holes, or a label has no token of its row in front of it.
     """
+    return decode(encode(input_ids, attention_mask, labels).cpu().numpy())
+
+
+def encode(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    """All that the host has to know of a batch of text as one tensor `(B, L)` of int64."""
     is_scored = labels != IGNORED_LABEL
     is_scored[:, 0] = False  # nothing predicts it, and stock leaves it out as well
     code = input_ids.long() * 2 + is_scored
-    if attention_mask is not None:
-        code = torch.where(attention_mask.bool(), code, -1 - is_scored.long())
-    if image_keys_B1 is not None:
-        code = torch.cat([code, image_keys_B1.to(code.device)], dim=1)
-    host = code.cpu().numpy()
-    image_keys_B = None
-    if image_keys_B1 is not None:
-        host, image_keys_B = host[:, :-1], host[:, -1]
+    return code if attention_mask is None else torch.where(attention_mask.bool(), code, -1 - is_scored.long())
+
+
+def decode(code_BL: np.ndarray) -> Sequences:
+    """What [`encode`] gave, see [`read_batch`]."""
+    host = code_BL
     if (host == -2).any():
         raise UnpackableBatch("a label stands where the attention mask has no token")
     is_token, width = host >= 0, host.shape[1]
@@ -99,7 +98,7 @@ def read_batch(
     scored_BL = is_inside & (host % 2 == 1)
     if scored_BL[:, 0].any():
         raise UnpackableBatch("a row begins with a label, which no token of it predicts")
-    return Sequences(np.where(is_inside, host // 2, -1), offsets_B, lengths_B, scored_BL, width, image_keys_B)
+    return Sequences(np.where(is_inside, host // 2, -1), offsets_B, lengths_B, scored_BL, width, code_BL)
 
 
 def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:

@@ -1,0 +1,78 @@
+"""How often the host waits for the device in a pass through the door, next to the padded pass of stock TRL.
+
+`tests/grpo/test_syncs.py` counts whole steps of the trainers; these are the families of models, with and without images.
+"""
+
+import functools
+import sys
+
+import pytest
+import torch
+
+from tests.grpo.test_syncs import Waits, places
+from trl_fsdp_qlora.prefix_sharing.door import Batch
+
+from .helpers import RECURRENT, SUPPORTED, awkward_batch, build, completion_labels, prepared
+from .test_images import freeze_tower, with_images
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+OF_TEXT = ("qwen3", "gemma3", "qwen3_moe", "qwen3_5", "lfm2", "mamba")
+OF_IMAGES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "idefics3", "gemma4")
+
+
+@pytest.fixture(autouse=True)
+def computed_on_the_host(monkeypatch):
+    """What the emulated device has no code for: convolutions are cuDNN's, and products over a dimension compiled as they come."""
+    if "emulate" not in sys.modules:
+        return
+    emulate = sys.modules["emulate"]
+
+    def on_the_host(operation, *args, **kwargs):
+        args = [emulate.alias(x) if isinstance(x, torch.Tensor) else x for x in args]
+        return emulate.to_fake(operation(*args, **kwargs), torch.device("cuda", 0))
+
+    for operation in (torch.ops.aten.convolution.default, torch.ops.aten.prod.dim_int):
+        monkeypatch.setitem(emulate.REPLACED, operation, functools.partial(on_the_host, operation))
+
+
+def on_device(name, with_pictures: bool):
+    """A model in bfloat16 with its door, and a batch; of a model that sees the tower is frozen, as with LoRA."""
+    if with_pictures:
+        model, batch = with_images(name)
+        freeze_tower(model)
+    else:
+        model = build((SUPPORTED | {key: value[0] for key, value in RECURRENT.items()})[name])
+        ids, mask = awkward_batch()
+        batch = Batch(ids, mask, completion_labels(ids, mask))
+    model.to("cuda", torch.bfloat16)
+    vision = {
+        key: x.to("cuda", torch.bfloat16 if x.is_floating_point() else x.dtype) for key, x in batch.vision.items()
+    }
+    tensors = (x.to("cuda") for x in (batch.input_ids, batch.attention_mask, batch.labels))
+    door = prepared(model, expects_images=with_pictures, compared=True)
+    return model, door, Batch(*tensors, vision)
+
+
+def stacks_of_a_pass(model, arguments) -> list:
+    """Of the second of two passes with their backwards: the first sets up what is kept."""
+    for _ in range(2):
+        waits = Waits()
+        with waits:
+            output = model(**arguments, fused_lm_head=True)
+            output.log_probs.sum().backward()
+    return waits.stacks
+
+
+@pytest.mark.parametrize(
+    ("name", "with_pictures"), [*((name, False) for name in OF_TEXT), *((name, True) for name in OF_IMAGES)]
+)
+def test_one_wait_of_its_own(name, with_pictures):
+    model, door, batch = on_device(name, with_pictures)
+    with door.closed():
+        of_stock = places(stacks_of_a_pass(model, batch.arguments()))
+    ours = places(stacks_of_a_pass(model, batch.arguments()))
+    assert door.figures.tokens, door.describe()
+    own = {place: count for place, count in ours.items() if "trl_fsdp_qlora/" in place}
+    assert sum(own.values()) <= 1, own
+    assert ours.total() <= of_stock.total() + 1, (of_stock, ours)
