@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import across_passes
+from trl_fsdp_qlora.prefix_sharing import across_passes, forest
 from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
 
 from .helpers import RECURRENT, SUPPORTED, VOCABULARY, assert_equal_gradients, build, gradients, with_stock_head
@@ -108,3 +108,24 @@ def test_cut_passes_give_the_gradients_of_padded_ones(name, count):
 
 def _real(batch):
     return [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+
+
+def test_batches_whose_dense_rows_save_more_are_computed_alone(monkeypatch):
+    """T-SPMO scores few tokens of many completions that begin alike: tries, which no pass of several batches has."""
+    monkeypatch.setattr(forest, "DENSE_PAIR_COST", 0.0)  # in a model this small the pairs would cost more
+    model = with_stock_head(build(SUPPORTED["llama"]))
+    door = open_door(model, compares=False)
+    draw = torch.Generator().manual_seed(0)
+    system, rows = random_tokens(4, draw), []
+    for _ in range(2):
+        tokens = torch.cat([system, random_tokens(4, draw)])
+        prompt = len(tokens)
+        for _ in range(8):  # each goes on from the one before
+            tokens = torch.cat([tokens, random_tokens(3, draw)])
+            rows.append((torch.cat([tokens, random_tokens(1, draw)]), [len(tokens)], prompt))
+    ids = torch.zeros(16, 40, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, (tokens, (label,), _) in enumerate(rows):
+        ids[i, : len(tokens)], mask[i, : len(tokens)], labels[i, label] = tokens, 1, tokens[label]
+    batches = batches_of({"input_ids": ids, "attention_mask": mask, "labels": labels}, 2)
+    assert door.plan_step(batches, tokens_per_pass=60) is None

@@ -385,6 +385,18 @@ class StepForwards:
         """Calls of the model, trunks included."""
         return len(self.rows_of_pass) + int(self.trunks.sum())
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that this rank computes in all passes and trunks."""
+        tokens = sum(self._length(node) for node in self.kept)
+        for rows in self.rows_of_pass:
+            tokens += grow_pass(self.sequences, self.kept, rows, self.min_length).of_pass()[0].tokens
+        return tokens
+
+    def _length(self, node: KeptNode) -> int:
+        """Tokens of a kept beginning's own trunk."""
+        return node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
+
     def fits(self, limit: int) -> bool:
         """Whether no pass, together with the trunks that are alive then, has more tokens with a graph than `limit`."""
         for number, rows in enumerate(self.rows_of_pass):
@@ -392,7 +404,7 @@ class StepForwards:
             tokens = grown.of_pass()[0].tokens
             for node in self.kept:
                 if node.first <= number <= node.last:
-                    tokens += node.depth - (self.kept[node.parent].depth if node.parent >= 0 else 0)
+                    tokens += self._length(node)
             if tokens > limit:
                 return False
         return True

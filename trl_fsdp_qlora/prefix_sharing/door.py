@@ -650,10 +650,14 @@ class Door:
         fitting = (count for count in rows_per_pass if forwards(count, list).fits(limit))
         # As many as fit on the rank that can take fewest; a row that is longer runs alone.
         chosen = -agree([-next(fitting, 1)])[0]
-        if chosen >= rows and not forwards(rows, agree).is_shared:
-            return None
         if chosen >= rows:
-            return StepPlan(forwards(chosen, agree), None, chosen // rows, 1)
+            if not forwards(rows, agree).is_shared:
+                return None
+            together = forwards(chosen, agree)
+            # Dense rows, which a pass of several does not have, may save more than what batches have in common.
+            alone = [self._grow(batch, few).tokens for batch, few in zip(batches, sequences.split(rows), strict=True)]
+            planned, alone = reduced_over_ranks([together.tokens, sum(alone)], device, "SUM")
+            return StepPlan(together, None, chosen // rows, 1) if planned < alone else None
         return StepPlan(forwards(chosen, agree), forwards(chosen, agree, has_gradients=False), 1, rows // chosen)
 
     @property

@@ -59,6 +59,11 @@ class Sequences:
         parts = {name: x[rows] for name, x in vars(self).items() if isinstance(x, np.ndarray)}
         return replace(self, **parts)
 
+    def split(self, count: int) -> list["Sequences"]:
+        """In parts of so many rows."""
+        rows = np.arange(len(self.lengths_B))
+        return [self.rows(rows[first : first + count]) for first in range(0, len(rows), count)]
+
 
 def read_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor) -> Sequences:
     """A batch on the host, copied in one transfer.
