@@ -227,6 +227,7 @@ class Decoding:
         rows = torch.tensor(part.rows, device=ids_UP.device)
         kwargs = {n: x if n in PER_IMAGE else _rows(n, x, rows) for n, x in batch.kwargs.items()}
         kwargs[batch.cache_name] = filled_cache(model.config, part.kept, used, width - part.new)
+        part.kept.clear()  # their memory is free before the forward
         for name in ("attention_mask", "position_ids"):
             if kwargs.get(name) is not None:
                 kwargs[name] = kwargs[name][..., -width:]
@@ -306,8 +307,10 @@ class _Batch:
         if not self._newly_ended:
             return
         cache = self.kwargs[self.cache_name] if self.shared is None else self.shared.cache
-        for row in self._ended_A.nonzero()[:, 0].tolist():
-            length = self.ids_AL.shape[1] - 1 - int(self._padding_R[self._rows_A[row]])
+        ended = self._ended_A.nonzero()[:, 0]
+        padding = self._padding_R[self._rows_A[ended]].tolist()
+        for row, columns in zip(ended.tolist(), padding, strict=True):
+            length = self.ids_AL.shape[1] - 1 - columns
             layers = []
             for number, layer in enumerate(cache.layers):
                 if self.shared is not None:
