@@ -1,0 +1,75 @@
+"""A pytest plugin that runs TRL's own test files with this package in the trainers' place. TRL's wheel has no tests:
+
+    git clone https://github.com/huggingface/trl ../trl
+    export PYTHONPATH=$PWD/benchmarks
+    python -m pytest -p trls_own_tests ../trl/tests/test_dpo_trainer.py                        # after share_prompts
+    WITH=efficient python -m pytest -p trls_own_tests ../trl/tests/test_grpo_trainer.py        # EfficientGRPOTrainer
+    python -m pytest ../trl/tests/test_dpo_trainer.py                                          # stock
+
+The tests fetch their tiny models and data from the Hub (`trl-internal-testing/...`), or from a folder of that name in which
+pytest is started. The last line says how many passes ran packed and why others did not.
+"""
+
+import collections
+import functools
+import os
+
+import trl
+
+import trl_fsdp_qlora
+from trl_fsdp_qlora import share_prompts
+from trl_fsdp_qlora.prefix_sharing.door import Door
+
+SHARING = ("DPOTrainer", "KTOTrainer", "RLOOTrainer", "SFTTrainer")
+OURS = [f"{algorithm}{kind}" for algorithm in ("GRPO", "RLOO", "DPO") for kind in ("Config", "Trainer")]
+counts: collections.Counter = collections.Counter()
+reasons: collections.Counter = collections.Counter()
+
+
+def pytest_configure(config):
+    _count_passes()
+    if os.environ.get("WITH", "share_prompts") == "efficient":
+        for name in OURS:
+            setattr(trl, name, getattr(trl_fsdp_qlora, f"Efficient{name}"))
+        return
+    for name in SHARING:
+        _share_prompts_of(getattr(trl, name))
+
+
+def pytest_terminal_summary(terminalreporter):
+    total = f"{counts['packed']} packed passes ({counts['tokens']:,} of {counts['padded_tokens']:,} padded tokens)"
+    terminalreporter.write_line(f"{total}, {counts['padded']} as in stock TRL")
+    for reason, times in reasons.most_common():
+        terminalreporter.write_line(f"{times} times: {reason}")
+
+
+def _share_prompts_of(trainer: type) -> None:
+    stock = trainer.__init__
+
+    @functools.wraps(stock)
+    def init(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None:
+                share_prompts(model)
+
+    trainer.__init__ = init
+
+
+def _count_passes() -> None:
+    score, log = Door.score, Door._log
+
+    @functools.wraps(score)
+    def counted(self, *args):
+        output = score(self, *args)
+        if not self.is_aside:
+            counts["packed" if self.figures.tokens else "padded"] += 1
+            counts["tokens"] += self.figures.tokens
+            counts["padded_tokens"] += self.figures.padded_tokens
+        return output
+
+    def noted(self, what, reason):
+        reasons[f"{type(self.base).__name__}: {reason}"] += 1
+        log(self, what, reason)
+
+    Door.score, Door._log = counted, noted
