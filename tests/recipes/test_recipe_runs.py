@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import time
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -82,82 +84,165 @@ def call(folder, called, monkeypatch, capfd):
     return run
 
 
-def test_the_life_of_a_run(folder, monkeypatch, call):
-    out = folder / "home" / "alice" / "a run"  # a blank, as folders have them
-    common = ["--output_dir", str(out), "--run_name", "it's a run"]
-    common += ["--vllm_server_base_url", f"http://bob:{URL}@judge:8000/v1"]
+class Run(NamedTuple):
+    """A run of two steps that has ended.
+
+    Attributes:
+        out: its folder.
+        words: what names the run, as further launches repeat it.
+        printed: what it printed.
+    """
+
+    out: Path
+    words: list[str]
+    printed: str
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard.load(self.out / "README.md")
+
+    @property
+    def record(self) -> dict:
+        return json.loads((self.out / "metrics.json").read_text())
+
+    def launch(self, steps: int, config: str = "recipe.yaml") -> list[str]:
+        """The words of another launch of it."""
+        return ["--config", config, "--max_steps", str(steps), *self.words]
+
+
+@pytest.fixture
+def planted(monkeypatch) -> list[str]:
+    """Secrets, wherever a user can put one."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    words = ["--config", "recipe.yaml", "--max_steps", "2", *common, "--hub_token", TOKEN]
-    printed = ended(accelerate_launch("cpu", "recipes/grpo.py", *words, cwd=folder, from_shell=True))
-    assert "\r" not in printed and "->" in printed and "accuracy of" not in printed  # no bar in a file
-    record = json.loads((out / "metrics.json").read_text())
+    return [TOKEN, AGAIN, URL, *ENVIRONMENT.values()]
+
+
+@pytest.fixture(scope="module")
+def ended_run(folder) -> Run:
+    out = folder / "home" / "alice" / "a run"  # a blank, as folders have them
+    words = ["--output_dir", str(out), "--run_name", "it's a run"]
+    words += ["--vllm_server_base_url", f"http://bob:{URL}@judge:8000/v1"]
+    run = Run(out, words, "")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        typed = [*run.launch(2), "--hub_token", TOKEN]
+        printed = ended(accelerate_launch("cpu", "recipes/grpo.py", *typed, cwd=folder, from_shell=True))
+    return run._replace(printed=printed)
+
+
+@pytest.fixture
+def copied_run(ended_run, folder, tmp_path) -> Run:
+    """The run in a folder of its own, for a test that changes it."""
+    out = tmp_path / "copied run"
+    shutil.copytree(ended_run.out, out)
+    words = [str(out) if word == str(ended_run.out) else word for word in ended_run.words]
+    return Run(out, words, ended_run.printed)
+
+
+def test_a_run_draws_no_bar_into_a_file(ended_run):
+    assert "\r" not in ended_run.printed
+    assert "accuracy of" not in ended_run.printed
+    assert "->" in ended_run.printed
+
+
+def test_a_run_records_its_accuracy_and_memory(ended_run):
+    record = ended_run.record
     assert record["before"]["n"] == record["after"]["n"] == 6
     assert [entry["step"] for entry in record["history"] if "accuracy" in entry] == [2]
     assert [entry["memory/planned_mib"] > 0 for entry in record["history"] if "loss" in entry] == [True, True]
-    assert {"adapter_model.safetensors", "training.png"} <= {path.name for path in out.iterdir()}
-    of_checkpoint = ModelCard.load(out / "checkpoint-2" / "README.md").text
-    assert "| held-out accuracy, before |" in of_checkpoint
+    assert {"adapter_model.safetensors", "training.png"} <= {path.name for path in ended_run.out.iterdir()}
 
-    # The card's line runs, with a login in the secret's place, and its block is a recipe that gives the arguments of the run.
-    card = ModelCard.load(out / "README.md")
-    assert card.data.eval_results and "| held-out accuracy, after |" in card.text
-    line = re.search(r"```bash\n(python -m accelerate.*?)\n```", card.text, re.DOTALL)[1]
+
+def test_a_run_and_its_checkpoint_have_cards(ended_run):
+    of_checkpoint = ModelCard.load(ended_run.out / "checkpoint-2" / "README.md").text
+    assert "| held-out accuracy, before |" in of_checkpoint
+    assert ended_run.card.data.eval_results and "| held-out accuracy, after |" in ended_run.card.text
+
+
+def test_the_cards_line_is_the_launch_without_its_secrets(ended_run):
+    line = re.search(r"```bash\n(python -m accelerate.*?)\n```", ended_run.card.text, re.DOTALL)[1]
     assert "token" not in line
     typed = shlex.split(line)
     assert typed[2:4] == ["accelerate.commands.launch", "--config_file"] and typed[4].endswith("cpu.yaml")
     assert typed[typed.index("--run_name") + 1] == "it's a run"
     assert typed[typed.index("--output_dir") + 1] == "home/alice/a run"  # as seen from the working directory
-    block = re.search(r"```yaml\n(.*?)```", card.text, re.DOTALL)[1]
+
+
+def test_the_cards_block_is_a_recipe_that_gives_the_arguments_of_the_run(ended_run, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    block = re.search(r"```yaml\n(.*?)```", ended_run.card.text, re.DOTALL)[1]
     assert {"debug", "report_to", "model_init_kwargs", "generation_batch_size"}.isdisjoint(yaml.safe_load(block))
     (folder / "card.yaml").write_text(block)
     types = (ScriptArguments, EfficientGRPOConfig, ModelConfig)
-    again = parse_recipe(types, ["--config", "card.yaml", *common])
-    first = parse_recipe(types, ["--config", "recipe.yaml", "--max_steps", "2", *common])
+    again = parse_recipe(types, ["--config", "card.yaml", *ended_run.words])
+    first = parse_recipe(types, ended_run.launch(2))
     assert again[0] == first[0] and again[2] == first[2]
     of_block = vars(again[1])
     differ = {name for name, value in vars(first[1]).items() if of_block[name] != value and not name.startswith("_")}
     assert differ <= {"debug", "report_to", "distributed_state"}
 
-    # It is not overwritten, is over when it is over, and the line that measures it gives its own number.
-    refused = call("grpo", words, status=2)
-    assert f"error: output_dir={out} holds another run (checkpoint-2)" in refused
-    left = contents(out)
-    words = ["--config", "again.yaml", "--max_steps", "2", *common, "--resume_from_checkpoint", "auto"]
-    said = call("grpo", words)
-    assert f"the run in {out} is finished (max_steps=2)" in said and "larger --max_steps" in said
-    assert contents(out) == left
+
+def test_a_second_launch_does_not_overwrite_a_run(ended_run, planted, call):
+    left = contents(ended_run.out)
+    refused = call("grpo", [*ended_run.launch(2), "--hub_token", TOKEN], status=2)
+    assert f"error: output_dir={ended_run.out} holds another run (checkpoint-2)" in refused
+    assert contents(ended_run.out) == left
+    assert [secret for secret in planted if secret in refused] == []
+
+
+def test_a_finished_run_is_over(ended_run, planted, call):
+    left = contents(ended_run.out)
+    said = call("grpo", [*ended_run.launch(2, "again.yaml"), "--resume_from_checkpoint", "auto"])
+    assert f"the run in {ended_run.out} is finished (max_steps=2)" in said and "larger --max_steps" in said
+    assert contents(ended_run.out) == left
+
+
+def test_the_line_that_measures_a_run_gives_its_own_number(ended_run, planted, folder, call):
+    said = call("grpo", [*ended_run.launch(2, "again.yaml"), "--resume_from_checkpoint", "auto"])
     measure = shlex.split(re.search(r"measure it: +(.*)", said)[1])
-    assert measure[:4] == ["trl-fsdp-qlora", "evaluate", "--adapter", str(out)]
+    assert measure[:4] == ["trl-fsdp-qlora", "evaluate", "--adapter", str(ended_run.out)]
     measure = [*measure[2:], "--output", "measured.json"]
-    printed += call("evaluate", measure)
-    found = json.loads((folder / "measured.json").read_text())
-    assert found == found | record["after"] | {"seconds": found["seconds"]}
+    printed = call("evaluate", measure)
+    measured = json.loads((folder / "measured.json").read_text())
+    assert measured == measured | ended_run.record["after"] | {"seconds": measured["seconds"]}
     (folder / "other.jsonl").write_text("\n".join((folder / "data.jsonl").read_text().splitlines()[:9]))
     call("evaluate", [*measure, "--dataset", "other.jsonl"])  # of it all is measured, whatever the run held out
     assert json.loads((folder / "measured.json").read_text())["n"] == 9
+    assert [secret for secret in planted if secret in printed] == []
 
-    # Killed after its last step, and with a damaged record, it saves and measures without a further step; then goes on.
+
+def test_a_run_killed_after_its_last_step_is_saved_and_goes_on(copied_run, planted, folder, call):
+    """With a damaged record, and without a further step; a larger max_steps trains further. Nothing of it holds a secret."""
+    out, adapter = copied_run.out, (copied_run.out / "adapter_model.safetensors").read_bytes()
     (out / "adapter_model.safetensors").unlink()
     (out / "metrics.json").write_text("{ damaged")
-    said = call("grpo", words)
+    said = call("grpo", [*copied_run.launch(2, "again.yaml"), "--resume_from_checkpoint", "auto"])
     assert "its metrics.json cannot be read" in said and "does not hold the accuracy from before" in said
-    assert (out / "adapter_model.safetensors").read_bytes() == left["adapter_model.safetensors"]
-    record = json.loads((out / "metrics.json").read_text())
-    assert "before" not in record and record["finished_step"] == 2
-    words[words.index("--max_steps") + 1] = "3"
-    printed += said + call("grpo", words)
-    assert json.loads((out / "metrics.json").read_text())["finished_step"] == 3
-
-    # Nothing that it left or printed holds a secret; of the settings only the secrets are withheld.
-    planted, files = [TOKEN, AGAIN, URL, *ENVIRONMENT.values()], contents(out)
-    assert {"training_args.bin", "checkpoint-2/training_args.bin", "checkpoint-3/trainer_state.json"} <= files.keys()
-    assert [(name, one) for name, content in files.items() for one in planted if one.encode() in content] == []
-    assert [one for one in planted if one in printed + refused] == []
-    published = [card.text, (out / "README.md").read_text(), (out / "metrics.json").read_text()]
+    assert (out / "adapter_model.safetensors").read_bytes() == adapter
+    assert "before" not in copied_run.record and copied_run.record["finished_step"] == 2
+    said += call("grpo", [*copied_run.launch(3, "again.yaml"), "--resume_from_checkpoint", "auto"])
+    assert copied_run.record["finished_step"] == 3
+    assert_no_secret(copied_run, planted)
+    assert [secret for secret in planted if secret in said] == []
+    published = [copied_run.card.text, (out / "metrics.json").read_text()]
     assert not any(str(folder.parent) in text for text in published)
     saved = torch.load(out / "checkpoint-3" / "training_args.bin", weights_only=False)
     assert saved.hub_token is None and saved.max_steps == 3 and saved.learning_rate == 1e-2
+
+
+def assert_no_secret(run: Run, planted: list[str]) -> None:
+    files = contents(run.out)
+    assert "training_args.bin" in files and "checkpoint-2/training_args.bin" in files
+    assert [(name, one) for name, content in files.items() for one in planted if one.encode() in content] == []
+
+
+def test_nothing_that_a_run_left_or_printed_holds_a_secret(ended_run, planted, folder):
+    assert_no_secret(ended_run, planted)
+    assert [secret for secret in planted if secret in ended_run.printed] == []
+    published = [ended_run.card.text, (ended_run.out / "metrics.json").read_text()]
+    assert not any(str(folder.parent) in text for text in published)
 
 
 OWN = {
