@@ -226,9 +226,7 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         mask_BC = inputs["completion_mask"]
-        logps_BC, entropies_BC, aux_loss = self._score_completions(
-            LossPass(model, image_keys=inputs.get("image_keys")), inputs
-        )
+        logps_BC, entropies_BC, aux_loss = self._score_completions(LossPass(model, inputs=inputs), inputs)
         given = (logps_BC, inputs[REFERENCE_LOGPS], mask_BC, inputs["advantages"])
         if self.args.objective == "advantage_weighted":
             loss, kl_BC = advantage_weighted_loss(*given, self.beta)

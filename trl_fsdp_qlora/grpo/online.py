@@ -31,8 +31,11 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     # Of a trainer that was built without `__init__`.
     rollout = None
     _is_in_training_step = False
-    _micro_batches_done = 0  # since the last optimizer step
-    _scored_steps = range(0)  # the values of `_step` that `step_scores` is of
+    _micro_batches_done = 0  # since the optimizer step before
+    _planned_steps = range(
+        0
+    )  # the values of `_step` that were looked ahead to, whether or not they are scored together
+    _planned_inputs = ()  # what the scores of each of them depend on, see `_what_counts`
 
     def begin(self, method: str) -> None:
         super().begin(method)
@@ -108,7 +111,18 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
 
     # --- an optimizer step's micro-batches are scored together -------------------------------------------------------
 
+    def train(self, *args, **kwargs):
+        self._forget_update()  # of a run that broke off; its gradients are dropped as well
+        return super().train(*args, **kwargs)
+
+    def get_batch_samples(self, *args, **kwargs):
+        # Once in front of each optimizer step: the one before may have ended early.
+        self._end_update()
+        return super().get_batch_samples(*args, **kwargs)
+
     def training_step(self, model, *args, **kwargs):
+        if self.accelerator.sync_gradients and self._step + 1 < self._planned_steps.stop:
+            self._end_update()  # the optimizer steps earlier than it said
         self._is_in_training_step = True
         try:
             loss = super().training_step(model, *args, **kwargs)
@@ -117,7 +131,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
                     self.step_scores.go_back(model, self.accelerator.autocast, self.accelerator.no_sync)
         except BaseException:
             # Somebody may catch it and go on: nothing of this step is used then.
-            self._end_update()
+            self._forget_update()
             raise
         finally:
             self._is_in_training_step = False
@@ -127,37 +141,56 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return loss
 
     def _end_update(self) -> None:
-        self.step_scores, self._micro_batches_done = None, 0
+        """No further micro-batch of this optimizer step comes; gradients that wait for one are paid."""
+        if self.step_scores is not None:
+            self.step_scores.settle()
+        self._forget_update()
 
-    def _look_ahead(self, door):
-        if not self._is_in_training_step:
+    def _forget_update(self) -> None:
+        self.step_scores = None
+        self._planned_steps, self._planned_inputs = range(0), ()
+        self._micro_batches_done = 0
+
+    def _look_ahead(self, door, inputs):
+        if not self._is_in_training_step or inputs is None:
             return None, 0
-        if self.step_scores is None or self._step not in self._scored_steps:
-            self._scored_steps = range(0)
+        if self._step not in self._planned_steps:
             self.step_scores = self._scores_of_step(door)
-        return self.step_scores, self._step - self._scored_steps.start
+        number = self._step - self._planned_steps.start
+        if self.step_scores is not None:
+            is_as_planned = self._planned_inputs[number] == _what_counts(inputs)
+            if not (is_as_planned and self.step_scores.comes_next(number)):
+                logger.warning_once(
+                    "Prompts are computed once per micro-batch, and not once per optimizer step: something between "
+                    "_prepare_inputs and _compute_loss changes the inputs of a micro-batch, or leaves one out."
+                )
+                self.step_scores.settle()
+                self.step_scores = None
+        return self.step_scores, number
 
     def _scores_of_step(self, door) -> StepScores | None:
         """Of the micro-batches from this one on to the optimizer step, as far as their completions are drawn."""
         place = self._step % self.args.steps_per_generation
-        left_in_update = self.current_gradient_accumulation_steps - self._micro_batches_done
+        left_in_update = max(1, self.current_gradient_accumulation_steps - self._micro_batches_done)
+        if self.accelerator.sync_gradients:
+            left_in_update = 1
         count = min(left_in_update, self.args.steps_per_generation - place)
+        self._planned_steps = range(self._step, self._step + count)
         limit = self.args.tokens_per_pass
         if limit == 0 or (count < 2 and limit is None):
             return None
+        drawn = [joined_images(inputs) for inputs in self._buffered_inputs[place : place + count]]
+        self._planned_inputs = [_what_counts(inputs) for inputs in drawn]
         batches = []
-        for ahead, kept in enumerate(self._buffered_inputs[place : place + count]):
-            inputs = joined_images(kept)
+        for ahead, inputs in enumerate(drawn):
             batch = batch_of(padded_batch(inputs), inputs.get("image_keys"))
             scored_BC = self._scored_tokens(inputs, ahead)
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
             batches.append(batch)
-        plan = door.plan_step(batches, limit)
-        if plan is None:
-            return None
-        self._scored_steps = range(self._step, self._step + count)
-        return StepScores(plan, batches, ends_update=count == left_in_update)
+        # DeepSpeed's optimizer steps inside the backward of the last loss, in front of a cut micro-batch's passes.
+        plan = door.plan_step(batches, limit, may_cut=not self.is_deepspeed_enabled)
+        return None if plan is None else StepScores(plan, batches, ends_update=count == left_in_update)
 
     def _scored_tokens(self, inputs, ahead: int) -> torch.Tensor | None:
         """Completion tokens `(B, C)` that the loss of a micro-batch will ask for; `None` for all that the mask has.
@@ -207,3 +240,10 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     def _engine_features(self) -> list[tuple[str, str]]:
         """How the policy gets into vLLM, where it draws."""
         return []
+
+
+def _what_counts(inputs: dict) -> list[tuple[int, int]]:
+    """Which tensors of a micro-batch say what is scored, and how often each was written to: no two lists are equal by chance."""
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
+    tensors = [inputs[name] for name in names if name in inputs]
+    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]

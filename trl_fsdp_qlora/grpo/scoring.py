@@ -39,15 +39,20 @@ class LossPass:
             Who narrows the policy's tokens must also zero what they are compared with: `exp(0 - old)` overflows, and
             infinity times a zero mask is not zero.
         weight_BC: factor on the gradient of each log-probability; one if `None`.
-        image_keys: what tells the images of each row apart, if the batch was made with it.
+        inputs: of the loss.
         values: of this very pass, if it was made ahead of the loss (its weights needed the log-probabilities).
     """
 
     model: nn.Module
     scored_BC: torch.Tensor | None = None
     weight_BC: torch.Tensor | None = None
-    image_keys: torch.Tensor | None = None
+    inputs: dict[str, Any] | None = None
     values: LogProbs | None = None
+
+    @property
+    def image_keys(self) -> torch.Tensor | None:
+        """What tells the images of each row apart, if the batch was made with it."""
+        return None if self.inputs is None else self.inputs.get("image_keys")
 
 
 class ScoringThroughTheDoor:
@@ -134,7 +139,7 @@ class ScoringThroughTheDoor:
         door.compare_with_stock(wanted.model, batch, self.accelerator.autocast, tokens_per_pass)
         step_scores, number = (None, 0)
         if kind == "policy" and torch.is_grad_enabled() and not arguments.get("compute_aux_loss"):
-            step_scores, number = self._look_ahead(door)
+            step_scores, number = self._look_ahead(door, wanted.inputs)
         if door.is_active and not (arguments.get("compute_aux_loss") and tokens_per_pass):
             for_the_door = {"num_images": batch.num_images, "image_keys": batch.image_keys}
             if tokens_per_pass:
@@ -176,8 +181,8 @@ class ScoringThroughTheDoor:
             logps_BC = weight_gradient(logps_BC, wanted.weight_BC)
         return logps_BC, entropies_BC, aux_loss
 
-    def _look_ahead(self, door: Door) -> tuple[StepScores | None, int]:
-        """The scores of this optimizer step, and which of its micro-batches this one is."""
+    def _look_ahead(self, door: Door, inputs: dict[str, Any] | None) -> tuple[StepScores | None, int]:
+        """The scores of this optimizer step, and which of its micro-batches the one of these `inputs` is."""
         return None, 0
 
     def _add_metrics(self, metrics: dict[str, float]) -> None:

@@ -12,9 +12,10 @@ of them will score is known, and [`trl_fsdp_qlora.prefix_sharing.door.Door.plan_
 Either way TRL's loss is taken of each micro-batch as it is.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,8 +23,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compat.replaced import replaced
 from ..compat.trl import FusedCausalLMOutput
-from ..prefix_sharing.across_passes import Account, StepForwards, StepPlan, hand_over, lend
+from ..prefix_sharing.across_passes import Account, StepForwards, StepPlan, hand_over, lend, pay
 from ..prefix_sharing.door import Batch
+
+
+class RandomState:
+    """Of the generators that dropout draws from: a forward that runs again has to draw the same."""
+
+    def __init__(self, device: torch.device):
+        self.devices = [] if device.type == "cpu" else [device]
+        self.type = device.type
+        self.on_host = torch.get_rng_state()
+        self.on_device = [torch.get_device_module(self.type).get_rng_state(device) for device in self.devices]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, what was drawn from here on is drawn again; behind it, draws go on as if nothing had been."""
+        with torch.random.fork_rng(self.devices, device_type=self.type if self.devices else "cuda"):
+            torch.set_rng_state(self.on_host)
+            for device, state in zip(self.devices, self.on_device, strict=True):
+                torch.get_device_module(self.type).set_rng_state(state, device)
+            yield
+
+
+class _CutScores(NamedTuple):
+    """A micro-batch whose scores were computed without a graph: its number, its scores as leaves, what was drawn."""
+
+    number: int
+    constants: dict[str, torch.Tensor]
+    draws: RandomState
 
 
 class StepScores:
@@ -37,20 +65,38 @@ class StepScores:
 
     def __init__(self, plan: StepPlan, batches: list[Batch], ends_update: bool):
         self.plan, self.batches, self.ends_update = plan, batches, ends_update
-        self._waiting: list[FusedCausalLMOutput] = []  # scores of the pass at hand that nobody asked for yet
-        self._cut: tuple | None = None  # of the micro-batch at hand, if it is cut: its number and its constants
+        self._number = -1  # the micro-batch whose scores were asked for last
+        self._scores: dict[int, FusedCausalLMOutput] = {}  # of the pass at hand, by micro-batch
+        self._owed: list[
+            tuple[torch.Tensor, Account]
+        ] = []  # what a pass's micro-batches before its last one owe to it
+        self._cut: _CutScores | None = None  # of the micro-batch at hand, if it is cut
 
     def score(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
-        """The scores of a micro-batch. Asked for in their order."""
-        if self.plan.passes_per_batch > 1:
-            return self._score_cut(number, model)
-        if self.computes(number):
-            self._waiting = self._scores_of_pass(number // self.plan.batches_per_pass, model)
-        return self._waiting.pop(0)
+        """The scores of a micro-batch. Asked for in their order; whoever asks again gets the same."""
+        if number != self._number:
+            self._number = number
+            if self.plan.passes_per_batch > 1:
+                self._scores = {number: self._score_cut(number, model)}
+            elif self.computes(number):
+                self._scores = self._scores_of_pass(number // self.plan.batches_per_pass, model)
+        if (number + 1) % self.plan.batches_per_pass == 0:
+            self._owed = []  # its own backward pays the others
+        return self._scores[number]
+
+    def comes_next(self, number: int) -> bool:
+        """Whether a micro-batch is the one that was asked for last, or the one behind it."""
+        return number - self._number in (0, 1)
 
     def computes(self, number: int) -> bool:
         """Whether asking for a micro-batch's scores runs the model."""
         return number % self.plan.batches_per_pass == 0
+
+    def settle(self) -> None:
+        """No further scores are asked for: pay what waits for the backward of a later pass. After a whole step nothing does."""
+        pay(self._owed)
+        self.plan.forwards.settle()
+        self._scores, self._owed = {}, []
 
     def _is_last(self, batches: int) -> bool:
         """Whether the optimizer steps behind the first so many micro-batches."""
@@ -58,24 +104,28 @@ class StepScores:
 
     # --- several micro-batches in one pass ---------------------------------------------------------------------------
 
-    def _scores_of_pass(self, number: int, model: nn.Module) -> list[FusedCausalLMOutput]:
+    def _scores_of_pass(self, number: int, model: nn.Module) -> dict[int, FusedCausalLMOutput]:
         first = number * self.plan.batches_per_pass
         last = first + self.plan.batches_per_pass
         batches = self.batches[first:last]
         output = _run(self.plan.forwards, number, model, Batch.joined(batches), self._is_last(last))
-        return _parts(output, [len(batch.input_ids) for batch in batches])
+        parts, self._owed = _parts(output, [len(batch.input_ids) for batch in batches])
+        return dict(enumerate(parts, first))
 
     # --- a micro-batch in several passes -----------------------------------------------------------------------------
 
     def _score_cut(self, number: int, model: nn.Module) -> FusedCausalLMOutput:
+        draws = RandomState(self.batches[number].input_ids.device)
         with torch.no_grad():
+            places, batches = self._passes(number)
             outputs = [
-                _run(self.plan.values, place, model, batch) for place, batch in zip(*self._passes(number), strict=True)
+                _run(self.plan.values, place, model, batch, is_first=place == places[0])
+                for place, batch in zip(places, batches, strict=True)
             ]
         values = {name: torch.cat([getattr(output, name) for output in outputs]) for name in _tensors(outputs[0])}
         # What a loss may take a gradient of.
         constants = {name: values[name].requires_grad_() for name in ("log_probs", "entropy") if name in values}
-        self._cut = number, constants
+        self._cut = _CutScores(number, constants, draws)
         return FusedCausalLMOutput(**{**values, **constants})
 
     def _passes(self, number: int) -> tuple[range, list[Batch]]:
@@ -88,16 +138,23 @@ class StepScores:
         return places, [batch.rows(rows_of_pass[place] - first) for place in places]
 
     def go_back(self, model: nn.Module, autocast: AbstractContextManager, without_sync) -> None:
-        """The backward of a micro-batch that was cut, once its loss's is over.
+        """What is left of a micro-batch once its loss's backward is over: if it was cut, the backward of its passes.
 
         Args:
             model: the root module.
             autocast: what its forwards run in.
             without_sync: `without_sync(model)` is a context in which a backward does not reduce gradients over ranks.
         """
+        self._scores.pop(self._number, None)
         if self._cut is None:
             return
-        (number, constants), self._cut = self._cut, None
+        (number, constants, draws), self._cut = self._cut, None
+        with draws.again():
+            self._go_back(number, constants, model, autocast, without_sync)
+
+    def _go_back(
+        self, number: int, constants: dict[str, torch.Tensor], model: nn.Module, autocast, without_sync
+    ) -> None:
         places, batches = self._passes(number)
         first_row = 0
         for place, batch in zip(places, batches, strict=True):
@@ -107,7 +164,7 @@ class StepScores:
             with nullcontext() if is_last_pass else without_sync(model):
                 with autocast():
                     reduces = is_last_pass and self._is_last(number + 1)
-                    output = _run(self.plan.forwards, place, model, batch, reduces)
+                    output = _run(self.plan.forwards, place, model, batch, reduces, is_first=place == places[0])
                 pairs = [
                     (getattr(output, name), constant.grad[rows])
                     for name, constant in constants.items()
@@ -117,13 +174,23 @@ class StepScores:
 
 
 def _run(
-    forwards: StepForwards, number: int, model: nn.Module, batch: Batch, reduces: bool = False
+    forwards: StepForwards,
+    number: int,
+    model: nn.Module,
+    batch: Batch,
+    reduces: bool = False,
+    is_first: bool = True,
 ) -> FusedCausalLMOutput:
-    """A pass with the trunks that it is the first to need; `reduces`: its backward is the optimizer step's last."""
+    """A pass with the trunks that it is the first to need.
+
+    Args:
+        reduces: its backward is the optimizer step's last.
+        is_first: of the passes whose tokens are counted together.
+    """
     of_images = {"num_images": batch.num_images, "image_keys": batch.image_keys}
     # DDP asks in the forward whether the backward will reduce gradients. That of a pass may be a later micro-batch's.
     reduces = reduces and isinstance(model, DistributedDataParallel)
-    for forward in forwards.of_pass(number):
+    for forward in forwards.of_pass(number, is_first):
         with replaced(model, require_backward_grad_sync=True) if reduces else nullcontext():
             output = model(**batch.arguments(), **of_images, forward=forward, fused_lm_head=True)
     return output
@@ -135,10 +202,15 @@ def _tensors(output: FusedCausalLMOutput) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim == 2}
 
 
-def _parts(output: FusedCausalLMOutput, rows: list[int]) -> list[FusedCausalLMOutput]:
-    """The output of a pass by micro-batch, of so many `rows` each. The loss is that of all rows, and left out."""
+def _parts(
+    output: FusedCausalLMOutput, rows: list[int]
+) -> tuple[list[FusedCausalLMOutput], list[tuple[torch.Tensor, Account]]]:
+    """The output of a pass by micro-batch, of so many `rows` each, and what all but the last one will owe to it.
+
+    The loss is that of all rows, and left out.
+    """
     if len(rows) == 1:
-        return [output]
+        return [output], []
     pieces: list[dict[str, Any]] = [{} for _ in rows]
     owed = []
     for name, value in _tensors(output).items():
@@ -149,4 +221,4 @@ def _parts(output: FusedCausalLMOutput, rows: list[int]) -> list[FusedCausalLMOu
             owed.append((part, account))
         pieces[-1][name] = split[-1]
     pieces[-1]["log_probs"] = hand_over(pieces[-1]["log_probs"], owed)
-    return [FusedCausalLMOutput(**piece) for piece in pieces]
+    return [FusedCausalLMOutput(**piece) for piece in pieces], owed

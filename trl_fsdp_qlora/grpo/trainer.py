@@ -200,7 +200,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
     def _compute_loss(self, model, inputs):
         micro_step = self._step % self.args.gradient_accumulation_steps
         choice = self.budget.choose(inputs, self.state.global_step, micro_step) if self.model.training else None
-        wanted = LossPass(model, image_keys=inputs.get("image_keys"))
+        wanted = LossPass(model, inputs=inputs)
         if choice is None:
             return super()._compute_loss(*self._weighed(wanted, inputs))
         wanted = replace(wanted, scored_BC=choice.scored_BC, weight_BC=choice.weight_BC)

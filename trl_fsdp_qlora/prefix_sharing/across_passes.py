@@ -17,6 +17,7 @@ the order of sums.
 Tokens that predict a label belong to the pass that scores it. So a trunk ends one token before the first label of its rows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,6 +191,11 @@ class Account:
         gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         self.total = gradient.clone() if self.total is None else self.total.add_(gradient)
 
+    def withdraw(self) -> torch.Tensor | None:
+        """What is on it, which is paid once."""
+        total, self.total = self.total, None
+        return total
+
 
 class _Lend(torch.autograd.Function):
     """A value as a constant; what comes back goes to its account. `anchor` makes autograd come back."""
@@ -218,7 +224,7 @@ class _HandOver(torch.autograd.Function):
     def backward(ctx, gradient):
         owed = []
         for account, (shape, dtype, device) in zip(ctx.accounts, ctx.like, strict=True):
-            total = torch.zeros(shape, dtype=dtype, device=device) if account is None else account.total
+            total = torch.zeros(shape, dtype=dtype, device=device) if account is None else account.withdraw()
             owed.append(None if total is None else total.to(dtype))
         return gradient, None, *owed
 
@@ -239,6 +245,13 @@ def hand_over(x: torch.Tensor, values: list[tuple[torch.Tensor, Account | None]]
     return _HandOver.apply(x, [account for _, account in values], *(value for value, _ in values))
 
 
+def pay(owed: list[tuple[torch.Tensor, Account]]) -> None:
+    """The backward of values with what is on their accounts, if no pass is left whose backward would do it."""
+    totals = [(value, total) for value, account in owed if (total := account.withdraw()) is not None]
+    if totals:
+        torch.autograd.backward([x for x, _ in totals], [total.to(x.dtype) for x, total in totals])
+
+
 class CannotKeep(Exception):
     """A layer's keys or states cannot be kept for later passes; the message is the reason."""
 
@@ -252,9 +265,13 @@ class KeptValues:
 
     def keep(self, key: tuple, value: torch.Tensor) -> None:
         if key in self.values:
-            raise CannotKeep("a layer attends twice in one forward")
+            raise CannotKeep("a layer keeps two things under one name")
         self.values[key] = value
         self.accounts[key] = Account()
+
+    def clear(self) -> None:
+        self.values.clear()
+        self.accounts.clear()
 
     def drop(self, nodes: set) -> None:
         """Nothing of these is needed any more."""
@@ -275,6 +292,7 @@ class KeptInPass:
         ends: names of such trunks, which are handed over with the output.
         is_trunk: nothing is scored.
         has_gradients: a backward will come.
+        calls, recomputed_calls: of each attention layer so far, in the forward and where a backward recomputes it.
     """
 
     store: KeptValues
@@ -285,13 +303,20 @@ class KeptInPass:
     ends: tuple = ()
     is_trunk: bool = False
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
+    calls: Counter = field(default_factory=Counter)
+    recomputed_calls: Counter = field(default_factory=Counter)
+
+    def slot(self, module: torch.nn.Module, is_recomputed: bool) -> tuple[int, int]:
+        """The name of a call of a layer in a forward: some attend twice in each."""
+        calls = self.recomputed_calls if is_recomputed else self.calls
+        call = calls[id(module)]
+        calls[id(module)] += 1
+        return id(module), call
 
     def keep(self, slot: tuple, node: int, value: torch.Tensor) -> None:
         """Keep what later passes take of a node under the name `slot`."""
         if self.has_gradients and not torch.is_grad_enabled():
-            raise CannotKeep(
-                "its layers run without a graph (gradient_checkpointing_kwargs={'use_reentrant': True}); use_reentrant=False keeps one"
-            )
+            raise CannotKeep("its layers run without a graph")
         self.store.keep((*slot, node), value)
 
     def take(self, slot: tuple, node: int) -> torch.Tensor:
@@ -335,7 +360,7 @@ class Forward:
         sequences: the rows of the call; a trunk scores none.
         forest: see [`forest.Forest.part`].
         kept: what layers keep and take.
-        is_first: of its pass.
+        is_first: of those whose tokens are counted together.
     """
 
     def __init__(self, sequences: Sequences, forest: Forest, kept: KeptInPass, is_first: bool):
@@ -409,15 +434,17 @@ class StepForwards:
                 return False
         return True
 
-    def of_pass(self, number: int) -> Iterator[Forward]:
-        """The trunks that a pass is the first to need, the longest-lived first, and the pass itself."""
+    def of_pass(self, number: int, is_first: bool = True) -> Iterator[Forward]:
+        """The trunks that a pass is the first to need, the longest-lived first, and the pass itself.
+
+        `is_first`: of the passes whose tokens are counted together.
+        """
         self.store.drop(self._ended_before(number))
         rows = self.rows_of_pass[number]
         sequences = self.sequences.rows(rows)
         grown = grow_pass(self.sequences, self.kept, rows, self.min_length)
         unscored = self.sequences.rows(rows)
         unscored.scored_BL = np.zeros_like(unscored.scored_BL)
-        is_first = True
         for last in reversed(np.flatnonzero(self.trunks[number]).tolist()):
             nodes = [n for n, node in enumerate(self.kept) if (node.first, node.last) == (number, last)]
             gives, takes = [], []
@@ -448,6 +475,15 @@ class StepForwards:
             ends=tuple(("trunk", first, number) for first in trunks),
         )
         yield Forward(sequences, forest, kept, is_first)
+
+    def settle(self) -> None:
+        """No further pass comes: pay what is owed to trunks that one would have ended, and keep nothing any more."""
+        trunks = {(node.first, node.last) for node in self.kept}
+        # A trunk goes on from those that live longer: it comes before them.
+        for trunk in sorted(trunks, key=lambda trunk: (-trunk[0], trunk[1])):
+            nodes = {n for n, node in enumerate(self.kept) if (node.first, node.last) == trunk}
+            pay([(x, self.store.accounts[key]) for key, x in self.store.values.items() if key[-1] in nodes])
+        self.store.clear()
 
     def _ending_in(self, number: int) -> frozenset:
         return frozenset(n for n, node in enumerate(self.kept) if node.last == number)

@@ -114,7 +114,8 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
                 f"{type(module).__name__} makes a mask or a bias of its own for each pair of tokens"
             )
         if layout.kept is not None:
-            slot, is_recomputed = (id(module),), layout.is_computed
+            is_recomputed = layout.is_computed
+            slot = layout.kept.slot(module, is_recomputed)
             key = layout.kept.extended((*slot, "key"), key, is_recomputed)
             value = layout.kept.extended((*slot, "value"), value, is_recomputed)
         name, out = _attend(

@@ -41,7 +41,7 @@ from .images import Images, on_host
 from .layout import IGNORED_LABEL, PackedLayout, Sequences, UnpackableBatch, cut_rows, decode, encode, lay_out
 from .recurrent import SHORTEST, gathered_per_call, goes_on_from_a_state, recurrent_layers
 from .recurrent import install as install_recurrent
-from .scope import checkpointed, computing, place
+from .scope import checkpointed, computing, keeps_no_graph, place
 from .self_check import (
     ROWS_FP32,
     ROWS_HALF,
@@ -431,6 +431,9 @@ class Door:
             raise PrefixSharingError(
                 f"prefix_sharing={self.attention!r}: {line}; use prefix_sharing='auto' to allow that"
             )
+        self._log_once(line)
+
+    def _log_once(self, line: str) -> None:
         if line not in self._logged:
             self._logged.add(line)
             logger.warning("%s.", line)
@@ -602,7 +605,9 @@ class Door:
     # --- the passes of a step, which have beginnings in common -------------------------------------------------------
 
     @_not_compiled
-    def plan_step(self, batches: list[Batch], tokens_per_pass: int | None = None) -> StepPlan | None:
+    def plan_step(
+        self, batches: list[Batch], tokens_per_pass: int | None = None, may_cut: bool = True
+    ) -> StepPlan | None:
         """How to compute batches that are scored with the same weights, so that a beginning they share is computed once.
 
         A collective: every rank has to call it with equally many batches.
@@ -610,14 +615,22 @@ class Door:
         Args:
             batches: of one width.
             tokens_per_pass: of a pass with gradients, together with the trunks that are alive then; those of one padded batch
-                if `None`. If any two batches share something, as many run at once as fit; a batch that does not fit is cut.
+                if `None`. If any two batches share something, as many run at once as fit. A batch that is longer than
+                `tokens_per_pass` is cut.
+            may_cut: whether a batch may run in several passes.
 
         Returns:
             `None` if no two batches share anything and each fits, or if this model cannot keep what they share.
         """
         if not self.is_active or self._cannot_keep is not None:
             return None
-        if (reason := self._why_not_keep()) is not None:
+        reason = self._why_not_keep()
+        if reason is None and keeps_no_graph(checkpointed(self.base)):
+            reason = (
+                "its layers run without a graph (gradient_checkpointing_kwargs={'use_reentrant': True}); "
+                "use_reentrant=False keeps one"
+            )
+        if reason is not None:
             self.cannot_keep(reason)
             return None
         device = batches[0].input_ids.device
@@ -649,7 +662,16 @@ class Door:
         rows_per_pass += [rows // count for count in range(2, rows + 1) if rows % count == 0]
         fitting = (count for count in rows_per_pass if forwards(count, list).fits(limit))
         # As many as fit on the rank that can take fewest; a row that is longer runs alone.
-        chosen = -agree([-next(fitting, 1)])[0]
+        chosen = -agree([-next(fitting, 0)])[0]
+        if chosen < rows and tokens_per_pass is None:
+            return None  # too many beginnings at once: alone, each batch is as small as it was
+        if chosen < rows and not may_cut:
+            self._log_once(
+                f"tokens_per_pass={tokens_per_pass} is less than a micro-batch has, and DeepSpeed does not allow to cut one (it steps "
+                f"in the backward of the last loss): lower per_device_train_batch_size={rows} instead"
+            )
+            chosen = rows
+        chosen = max(chosen, 1)
         if chosen >= rows:
             if not forwards(rows, agree).is_shared:
                 return None

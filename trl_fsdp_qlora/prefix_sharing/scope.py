@@ -30,6 +30,17 @@ def checkpointed(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if any(hasattr(module, name) for name in _CHECKPOINTED)]
 
 
+def keeps_no_graph(modules: list[torch.nn.Module]) -> bool:
+    """Whether reentrant checkpointing is on in one of these ([`checkpointed`]): its layers run without a graph at first."""
+    for module in modules:
+        functions = [vars(module).get(name) for name in _CHECKPOINTS]
+        functions = [x.checkpoint if isinstance(x, _WithRow) else x for x in functions]
+        is_reentrant = any(getattr(x, "keywords", {}).get("use_reentrant") for x in functions)
+        if is_reentrant and getattr(module, "gradient_checkpointing", True):
+            return True
+    return False
+
+
 @contextmanager
 def computing(layout: PackedLayout | None, recomputed: list[torch.nn.Module] = ()) -> Iterator[None]:
     """Inside, layers compute this row; so do those of `recomputed` ([`checkpointed`]) when a backward computes them again."""

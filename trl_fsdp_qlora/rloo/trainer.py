@@ -48,7 +48,7 @@ class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
         return self.rollout.training_turn(single_turn, turn, self.model_wrapped, self._generate_settings())[0]
 
     def _compute_loss(self, model, inputs):
-        return super()._compute_loss(LossPass(model, image_keys=inputs.get("image_keys")), inputs)
+        return super()._compute_loss(LossPass(model, inputs=inputs), inputs)
 
     def _engine_features(self):
         line = (

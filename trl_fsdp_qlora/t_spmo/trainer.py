@@ -65,7 +65,7 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         credit_BC = inputs["advantages"]
-        wanted = LossPass(model, scored_BC=credit_BC != 0, image_keys=inputs.get("image_keys"))
+        wanted = LossPass(model, scored_BC=credit_BC != 0, inputs=inputs)
         logps_BC, entropies_BC, aux_loss = self._score_completions(wanted, inputs)
         value_BC = logps_BC.exp() if self.args.t_spmo_objective == "probability" else logps_BC
         # Mean over the groups of the optimizer step: rows of one group carry 1/|U| each and sum up to its objective.

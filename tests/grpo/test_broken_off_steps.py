@@ -1,0 +1,288 @@
+"""Optimizer steps that are interrupted, cut short or changed: no stale key, value or gradient is used, and none is lost.
+
+Each run is compared with one that computes every micro-batch by itself (`tokens_per_pass=0`).
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.tiny import lora, prompts, trainer
+from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.grpo import step
+from trl_fsdp_qlora.prefix_sharing import across_passes
+
+# One micro-batch a pass with a trunk; several in one pass; a micro-batch in several passes.
+WAYS = {"kept": (1, 30), "merged": (1, 100000), "cut": (4, 20)}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings(monkeypatch):
+    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+
+
+def make(tmp_path, way, cls=EfficientGRPOTrainer, alone=False, peft_config=None, **changes):
+    rows, tokens_per_pass = WAYS[way]
+    settings = {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": 8 // rows,
+        "tokens_per_pass": 0 if alone else tokens_per_pass,
+        "max_steps": 2,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        **changes,
+    }
+    return trainer(cls, EfficientGRPOConfig, tmp_path, peft_config=peft_config or lora(), **settings)
+
+
+def trained(made) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in made.model.named_parameters() if p.requires_grad}
+
+
+def assert_as_alone(tmp_path, way, run, cls=EfficientGRPOTrainer, **changes):
+    """`run(trainer)` leaves the weights that it leaves if every micro-batch is computed by itself; returns the trainer."""
+    weights = []
+    for alone in (True, False):
+        made = make(tmp_path, way, cls, alone, **changes)
+        start = trained(made)
+        torch.manual_seed(0)
+        run(made)
+        weights.append(trained(made))
+    expected, found = weights
+    moved = max((expected[name] - start[name]).abs().max() for name in start)
+    assert moved > 1e-4
+    for name, weight in found.items():
+        assert (weight - expected[name]).abs().max() <= 1e-4 * moved, name
+    assert made.step_scores is None and made.door.keeps_beginnings
+    return made
+
+
+class At(TrainerCallback):
+    """Calls `what(trainer, control)` behind micro-batch number `place` of a run, once."""
+
+    def __init__(self, made, place, what):
+        self.made, self.left, self.what = made, place, what
+        made.add_callback(self)
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.left -= 1
+        if self.left == 0:
+            self.what(self.made, control)
+
+
+class Broken(Exception):
+    pass
+
+
+def broken(*_):
+    raise Broken
+
+
+def stop(made, control):
+    control.should_training_stop = True
+
+
+@ways
+@pytest.mark.parametrize("place", ["loss", "callback", "stop"])
+def test_a_run_that_broke_off_between_two_micro_batches_and_goes_on(tmp_path, way, place):
+    def run(made):
+        behind = 1 if way == "cut" else 3
+        if place == "loss":
+            compute_loss, calls = made._compute_loss, []
+
+            def fails_once(model, inputs):
+                loss = compute_loss(model, inputs)
+                calls.append(loss)
+                if len(calls) == behind + 1:
+                    raise Broken
+                return loss
+
+            made._compute_loss = fails_once
+        else:
+            At(made, behind, stop if place == "stop" else broken)
+        if place == "stop":
+            made.train()
+        else:
+            with pytest.raises(Broken):
+                made.train()
+        with torch.no_grad():  # somebody changed the weights since
+            for weight in made.model.parameters():
+                weight.add_(0.01 * weight.requires_grad)
+        made.train()
+
+    assert_as_alone(tmp_path, way, run)
+
+
+@ways
+def test_an_evaluation_between_two_micro_batches(tmp_path, way):
+    def run(made):
+        At(made, 1 if way == "cut" else 3, lambda made, control: made.evaluate())
+        made.train()
+
+    assert_as_alone(tmp_path, way, run, eval_strategy="no", cls=WithEvaluation)
+
+
+class WithEvaluation(EfficientGRPOTrainer):
+    def __init__(self, model, reward, config, dataset, **kwargs):
+        super().__init__(model, reward, config, dataset, eval_dataset=prompts(4), **kwargs)
+
+
+@ways
+def test_an_epoch_that_ends_between_two_micro_batches(tmp_path, way):
+    """Transformers adds the gradients of the micro-batches before to the next step."""
+
+    def end(made, control):
+        control.should_epoch_stop = True
+
+    def run(made):
+        At(made, 1 if way == "cut" else 3, end)
+        made.train()
+
+    # An epoch is one step.
+    assert_as_alone(tmp_path, way, run, dataset=prompts(2))
+
+
+class StepsEarly(EfficientGRPOTrainer):
+    """Somebody's own loop: the optimizer steps behind the third micro-batch, too."""
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        early = self._step == (1 if self.args.per_device_train_batch_size > 1 else 3) - 1
+        if early:
+            self.accelerator.gradient_state._set_sync_gradients(True)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if early:
+            self.optimizer.step()
+            model.zero_grad()
+        return loss
+
+
+@ways
+def test_an_optimizer_that_steps_earlier_than_it_said(tmp_path, way):
+    assert_as_alone(tmp_path, way, lambda made: made.train(), cls=StepsEarly)
+
+
+class ChangesAdvantages(EfficientGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        # Those of completions that would be left out, too.
+        return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] + 0.5})
+
+
+class ChangesInPlace(EfficientGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        if self._step % 8 == 5:
+            inputs["advantages"].add_(0.5)
+        return super()._compute_loss(model, inputs)
+
+
+class LooksTwice(EfficientGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return 0.5 * super()._compute_loss(model, inputs) + 0.5 * super()._compute_loss(model, inputs)
+
+
+class LeavesOneOut(EfficientGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        if self._step % self.args.gradient_accumulation_steps == 1:
+            return sum(p.sum() * 0 for p in self.model.parameters() if p.requires_grad)
+        return super()._compute_loss(model, inputs)
+
+
+def mostly_equal(completions, **_):
+    """Groups in which all are rewarded alike, and others."""
+    return [float(len(set(completion[0]["content"])) > 4) for completion in completions]
+
+
+@ways
+@pytest.mark.parametrize("cls", [ChangesAdvantages, ChangesInPlace, LooksTwice, LeavesOneOut])
+def test_a_subclass_between_the_batch_and_its_loss(tmp_path, way, cls):
+    assert_as_alone(tmp_path, way, lambda made: made.train(), cls=cls, reward=mostly_equal)
+
+
+@ways
+@pytest.mark.parametrize(
+    "accumulation, steps_per_generation, max_steps",
+    [(8, 4, 2), (4, 8, 3), (4, 6, 3), (6, 4, 3)],
+)
+def test_generation_batches_of_another_length(tmp_path, way, accumulation, steps_per_generation, max_steps):
+    changes = {"gradient_accumulation_steps": accumulation, "steps_per_generation": steps_per_generation}
+    changes["num_generations"] = 2
+    assert_as_alone(tmp_path, way, lambda made: made.train(), max_steps=max_steps, **changes)
+
+
+@ways
+def test_a_last_step_of_fewer_micro_batches(tmp_path, way):
+    """Of 3 prompts times 4 completions an epoch has 12 micro-batches of one row: a step of 8 and one of 4."""
+    changes = {"max_steps": -1, "num_train_epochs": 2, "dataset": prompts(3)}
+    changes |= {"steps_per_generation": 1} if way == "cut" else {"steps_per_generation": 4}
+    assert_as_alone(tmp_path, way, lambda made: made.train(), **changes)
+
+
+def test_a_cut_micro_batch_draws_the_same_dropout_twice(tmp_path, monkeypatch):
+    """The gradient was that of other values than the loss was taken of."""
+    scores, run = [], step._run
+
+    def watched(*args, **kwargs):
+        output = run(*args, **kwargs)
+        scores.append((torch.is_grad_enabled(), output.log_probs.detach()))
+        return output
+
+    monkeypatch.setattr(step, "_run", watched)
+    adapter = lora()
+    adapter.lora_dropout = 0.5
+    made = make(tmp_path, "cut", peft_config=adapter, max_steps=1)
+    made.train()
+    values, again = ([x for has_graph, x in scores if has_graph == graph] for graph in (False, True))
+    assert len(values) == len(again) > 2
+    for first, second in zip(values, again, strict=True):
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
+
+
+def test_the_tokens_of_a_cut_micro_batch_are_counted_over_all_of_its_passes(tmp_path):
+    made = make(tmp_path, "cut", max_steps=1)
+    made.train()
+    last = made._buffered_inputs[-1]
+    rows, width = last["completion_ids"].shape
+    figures = made.door.figures
+    assert figures.padded_tokens == rows * (width + last["prompt_ids"].shape[1]) > figures.tokens > 0
+
+
+@ways
+def test_what_is_kept_is_freed_with_its_last_pass(tmp_path, way, monkeypatch):
+    kept, alive = {}, []  # weak references to what each store keeps of a node; what outlived it
+    keep, drop = across_passes.KeptValues.keep, across_passes.KeptValues.drop
+
+    def watched(store, key, value):
+        keep(store, key, value)
+        kept.setdefault((id(store), key[-1]), []).append(weakref.ref(value))
+
+    def watched_drop(store, nodes):
+        drop(store, nodes)
+        gc.collect()
+        alive.extend(ref for node in nodes for ref in kept.get((id(store), node), ()) if ref() is not None)
+        for node in nodes:
+            kept.pop((id(store), node), None)
+
+    monkeypatch.setattr(across_passes.KeptValues, "keep", watched)
+    monkeypatch.setattr(across_passes.KeptValues, "drop", watched_drop)
+    made = make(tmp_path, way, gradient_checkpointing=False)
+    made.train()
+    gc.collect()
+    assert not alive, "kept longer than its last pass"
+    assert not [ref for refs in kept.values() for ref in refs if ref() is not None], "it outlives its step"
+    assert kept or way == "merged"
+
+
+def test_reentrant_checkpointing_of_a_cut_micro_batch(tmp_path, caplog):
+    """Its layers keep no graph: found in the second forward, it ended the run."""
+    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    weights = []
+    for alone in (True, False):
+        made = make(tmp_path, "cut", alone=alone, **checkpointing)
+        made.train()
+        weights.append(trained(made))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight)
+    assert caplog.text.count("use_reentrant=False") == 1

@@ -1,0 +1,120 @@
+"""An optimizer step in any number of passes: every loss's gradient is that of padded micro-batches, on every kind of layer."""
+
+import itertools
+
+import pytest
+import torch
+import transformers as tf
+
+from tests.tiny import LOSS_TYPES
+from trl_fsdp_qlora import EfficientGRPOTrainer
+from trl_fsdp_qlora.prefix_sharing import across_passes
+
+from .helpers import assert_equal_gradients, build, gradients, loss_inputs, make_batch, make_trainer, small
+from .test_equals_stock import lora
+
+ROWS = 12
+# Two groups of six, of two prompts of other lengths.
+PROMPT_LENGTHS = [14] * 6 + [9] * 6
+COMPLETION_LENGTHS = [9, 1, 4, 7, 6, 9, 6, 9, 2, 3, 8, 5]
+FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "lfm2", "mamba2")
+# Micro-batches, and the passes of the whole step.
+CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
+# Of the largest gradient, float32: sums in other orders, most of all in the scans of recurrent layers.
+TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 5e-6}
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings(monkeypatch):
+    monkeypatch.setattr(across_passes, "MIN_SAVED_TOKENS", 1)
+
+
+def trainer_of(name, tmp_path, kind="lora", **changes):
+    model = build(name)
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is optional")
+        model.save_pretrained(tmp_path / "base")
+        config = tf.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+        load = {"quantization_config": config, "dtype": torch.float32}
+        model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **load)
+    trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, lora(name), **changes)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:  # TRL casts the adapters of quantized models to bf16
+            parameter.data = parameter.data.float()
+    trainer.door.checked.update(itertools.product((False, True), repeat=2))
+    return trainer
+
+
+def inputs_of(trainer) -> dict[str, torch.Tensor]:
+    """A batch with old log-probabilities near the policy's."""
+    inputs = loss_inputs(*make_batch(PROMPT_LENGTHS, COMPLETION_LENGTHS))
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    width = inputs["completion_ids"].shape[1]
+    with torch.no_grad(), trainer.door.closed():
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)[0]
+    noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(4))
+    inputs["old_per_token_logps"] = logps + 0.1 * noise
+    return inputs
+
+
+def sliced(inputs, count) -> list[dict[str, torch.Tensor]]:
+    rows = ROWS // count
+    return [
+        {name: x if x.ndim == 0 else x[i * rows : (i + 1) * rows] for name, x in inputs.items()} for i in range(count)
+    ]
+
+
+def step_gradients(trainer, micro_batches, tokens_per_pass) -> list[torch.Tensor]:
+    """The gradients of an optimizer step over given micro-batches."""
+    count = len(micro_batches)
+    trainer.args.tokens_per_pass = tokens_per_pass
+    # TRL draws completions in front of the first of them.
+    trainer.args.steps_per_generation = count + 1
+    trainer._buffered_inputs = [None, *micro_batches]
+    trainer._step = 1
+    trainer.current_gradient_accumulation_steps = count
+    for number in range(count):
+        trainer.accelerator.gradient_state._set_sync_gradients(number == count - 1)
+        trainer.training_step(trainer.model, None, None)
+    return gradients(trainer.model)
+
+
+def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance):
+    inputs = inputs_of(trainer)
+    planned, plan_step = [], trainer.door.plan_step
+    monkeypatch.setattr(trainer.door, "plan_step", lambda *a, **k: planned.append(plan_step(*a, **k)) or planned[-1])
+    for count, passes in cuts:
+        micro_batches = sliced(inputs, count)
+        with trainer.door.closed():
+            expected = step_gradients(trainer, micro_batches, 0)
+        monkeypatch.setattr(
+            across_passes.StepForwards, "fits", lambda self, limit, passes=passes: len(self.rows_of_pass) == passes
+        )
+        planned.clear()
+        found = step_gradients(trainer, micro_batches, 1)
+        assert [len(plan.forwards.rows_of_pass) for plan in planned] == [passes]
+        assert_equal_gradients(found, expected, tolerance)
+
+
+@pytest.mark.parametrize(
+    "kind, loss_type, name",
+    [
+        pytest.param(
+            *case, marks=[] if case[2] in ("qwen3", "lfm2") and case[:2] == ("lora", "dapo") else pytest.mark.slow
+        )
+        for case in itertools.product(("lora", "nf4"), LOSS_TYPES, FAMILIES)
+    ],
+)
+def test_any_number_of_passes(tmp_path, monkeypatch, name, loss_type, kind):
+    level = "sequence" if loss_type == "luspo" else "token"
+    trainer = trainer_of(name, tmp_path, kind, loss_type=loss_type, importance_sampling_level=level)
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE.get(name, 2e-6))
+
+
+def test_a_layer_that_attends_twice_in_a_forward(tmp_path, monkeypatch):
+    """Differential attention calls its function twice a layer: its prompts were not kept, and a pass without gradients failed."""
+    trainer = trainer_of(small("DiffLlama"), tmp_path)
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, [(12, 12), (1, 12)], 5e-6)
