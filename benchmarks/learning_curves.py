@@ -53,6 +53,7 @@ METHODS = {
     "a_star_po": "A*-PO",
     "history": "GRPO, prompts by history",
     "grpo_64": "GRPO, 8 prompts a step",
+    "mean_64": "GRPO, 8 prompts a step, scaled by the mean",
     "history_64": "GRPO, 8 prompts a step by history",
     "history_32": "GRPO, 4 prompts a step by history",
 }
@@ -62,6 +63,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
     "history": {"prompt_selection": "history"},
     "grpo_64": {"per_device_train_batch_size": 64},
+    "mean_64": {"per_device_train_batch_size": 64, "scale_rewards": "mean"},
     "history_64": {"per_device_train_batch_size": 64, "prompt_selection": "history"},
     "history_32": {"per_device_train_batch_size": 32, "prompt_selection": "history"},
     "s_grpo": {"token_selection": "s_grpo", "token_selection_rate": 0.5, "loss_type": "grpo"},
@@ -108,10 +110,21 @@ def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
 
 
 class Curve(TrainerCallback, ExportableState):
-    """Measures every so many seconds of training, and stops it when they are spent."""
+    """Measures every so many seconds of training, and stops it when they are spent; or by steps, if `every_steps` is given."""
 
-    def __init__(self, folder: Path, seconds: float, every: float, stage_one: bool, measured):
-        self.folder, self.seconds, self.every, self.measured = folder, seconds, every, measured
+    def __init__(
+        self,
+        folder: Path,
+        seconds: float,
+        every: float,
+        steps: int,
+        every_steps: int | None,
+        stage_one: bool,
+        measured,
+    ):
+        self.folder, self.measured = folder, measured
+        self.seconds, self.every = seconds, every
+        self.steps, self.every_steps = steps, every_steps
         self.stage_one = stage_one
         self.cpu = self.wall = 0.0
         self.start()
@@ -148,9 +161,16 @@ class Curve(TrainerCallback, ExportableState):
 
     def on_step_end(self, args, state, control, **kwargs):
         cpu, wall = self.spent()
-        due = (self.cpu + cpu) // self.every > self.cpu // self.every
-        self.cpu, self.wall = self.cpu + cpu, self.wall + wall
-        if self.cpu >= self.seconds:
+        before = self.cpu
+        self.cpu += cpu
+        self.wall += wall
+        if self.every_steps:
+            due = state.global_step % self.every_steps == 0
+            ends = state.global_step >= self.steps
+        else:
+            due = self.cpu // self.every > before // self.every
+            ends = self.cpu >= self.seconds
+        if ends:
             control.should_training_stop = control.should_save = due = True
         if due:
             self.write("points.jsonl", state, **self.measured())
@@ -164,7 +184,8 @@ class Curve(TrainerCallback, ExportableState):
         self.start()
 
 
-def run(method: str, seed: int, model: str, seconds: float, every: float, folder: Path) -> None:
+def run(args: argparse.Namespace, folder: Path) -> None:
+    method, seed, model = args.method, args.seed, args.model
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     train = to_prompts(read_problems(SOURCE, "train"), template=TEMPLATE, chat=False)
@@ -203,7 +224,15 @@ def run(method: str, seed: int, model: str, seconds: float, every: float, folder
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
-    curve = Curve(folder, seconds, every, method == "a_star_po", lambda: measure(trainer.model, tokenizer, test))
+    curve = Curve(
+        folder,
+        args.seconds,
+        args.every,
+        args.steps,
+        args.every_steps,
+        stage_one=method == "a_star_po",
+        measured=lambda: measure(trainer.model, tokenizer, test),
+    )
     trainer.add_callback(curve)
     about = {"method": method, "seed": seed, "dataset": SOURCE, "hardware": hardware(), "software": software()}
     (folder / "about.json").write_text(json.dumps(about))
@@ -239,7 +268,9 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         first, last = each["points"][0], each["points"][-1]
         shares = [step["tokens/scored_fraction"] for step in each["steps"] if "tokens/scored_fraction" in step]
         share = f"{100 * sum(shares) / len(shares):.0f}%" if shares else "all"
-        rows = {"a_star_po": 64, "grpo_64": 64, "history_64": 64, "history_32": 32}.get(each["method"], 128)
+        rows = {"a_star_po": 64, "grpo_64": 64, "mean_64": 64, "history_64": 64, "history_32": 32}.get(
+            each["method"], 128
+        )
         drawn = rows * last["step"] + (8 * 512 if each["method"] == "a_star_po" else 0)
         lines.append(
             f"| {METHODS[each['method']]} | {each['seed']} | {last['step']} | {last['cpu']:.0f} | {drawn:,} | {share} | "
@@ -290,6 +321,8 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--seconds", type=float, default=250.0)
     parser.add_argument("--every", type=float, default=50.0)
+    parser.add_argument("--every_steps", type=int, help="measure every so many steps instead, and end after --steps")
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=Path, default=Path("runs/sums"))
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="the JSON that report writes, its picture beside it"
@@ -298,7 +331,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "run":
         folder = args.runs / f"{args.method}-{args.seed}"
-        run(args.method, args.seed, args.model, args.seconds, args.every, folder)
+        run(args, folder)
         return
     runs = read_runs(args.runs)
     if not runs:
