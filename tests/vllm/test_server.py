@@ -36,26 +36,6 @@ def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_serv
         assert generate(model, ids, greedy) == generate(trainer.model, ids, greedy)
 
 
-def test_groups_of_chosen_prompts_grow_in_a_second_request(server, quantized_base, tmp_path):
-    changes = {"prompt_selection": "history", "num_generations_first": 2, "scale_rewards": "mean"}
-    trainer = on_quantized(
-        quantized_base[1], tmp_path, quantized=False, max_steps=3, **changes, **on_server(server.url)
-    )
-    counts, ask = [], trainer.vllm_generation.generate
-
-    def recorded(prompts, images, num_generations, **options):
-        counts.append((len(prompts), num_generations))
-        return ask(prompts, images, num_generations, **options)
-
-    trainer.vllm_generation.generate = recorded
-    trainer.train()
-    # Two prompts of a step have two completions each first, then two more if the first differ.
-    assert counts[0] == (4, 2) and set(counts) <= {(4, 2), (2, 2)} and len(counts) > 3
-    assert [2 * sum(row[1:9]) for row in trainer.prompt_selection.history] == [rows for rows, _ in counts]
-    # Each completion has its own log-probabilities behind it, whichever request it came from.
-    assert max(figures(trainer, "sampling/sampling_logp_difference/mean")) < 1e-5
-
-
 def test_another_model_behind_the_url(server, tmp_path):
     checkpoint = qlora.make_checkpoint(tmp_path / "model", hidden=128, intermediate=256, initializer_range=1.0)
     settings = {"per_device_train_batch_size": 16, **on_server(server.url)}
