@@ -135,6 +135,13 @@ def test_devices():
         assert [item.level for item in doctor.devices(*found)] == levels
 
 
+def test_the_allocator_is_told_about_expandable_segments_once():
+    for setting in ("", "max_split_size_mb:512", "expandable_segments:False"):
+        assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in doctor.allocator(setting).text
+    found = doctor.allocator("expandable_segments:True,max_split_size_mb:512")
+    assert found.level == "ok" and "keeps blocks" not in found.text
+
+
 def test_a_reward_that_is_constant():
     rows = to_prompts(read_problems("addition")[:3])
     assert list(doctor.constant_rewards([exact_answer_reward()], rows)) == []

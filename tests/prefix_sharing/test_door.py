@@ -9,11 +9,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tests.tiny import lora
 from trl_fsdp_qlora import share_prompts
-from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade
+from trl_fsdp_qlora.prefix_sharing import PrefixSharingError, cascade, layout
 from trl_fsdp_qlora.prefix_sharing.door import open_door
 
 from .helpers import (
@@ -145,6 +146,63 @@ def test_rows_of_any_kind_in_any_order_equal_stock(name):
             figures = assert_shares(model, make_batch(make_rows, side), name in MASKED and side != "right")
             if make_rows is groups and (side == "right" or name.removesuffix(" (images)") not in COUNTING):
                 assert len(figures.levels) >= 2 or name in MASKED, (side, figures)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_rows_filled_up_to_a_multiple_equal_stock(name, monkeypatch):
+    """As on CUDA: the last leaf is longer, and nothing is read there."""
+    monkeypatch.setattr(layout, "row_multiple", lambda device: 64)
+    model = with_stock_head(build(FAMILIES[name]))
+    share_prompts(model)
+    for make_rows in (groups, awkward):
+        figures = assert_shares(model, make_batch(make_rows, "right"), may_run_padded=True)
+        assert figures.tokens == 0 or figures.tokens % 64 == 0
+
+
+def test_the_router_counts_no_token_that_fills_a_row_up(monkeypatch):
+    monkeypatch.setattr(layout, "row_multiple", lambda device: 64)
+    model = with_stock_head(build("qwen3_moe"))
+    model.config.router_aux_loss_coef = 0.5
+    share_prompts(model)
+    for make_rows in (groups, awkward):
+        assert_shares(model, make_batch(make_rows, "mixed"), may_run_padded=True, output_router_logits=True)
+
+
+class Rows(TorchDispatchMode):
+    """While entered, how many rows come out of each embedding, product and activation: what a layer asks the allocator for."""
+
+    ASKING = (torch.ops.aten.embedding, torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.silu)
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket in self.ASKING:
+            self.found.append(out.numel() // out.shape[-1])
+        return out
+
+
+def test_few_sizes_are_asked_for(monkeypatch):
+    """In ten steps with groups of random lengths: an allocator that keeps blocks by size finds them again."""
+    model = with_stock_head(build("llama"))
+    share_prompts(model)
+    model.prompt_sharing.checked.add((False, False))
+    found = {}
+    for multiple in (1, 64):
+        monkeypatch.setattr(layout, "row_multiple", lambda device, multiple=multiple: multiple)
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad(), Rows() as rows:
+            for _ in range(10):
+                prompt = random_tokens(100, draw)
+                lengths = torch.randint(10, 30, (8,), generator=draw).tolist()
+                batch = [torch.cat([prompt, random_tokens(length, draw)]) for length in lengths]
+                call(model, padded([(row, [*range(100, len(row))]) for row in batch], "right", draw))
+        found[multiple] = rows.found
+    assert len(found[1]) == len(found[64]) > 100
+    assert all(count % 64 == 0 for count in found[64])
+    assert len(set(found[64])) <= 4 < 15 < len(set(found[1])), {key: set(x) for key, x in found.items()}
 
 
 def test_the_tokens_that_are_computed():

@@ -82,6 +82,9 @@ def machine() -> Iterator[Finding]:
     count = range(torch.cuda.device_count())
     gpus = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in count]
     yield from devices(torch.__version__, torch.version.cuda or torch.version.hip, driver, gpus)
+    if gpus:
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        yield allocator(",".join(os.environ[name] for name in names if name in os.environ))
     if find_spec("bitsandbytes") is not None:
         try:
             import bitsandbytes  # noqa: F401
@@ -112,6 +115,15 @@ def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str
     if not gpus:
         reason = f"no GPU: runs are on the CPU ({os.cpu_count()} threads); use_cpu: true, bf16: false"
         yield Finding("ok", "hardware", reason)
+
+
+def allocator(setting: str) -> Finding:
+    """What torch's allocator on a GPU was told by the environment."""
+    if "expandable_segments:True" in setting:
+        return Finding("ok", "allocator", f"PYTORCH_ALLOC_CONF={setting}")
+    reason = "batches differ in length, and torch's allocator keeps blocks of every size that it was asked for"
+    remedy = "PYTORCH_ALLOC_CONF=expandable_segments:True lets it reuse them (not with vllm_enable_sleep_mode)"
+    return Finding("ok", "allocator", f"{reason}: {remedy}")
 
 
 # --- the run that words describe ---------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from ..compat.trl import FusedCausalLMOutput, FusedHead, add_fused_lm_head, fuse
 from ..errors import UserError
 from ..scoring.logprobs import score_with_head
 from ..scoring.transfer import to_device, to_host
+from . import layout as layouts
 from . import support
 from .across_passes import Forward, StepForwards, StepPlan
 from .attention import BACKENDS, DenseMask, UnsupportedAttention, can_nest, install, no_mask, set_aside
@@ -932,7 +933,9 @@ class Door:
     ) -> PackedLayout:
         if forest is None:
             forest = self._grow(batch, sequences, is_dense=rehearsal is not None and rehearsal.is_dense)
-        layout = lay_out(batch.input_ids, batch.labels, sequences, forest)
+        layout = lay_out(
+            batch.input_ids, batch.labels, sequences, forest, layouts.row_multiple(batch.input_ids.device)
+        )
         layout.backend = self.attention
         layout.problems = None if rehearsal is None else rehearsal.problems
         if self.stock_positions is not None:

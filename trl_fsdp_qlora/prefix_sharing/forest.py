@@ -15,7 +15,7 @@ most one run of tokens in each stretch.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -180,6 +180,17 @@ class Forest:
             offset_S=offset_S[order],
         )
         return forest, kept
+
+    def lengthened(self, tokens: int) -> "Forest":
+        """With so many more tokens at the end of the last segment, a leaf. They are in no row, and no other token attends to them."""
+        starts, lengths = self.starts.copy(), self.lengths.copy()
+        lengths[self.computed - 1] += tokens
+        starts[self.computed :] += tokens
+        place_BL = np.where(self.place_BL >= self.tokens, self.place_BL + tokens, self.place_BL)
+        end_T = self.end_T
+        if end_T is not None:
+            end_T = np.concatenate([end_T, np.arange(self.tokens, self.tokens + tokens) + 1])
+        return replace(self, starts=starts, lengths=lengths, place_BL=place_BL, end_T=end_T)
 
     @property
     def pairs(self) -> int:

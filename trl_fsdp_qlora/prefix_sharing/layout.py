@@ -19,6 +19,9 @@ from ..scoring.transfer import to_device
 from .forest import Forest, sort_by_prefix
 
 IGNORED_LABEL = -100
+# On CUDA rows are as long as a multiple of so many tokens. Batches differ by some tokens, and torch's allocator keeps blocks of
+# every size that it was asked for.
+ROW_MULTIPLE = 64
 
 
 class UnpackableBatch(ValueError):
@@ -149,7 +152,7 @@ class PackedLayout:
         forest: its segments.
         input_ids, position_ids: `(1, T)`.
         score_index_N, targets_N, scatter_index_N: for each of the N labels the place in the row that predicts it, the label,
-            and where its result belongs in the flattened `(B, L - 1)`.
+            and where its result belongs in the flattened `(B, L - 1)`. Behind the last label the first two may go on.
         multiplicity_1T: how many tokens of the batch a token stands for (the router loss of MoE models counts with it).
         shape: `(B, L)` of the padded batch.
         row_T, column_T: where in it each token stands, on the host.
@@ -198,11 +201,24 @@ class PackedLayout:
         """Put one value per label back to `(B, L - 1)`, zeros elsewhere; differentiable."""
         rows, width = self.shape
         flat = values_N.new_zeros(rows * (width - 1))
+        values_N = values_N[: len(self.scatter_index_N)]
         return flat.index_copy(0, self.scatter_index_N, values_N).view(rows, width - 1)
 
 
-def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences, forest: Forest) -> PackedLayout:
-    """The packed row of a forest that was grown from all rows of a batch; one transfer to its device."""
+def row_multiple(device: torch.device) -> int:
+    """What the tokens of a row and its labels are a multiple of."""
+    return ROW_MULTIPLE if device.type == "cuda" else 1
+
+
+def lay_out(
+    input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences, forest: Forest, multiple: int = 1
+) -> PackedLayout:
+    """The packed row of a forest that was grown from all rows of a batch; one transfer to its device.
+
+    Args:
+        multiple: of tokens, and of labels. The last leaf gets as many more tokens as that takes, copies of its last one that
+            nothing is read from. A row that does not end with a leaf, or that ends with an image, stays as it is.
+    """
     rows, width = input_ids.shape
     batch_row, token = ((forest.place_BL >= 0) & (forest.place_BL < forest.tokens)).nonzero()
     place = forest.place_BL[batch_row, token]
@@ -217,14 +233,25 @@ def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, sequences: Sequences,
     offset_S = sequences.offsets_B[forest.source[forest.trees]] if forest.offset_S is None else forest.offset_S
     position_T = depth_T + offset_S[segment_T]
     multiplicity_T = np.bincount(place, minlength=forest.tokens)
+    filling = -forest.tokens % multiple
+    if sequences.spans_B2 is not None:
+        first, last = sequences.spans_B2[row_T[-1]]
+        filling = 0 if first <= depth_T[-1] <= last else filling
+    if filling and forest.is_leaf[forest.computed - 1]:
+        forest = forest.lengthened(filling)
+        row_T, column_T, position_T = (np.pad(x, (0, filling), "edge") for x in (row_T, column_T, position_T))
+        multiplicity_T = np.pad(multiplicity_T, (0, filling))
     scored_row, scored_token = sequences.scored_BL.nonzero()
     target_column = scored_token + sequences.offsets_B[scored_row]
+    predicting, target = forest.place_BL[scored_row, scored_token - 1], scored_row * width + target_column
+    if len(target):
+        predicting, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (predicting, target))
     parts = [
         row_T * width + column_T,
         position_T,
         multiplicity_T,
-        forest.place_BL[scored_row, scored_token - 1],
-        scored_row * width + target_column,
+        predicting,
+        target,
         scored_row * (width - 1) + target_column - 1,
     ]
     sent = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int64)), input_ids.device)
