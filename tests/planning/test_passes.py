@@ -1,5 +1,7 @@
 """Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit layers."""
 
+import contextlib
+
 import pytest
 import torch
 import transformers as tf
@@ -9,10 +11,11 @@ from peft import get_peft_model
 from tests.benchmark_modules import benchmark
 from tests.planning.models import LAYERS, config, folder, in_4_bits, settings
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
-from trl_fsdp_qlora.planning import passes
+from trl_fsdp_qlora.grpo.step import StepScores
+from trl_fsdp_qlora.planning import passes, steps
 from trl_fsdp_qlora.planning.plan import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
-from trl_fsdp_qlora.prefix_sharing.door import open_door
+from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
 from trl_fsdp_qlora.recipe.checks import lora_config
 from trl_fsdp_qlora.rollout.decoding import _Batch
 from trl_fsdp_qlora.scoring import logprobs
@@ -85,6 +88,68 @@ def test_a_pass_peaks_where_it_was_planned(tmp_path, packed, checkpointing, use_
     few = {} if use_peft or not checkpointing else {"per_device_train_batch_size": 4, "max_completion_length": 16}
     run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, use_peft=use_peft, **few)
     assert planned(run, packed, grad) == pytest.approx(measured(run, built(run), packed, grad), rel=NEAR)
+
+
+def measured_step(run, model) -> tuple[int, steps.Step]:
+    """Peak bytes of an optimizer step on real tensors as the door computes it, and what it had been planned as."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    rows, count, prompt = run.per_device_train_batch_size, run.gradient_accumulation_steps, run.prompt_tokens
+    ids = torch.randint(3, 512, (rows * count, prompt + run.max_completion_length))
+    ids[:, :prompt] = ids[:: run.num_generations, :prompt].repeat_interleave(run.num_generations, 0)
+    labels = ids.clone()
+    labels[:, :prompt] = -100
+    batches = [
+        Batch(*part) for part in zip(*(x.chunk(count) for x in (ids, torch.ones_like(ids), labels)), strict=True)
+    ]
+    plan = open_door(model, compares=False, entropy_gradient=False).plan_step(batches, run.tokens_per_pass)
+    scores = StepScores(plan, batches, ends_update=True)
+    tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
+    with tracker:
+        before = tracker.now
+        for number in range(count):
+            scores.score(number, model).log_probs.sum().backward()
+            scores.go_back(model, contextlib.nullcontext, contextlib.nullcontext)
+    return tracker.peak - before, plan
+
+
+ROW = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+JOINED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "tokens_per_pass": 300}
+GROUP_OF_8 = ROW | {"gradient_accumulation_steps": 8, "num_generations": 8, "prompt_tokens": 100}
+CUT = {"per_device_train_batch_size": 4, "tokens_per_pass": 250}
+TWO_GROUPS_CUT = {"per_device_train_batch_size": 8, "tokens_per_pass": 280}
+
+
+@pytest.mark.parametrize(
+    "fields, checkpointing",
+    [
+        (ROW, True),
+        (JOINED, False),
+        (TWO_GROUPS_CUT, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (ROW, False),
+                (JOINED, True),
+                (GROUP_OF_8, True),
+                (GROUP_OF_8, False),
+                (CUT, True),
+                (CUT, False),
+            ]
+        ),
+        pytest.param(TWO_GROUPS_CUT, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_whose_passes_share_a_prompt_peaks_where_it_was_planned(tmp_path, fields, checkpointing):
+    """Micro-batches of a row, joined ones, and ones that are cut."""
+    changes = {"prompt_tokens": 200, "gradient_accumulation_steps": 1, **fields}
+    run = settings(folder(tmp_path), gradient_checkpointing=checkpointing, **changes)
+    step = steps.plan_step(run)
+    peak, made = measured_step(run, built(run))
+    assert (step.passes, step.trunks) == (len(made.forwards.rows_of_pass), int(made.forwards.trunks.sum()))
+    assert (step.batches_per_pass, step.passes_per_batch) == (made.batches_per_pass, made.passes_per_batch)
+    assert passes.measure_of(run, config(), step, False) == pytest.approx(peak, rel=NEAR)
 
 
 def test_bytes_are_those_of_storages_that_live():

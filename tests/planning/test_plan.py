@@ -1,6 +1,8 @@
 """What a plan puts together, the command, and the other way round: what is found to fit was planned itself, and the next larger
 does not fit."""
 
+import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -102,6 +104,31 @@ def test_what_is_found_to_fit_fits_and_the_next_larger_does_not(tmp_path, monkey
     assert fewest_cards(replace(whole, hardware=replace(CARD, memory=2**36))) == 1
 
 
+@pytest.mark.slow  # some forty plans
+def test_the_largest_group_and_the_longest_completion_before_and_after(tmp_path):
+    """A card on which a whole group of eight does not fit, next to one row of it."""
+    fields = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "num_generations": 8,
+        "use_peft": True,
+    }
+    run = settings(folder(tmp_path, num_hidden_layers=2), Launch(), prompt_tokens=200, **fields)
+    plan = make_plan(run, hardware=CARD)
+    whole = changed(plan, per_device_train_batch_size=4, gradient_accumulation_steps=2, tokens_per_pass=0)
+    plan = make_plan(run, hardware=replace(CARD, memory=whole.peak))
+    found = module.most_that_fits(plan)
+    groups = {name: numbers["num_generations"] for name, numbers in found.items()}
+    assert groups[module.WHOLE_GROUPS] < 8 <= groups[module.HERE]
+    assert module.with_group(plan, groups[module.HERE]).fits
+    assert not module.with_group(plan, groups[module.HERE] + 1).fits
+    longest = found[module.HERE]["max_completion_length"]
+    assert changed(plan, max_completion_length=longest).fits
+    assert not changed(plan, max_completion_length=longest + 16).fits
+    tokens = [numbers["tokens"] for numbers in found.values()]
+    assert tokens == [8 * 240, 200 + 8 * 39, 199 + 8 * 40]
+
+
 @pytest.mark.slow  # a model of 80 layers
 def test_a_70b_from_its_config(tmp_path):
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
@@ -163,13 +190,20 @@ def tiny(tmp_path_factory):
 def test_the_exit_status_says_whether_it_fits_and_what_would_make_it(tiny, monkeypatch, capsys):
     line = words(tiny, per_device_train_batch_size=16, max_completion_length=64)
     needed = plan_recipe(line, EfficientGRPOConfig, hardware="24GB").peak
-    monkeypatch.setattr(module, "largest", lambda plan, name, step: step)
+    monkeypatch.setattr(module, "_most_that_fits", lambda plan_of, most: 1)
     monkeypatch.setattr(module, "fewest_cards", lambda plan: 0)
     assert command([*line, "--hardware", "24GB", "--solve"]) == 0
     fits = capsys.readouterr().out
     assert "largest that fits: per_device_train_batch_size: 4\nlongest that fits: max_completion_length: 16\n" in fits
     assert "fewest cards that it fits: none" in fits
     assert "it fits" in fits and "together" in fits and "forward_backward" in fits
+    assert "an optimizer step: 1 x 16 completions in 1 pass: 2,032 tokens, 5,120 in stock TRL\n" in fits
+    assert re.search(r"stock TRL, micro-batches of 16 +4 +16 +5,120\n", fits)
+    assert re.search(r"prompts once per step, micro-batches of 16 +4 +16 ", fits)
+    assert command([*line, "--hardware", "24GB", "--json", "--solve"]) == 0
+    as_json = json.loads(capsys.readouterr().out)
+    assert as_json["fits"] and as_json["peak"] == needed and as_json["step"]["passes"] == 1
+    assert as_json["at_most"]["here"]["num_generations"] == 4
     assert command([*line, "--hardware", f"{(CONTEXT + 0.8 * (needed - CONTEXT)) / GIB:.4f}GB"]) == 1
     printed = capsys.readouterr().out
     assert "it does not fit" in printed and "together" in printed

@@ -1,5 +1,7 @@
 """`trl-fsdp-qlora plan`: whether a recipe fits, before anything is loaded."""
 
+import json
+import math
 from collections.abc import Sequence
 
 from ..errors import UserError
@@ -18,6 +20,7 @@ def _parser() -> OneLineParser:
     found.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's or --hardware's")
     found.add_argument("--hardware", help="h100, '24GB x2', cpu; what is there by default")
     found.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
+    found.add_argument("--json", action="store_true", help="the plan as JSON, bytes as numbers")
     found.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
     found.epilog += " With --dataset FILE (or --pairs FILE of DPO) the data is read, and the tokens of its micro-batches are counted."
     return found
@@ -50,18 +53,40 @@ def plan(words: Sequence[str]) -> int:
             counts_data=bool({"--dataset", "--pairs"} & named),
             prompt_tokens=own.prompt_tokens,
         )
+        lines = planning.ways(made) if not made.fits and made.enough_cards else []
+        solved = _solve(made) if own.solve else {}
+        if own.json:
+            print(json.dumps(planning.as_dict(made) | {"makes_it_fit": lines} | solved, indent=2))
+            return 0 if made.fits else 1
         print(planning.format_plan(made))
         if not made.fits and made.enough_cards:
-            lines = [f"makes it fit: {line}" for line in planning.ways(made)]
-            print("\n".join(lines) or "no single line makes it fit")
+            print("\n".join(f"makes it fit: {line}" for line in lines) or "no single line makes it fit")
         if own.solve:
-            length = made.settings.length_field
-            rows_at_once = 1 if made.settings.is_paired else made.settings.num_generations
-            rows = planning.largest(made, "per_device_train_batch_size", rows_at_once)
-            print(f"largest that fits: per_device_train_batch_size: {rows}")
-            print(f"longest that fits: {length}: {planning.largest(made, length, 16)}")
+            largest = solved["largest"]
+            print(f"largest that fits: per_device_train_batch_size: {largest['per_device_train_batch_size']}")
+            print(f"longest that fits: {made.settings.length_field}: {largest[made.settings.length_field]}")
             if made.hardware.gpu:
-                print(f"fewest cards that it fits: {planning.fewest_cards(made) or 'none'}")
+                print(f"fewest cards that it fits: {largest['cards'] or 'none'}")
+            if "at_most" in solved:
+                print(planning.format_most(made, solved["at_most"]))
         return 0 if made.fits else 1
     finally:
         stop_by_exception()
+
+
+def _solve(made) -> dict:
+    """What is the most that fits, for this run and for how groups can be computed."""
+    from ..planning import plan as planning
+
+    settings = made.settings
+    length = settings.length_field
+    # Micro-batches of a rank and of all have to be whole groups together.
+    together = settings.gradient_accumulation_steps * settings.launch.processes
+    rows = 1 if settings.is_paired else settings.num_generations // math.gcd(settings.num_generations, together)
+    at_most = {} if settings.is_paired else planning.most_that_fits(made)
+    largest = {
+        "per_device_train_batch_size": planning.largest(made, "per_device_train_batch_size", rows),
+        length: at_most[planning.HERE][length] if at_most else planning.largest(made, length, 16),
+        "cards": planning.fewest_cards(made) if made.hardware.gpu else None,
+    }
+    return {"largest": largest} | ({"at_most": at_most} if at_most else {})

@@ -171,6 +171,8 @@ class StepScores:
                     if constant.grad is not None and getattr(output, name).requires_grad
                 ]
                 torch.autograd.backward([value for value, _ in pairs], [owed.to(value.dtype) for value, owed in pairs])
+                # The next pass would run next to what this one's graph refers to.
+                del output, pairs
 
 
 def _run(

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ..fsdp2_qlora.grouped_product import SCRATCH_BYTES
+from ..prefix_sharing.scope import current
 from ..scoring.frozen_head import TOKEN_TILE, TOKEN_TILE_GPU, VOCABULARY_CHUNK, VOCABULARY_CHUNK_GPU
 
 ATTENTION = "planned_attention"
@@ -90,6 +91,10 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
+    row = current.layout
+    if row is not None:  # a pass that shares a trunk with others, or the trunk
+        key = row.kept.extended((id(module), "key"), key, row.is_computed)
+        value = row.kept.extended((id(module), "value"), value, row.is_computed)
     query, key, value = (x.to(compute_dtype(query)) for x in (query, key, value))
     if attention_mask is not None:  # transformers repeats keys and values for grouped queries where there is a mask
         repeats = query.shape[1] // key.shape[1]

@@ -5,18 +5,24 @@ model of two where its backward begins, which is its peak. Gradients are there f
 them. Nothing is allocated and no weight is read; the number of tokens is the run's own.
 """
 
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..prefix_sharing.across_passes import KeptInPass, KeptValues
+from ..prefix_sharing.recurrent import goes_on_from_a_state, recurrent_layers, state_bytes
+from ..prefix_sharing.scope import checkpointed, computing
 from ..prefix_sharing.self_check import ROWS_HALF
 from ..prefix_sharing.support import keeps_keys, layer_types
 from ..scoring.logprobs import VOCABULARY_TILE, choose_head_kernel
 from . import fake_ops
 from .model import build, causal_model
 from .settings import Settings
+from .steps import Pass, Step
 
 
 class Shape(NamedTuple):
@@ -50,6 +56,18 @@ def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
     packed, width = loss_shape(settings, True, on_gpu), settings.prompt_tokens + settings.completion_tokens
     rows = min(max(1, packed.length // width), settings.rows, ROWS_HALF)
     return Shape(rows, width, rows * (settings.completion_tokens if on_gpu else width - 1), False)
+
+
+def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
+    """A pass without gradients over a generation batch: on packed rows as many completions as fit into the tokens of a padded
+    micro-batch."""
+    prompt, length, group = settings.prompt_tokens, settings.max_completion_length, settings.num_generations
+    if settings.prefix_sharing == "off":
+        return loss_shape(settings, False, on_gpu)
+    limit = settings.per_device_train_batch_size * (prompt + length)
+    groups = min(limit // (prompt + group * (length - 1)), settings.rollout_rows // group)
+    rows = groups * group or min(settings.rollout_rows, max(1, (limit - prompt) // max(1, length - 1)))
+    return Shape(1, max(1, groups) * prompt + rows * (length - 1), rows * length, True)
 
 
 # Plans of one run (for other numbers of ranks, say) ask for the same again: the model and the passes, by what they depend on.
@@ -90,9 +108,9 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
     return _measured[key]
 
 
-def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: bool) -> tuple[int, int]:
-    """(peak of a pass of few layers, what the last of them keeps for its backward), in bytes."""
-    from ..compat.memory import FakeTensorMode, PeakTracker  # names that a version of torch or TRL may not have
+def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
+    """The model of these layers on fake tensors, and their mode."""
+    from ..compat.memory import FakeTensorMode  # a name that a version of torch or TRL may not have
 
     model = build(settings, config, layers).train()
     causal, mode = causal_model(model), FakeTensorMode()
@@ -101,6 +119,15 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
         if hasattr(model, "peft_config"):
             model.enable_input_require_grads()
     _fake(model, mode)
+    return model, mode
+
+
+def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: bool) -> tuple[int, int]:
+    """(peak of a pass of few layers, what the last of them keeps for its backward), in bytes."""
+    from ..compat.memory import PeakTracker
+
+    model, mode = _few_layers(settings, config, layers)
+    causal = causal_model(model)
     with torch.random.fork_rng(devices=[]), mode:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
         for parameter in trained:
@@ -126,6 +153,124 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
             if grad:
                 values.sum().backward()
         return tracker.peak - before, kept
+
+
+def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
+    """Why passes of this run cannot take what others computed, as far as settings and modules say it
+    (`prefix_sharing.door.Door.plan_step`); `None` if they can."""
+    if settings.launch.kind == "zero3":
+        return "ZeRO-3"
+    if settings.gradient_checkpointing and (settings.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        return "reentrant gradient checkpointing"
+    if not all(goes_on_from_a_state(type(layer)) for layer in recurrent_layers(whole(settings, config))):
+        return "its recurrent layers go on from no state"
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        return "a router loss"
+    return None
+
+
+def measure_of(settings: Settings, config: PretrainedConfig, step: Step, on_gpu: bool) -> int:
+    """Peak bytes of the passes with gradients of a step on packed rows."""
+    longest, is_cut = step.longest, step.passes_per_batch > 1
+    if step.trunks:
+        return measure_step(settings, config, longest, on_gpu, is_cut)
+    shape = Shape(1, longest.tokens, longest.rows * settings.max_completion_length, True)
+    return measure(settings, config, shape, on_gpu, grad=True)
+
+
+def measure_step(
+    settings: Settings, config: PretrainedConfig, longest: Pass, on_gpu: bool, is_cut: bool = False
+) -> int:
+    """Peak bytes of an optimizer step, above what lies there, in which passes share trunks: of the last two passes of a group.
+
+    Args:
+        longest: the pass that holds most; both are as long.
+        is_cut: values were computed without a graph before, with a trunk of their own.
+    """
+    key = *_modules_key(settings, config), longest, on_gpu, is_cut
+    if key not in _measured:
+        kinds: dict[str, list[int]] = {}
+        for i, kind in enumerate(layer_types(config.get_text_config())):
+            kinds.setdefault(kind, []).append(i)
+        # A single layer has its peak in the head, others may not.
+        few = [layers[:2] if len(kinds) == 1 else layers[:1] for layers in kinds.values()]
+        chosen = [layer for layers in few for layer in layers]
+        # Each part of a step grows with the number of layers in its own way.
+        peaks = np.array(_run_step(settings, config, chosen, longest, on_gpu, is_cut))
+        grown = peaks.copy()
+        for layers, of_these in zip(kinds.values(), few, strict=True):
+            if len(layers) > len(of_these):
+                another = _run_step(settings, config, [*chosen, layers[-1]], longest, on_gpu, is_cut)
+                grown += (len(layers) - len(of_these)) * (np.array(another) - peaks)
+        _measured[key] = int(grown.max()) + _bytes_of_states(settings, config, longest.prompts)
+    return _measured[key]
+
+
+def _bytes_of_states(settings: Settings, config: PretrainedConfig, prompts: int) -> int:
+    """What recurrent layers keep of so many prompts: the states, and in float32 what passes owe to them."""
+    width = config.get_text_config().hidden_size
+    layers = recurrent_layers(whole(settings, config))
+    return prompts * sum(3 * state_bytes(layer, width) for layer in layers)
+
+
+def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, is_cut: bool) -> list[int]:
+    """Peaks in bytes of a model of few layers: of the trunk and a pass that is not its last, of the last pass, of the trunk's backward."""
+    from ..compat.memory import PeakTracker
+
+    model, mode = _few_layers(settings, config, layers)
+    causal, peaks = causal_model(model), []
+    recomputed = checkpointed(causal)
+    every_layer = settings.launch.kind == "fsdp2" or not all(
+        map(keeps_keys, layer_types(causal.config.get_text_config()))
+    )
+    with torch.random.fork_rng(devices=[]), mode:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
+        before = tracker.now
+        autocast = torch.autocast("cpu", getattr(torch, settings.mixed or "bfloat16"), settings.mixed is not None)
+
+        def forward(tokens: int, kept: KeptInPass) -> torch.Tensor:
+            row = SimpleNamespace(kept=kept, is_computed=False)
+            ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, 1, 1, 1, dtype=torch.bool)
+            attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
+            inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
+            with computing(row, recomputed):
+                hidden = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+            row.is_computed = True
+            kept.keep_end(hidden)
+            return hidden.flatten(0, 1)
+
+        def score_pass(hidden_TH: torch.Tensor) -> torch.Tensor:
+            count = longest.rows * settings.max_completion_length
+            hidden_NH = hidden_TH[torch.zeros(count, dtype=torch.long)]
+            return score(hidden_NH, causal.get_output_embeddings().weight, True, on_gpu, settings)
+
+        def next_part(*_) -> None:
+            peaks.append(tracker.peak - before)
+            tracker.peak = tracker.now
+
+        with tracker, autocast:
+            values = KeptValues()
+            if is_cut:
+                with torch.no_grad():
+                    forward(longest.trunk, KeptInPass(values, gives=[(0, 0, longest.trunk)], is_trunk=True))
+                    score_pass(forward(longest.tokens, KeptInPass(values, takes=[0])))
+            store, end = KeptValues(), "trunk" if every_layer else None
+            forward(longest.trunk, KeptInPass(store, gives=[(0, 0, longest.trunk)], end_of=end, is_trunk=True))
+            for ending in (frozenset(), frozenset([0])):
+                takes = [0] if any(key[-1] == 0 for key in store.values) else []
+                kept = KeptInPass(store, takes=takes, ending=ending, ends=("trunk",) if ending else ())
+                scores = kept.handed_over(score_pass(forward(longest.tokens, kept)))
+                if ending:
+                    # The trunk's backward begins with the last of what it kept, once the pass's is over.
+                    list(store.values.values())[-1].register_hook(next_part)
+                with torch.autocast("cpu", enabled=False):
+                    scores.sum().backward()
+                del scores
+                next_part()
+    return peaks
 
 
 def score(hidden_NH, weight_VH, packed: bool, on_gpu: bool, settings: Settings) -> torch.Tensor:

@@ -3,8 +3,7 @@
 import logging
 import math
 import warnings
-from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +16,11 @@ from ..fsdp2_qlora.generation import FREE_SHARE
 from ..prefix_sharing.recurrent import recurrent_layers, state_bytes
 from ..prefix_sharing.support import keeps_keys, layer_types
 from ..recipe.checks import read_config
+from ..run.plain import counted
 from . import model, passes
 from .hardware import CONTEXT, GIB, SLACK, Hardware, read_hardware
 from .settings import Settings, from_words, optimizer_name, read_launch
+from .steps import Step, plan_step
 
 ACTIVATIONS = "activations, head's tiles"
 CACHE = "cache of generation"
@@ -41,6 +42,7 @@ class Plan:
         phases: phase -> component -> bytes of the fullest rank, in a step's order, under the names that telemetry measures by.
         capacity: bytes that a rank may use.
         parameters: `(of the base, trained)`.
+        step: the passes of an optimizer step.
     """
 
     settings: Settings = field(repr=False)
@@ -49,6 +51,7 @@ class Plan:
     phases: dict[str, dict[str, int]]
     capacity: int
     parameters: tuple[int, int]
+    step: Step
 
     def total(self, phase: str) -> int:
         """Bytes of a phase at its peak."""
@@ -110,7 +113,8 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     logger.setLevel(logging.ERROR)  # what the libraries say to whoever trains the model
     try:
         with warnings.catch_warnings(action="ignore"):
-            phases = _phases(settings, config, hardware)
+            step = plan_step(settings, passes.why_not_keep(settings, config))
+            phases = _phases(settings, config, hardware, step)
     finally:
         logger.setLevel(level)
     weights = dict(passes.whole(settings, config).named_parameters())
@@ -118,10 +122,10 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
     # 4-bit weights are counted as what they unpack to.
     base = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for name, p in weights.items() if "lora_" not in name)
     capacity = hardware.per_rank(settings.launch.processes)
-    return Plan(settings, config, hardware, phases, capacity, (base, trained))
+    return Plan(settings, config, hardware, phases, capacity, (base, trained), step)
 
 
-def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) -> dict[str, dict[str, int]]:
+def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, step: Step) -> dict[str, dict[str, int]]:
     launch, skeleton, gpu = settings.launch, passes.whole(settings, config), hardware.gpu
     shape = passes.loss_shape(settings, settings.prefix_sharing != "off", gpu)
     held = model.static_bytes(skeleton, settings)
@@ -136,8 +140,12 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware) ->
         resting = {ENGINE: 0 if settings.vllm_enable_sleep_mode else engine}
         phases["generate"] = lies | _generation(settings, config, gpu) | {ENGINE: engine}
     if settings.scores_again:
-        phases["score"] = lies | {ACTIVATIONS: passes.measure(settings, config, shape, gpu)} | resting
-    loss = passes.measure(settings, config, shape, gpu, grad=True)
+        scored = passes.measure(settings, config, passes.scored_shape(settings, gpu), gpu)
+        phases["score"] = lies | {ACTIVATIONS: scored} | resting
+    if step.is_shared:
+        loss = passes.measure_of(settings, config, step, gpu)
+    else:
+        loss = passes.measure(settings, config, shape, gpu, grad=True)
     if shape.packed and not launch.kind.startswith("zero"):  # under DeepSpeed without gradients
         loss = max(loss, passes.measure(settings, config, passes.compared_shape(settings, gpu), gpu, grad=True))
     phases["forward_backward"] = lies | gradients | {ACTIVATIONS: loss} | resting
@@ -240,14 +248,115 @@ def changed(plan: Plan, **values: Any) -> Plan:
 
 def largest(plan: Plan, name: str, step: int = 1) -> int:
     """The largest value of the field `name`, in multiples of `step`, with which the run fits; 0 where the smallest does not."""
+    return step * _most_that_fits(lambda count: changed(plan, **{name: count * step}), _MOST // step)
 
-    def too_large(count: int) -> bool:
-        return not changed(plan, **{name: count * step}).fits
 
-    high = 1
-    while high * step <= _MOST and not too_large(high):
-        high *= 2
-    return step * (high // 2 + bisect(range(high // 2 + 1, high), False, key=too_large))
+def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
+    """The largest count up to `most` whose plan fits; 0 if that of 1 does not.
+
+    Bytes grow nearly linearly, so the next count that is tried is where the line through the two last ones meets the capacity.
+    """
+    fitting, too_many, tried = 0, most + 1, []
+    count = 1
+    while too_many - fitting > 1:
+        plan = plan_of(count)
+        tried.append((count, plan.peak))
+        if plan.fits:
+            fitting = count
+        else:
+            too_many = count
+        middle = 8 * count if too_many > most else (fitting + too_many) // 2
+        (a, bytes_a), (b, bytes_b) = tried[-2:] if len(tried) > 1 else (tried[0], tried[0])
+        if bytes_b != bytes_a and len(tried) % 4:  # else the line may creep along a kink
+            middle = math.floor(b + (plan.capacity - bytes_b) * (b - a) / (bytes_b - bytes_a))
+        count = min(max(middle, fitting + 1), too_many - 1)
+    return fitting
+
+
+# What `most_that_fits` plans: stock TRL, a group in a micro-batch (what prefix sharing needs without `tokens_per_pass`), this run.
+_STOCK = {"prefix_sharing": "off", "compact_generation": False}
+_WHOLE = {"prefix_sharing": "auto", "tokens_per_pass": 0}
+STOCK, WHOLE_GROUPS, HERE = "stock TRL", "whole groups in a micro-batch", "here"
+
+
+def with_group(plan: Plan, group: int, **values: Any) -> Plan:
+    """The plan of the same run, with as many prompts per step and `group` completions of each. Micro-batches become more, not larger,
+    unless `values` has another `per_device_train_batch_size`."""
+    settings = plan.settings
+    rows = values.get("per_device_train_batch_size", settings.per_device_train_batch_size)
+    factor = group * settings.per_device_train_batch_size / (settings.num_generations * rows)
+    names = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+    numbers = {name: settings.values.get(name) for name in names}
+    if numbers["generation_batch_size"]:
+        numbers["generation_batch_size"] = numbers["generation_batch_size"] * group // settings.num_generations
+    for name in names[:2]:
+        numbers[name] = numbers[name] and max(1, round(numbers[name] * factor))
+    return changed(plan, **values, num_generations=group, **numbers)
+
+
+def most_that_fits(plan: Plan) -> dict[str, dict[str, int]]:
+    """The largest group and the longest completion that fit, each with everything else as planned: in stock TRL, with whole groups in
+    micro-batches, and here; and the tokens that one rank computes with gradients per optimizer step of the run as it is."""
+    settings = plan.settings
+    # Prompts per step stay what they are.
+    step = settings.num_generations // math.gcd(settings.num_generations, settings.gradient_accumulation_steps)
+    whole = _WHOLE | {"per_device_train_batch_size": settings.num_generations}
+    here = {"prefix_sharing": "auto"} if settings.prefix_sharing == "off" else {}
+    found = {}
+    for name, values in ((STOCK, _STOCK), (WHOLE_GROUPS, whole), (HERE, here)):
+
+        def of_group(count: int, name=name, values=values) -> Plan:
+            rows = {"per_device_train_batch_size": count * step} if name == WHOLE_GROUPS else {}
+            return with_group(plan, count * step, **(values | rows))
+
+        base = with_group(plan, settings.num_generations, **values)
+        found[name] = {
+            "num_generations": step * _most_that_fits(of_group, _MOST // step),
+            "max_completion_length": largest(base, "max_completion_length", 16),
+            "tokens": base.step.computed,
+        }
+    return found
+
+
+def format_most(plan: Plan, found: dict[str, dict[str, int]]) -> str:
+    """[`most_that_fits`] as a table."""
+    rows = plan.settings.per_device_train_batch_size
+    labels = {
+        STOCK: f"stock TRL, micro-batches of {rows}",
+        WHOLE_GROUPS: "prompts once per micro-batch, which is a whole group",
+        HERE: f"prompts once per step, micro-batches of {rows}",
+    }
+    width = max(map(len, labels.values()))
+    lines = [f"{'at most':<{width}}  {'group':>8}  {'completion':>10}  {'tokens of a step now':>20}"]
+    for name, label in labels.items():
+        numbers = found[name]
+        lines.append(
+            f"{label:<{width}}  {numbers['num_generations']:>8,}  {numbers['max_completion_length']:>10,}  {numbers['tokens']:>20,}"
+        )
+    return "\n".join(lines)
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """A plan for `json`: bytes, and what an optimizer step computes."""
+    step = plan.step
+    return {
+        "model": plan.settings.model.model_name_or_path,
+        "hardware": plan.hardware.name,
+        "launch": plan.settings.launch.kind,
+        "ranks": plan.settings.launch.processes,
+        "parameters": {"base": plan.parameters[0], "trained": plan.parameters[1]},
+        "phases": plan.phases,
+        "limiting": plan.limiting,
+        "peak": plan.peak,
+        "capacity": plan.capacity,
+        "fits": plan.fits,
+        "step": {
+            **step._asdict(),
+            "longest": step.longest._asdict(),
+            "forwards": step.forwards,
+            "gathers": step.gathers,
+        },
+    }
 
 
 def fewest_cards(plan: Plan) -> int:
@@ -266,20 +375,47 @@ def ways(plan: Plan, most: int = 3) -> list[str]:
     batches = 1 if settings.is_paired else settings.rollout_batches
     sharded = settings.launch.kind == "fsdp2" and not settings.is_paired
     dense = settings.model.use_peft and not settings.model.load_in_4bit
-    halves = {"per_device_train_batch_size": rows // 2}
-    halves["gradient_accumulation_steps"] = 2 * settings.gradient_accumulation_steps
     changes = [
         (not settings.gradient_checkpointing, {"gradient_checkpointing": True}),
         (sharded and settings.fsdp_gather != "per_layer", {"fsdp_gather": "per_layer"}),
-        (rows % 2 == 0, halves),
         (batches > 1, {"steps_per_generation": max(1, batches // 4)}),
         (dense, {"load_in_4bit": True}),
         *((length >= 16 * share, {settings.length_field: length // share}) for share in (2, 4, 8)),
     ]
+    for share in (share for share in range(2, rows + 1) if rows % share == 0):
+        values = {"per_device_train_batch_size": rows // share}
+        for name in ("gradient_accumulation_steps", "steps_per_generation"):
+            if settings.values.get(name):
+                values[name] = settings.values[name] * share
+        if changed(plan, **values).fits:
+            found.append(_lines(values))
+            break
     for applies, values in changes:
         if applies and len(found) < most and changed(plan, **values).fits:
-            found.append(", ".join(f"{name}: {str(value).lower()}" for name, value in values.items()))
+            found.append(_lines(values))
     return found
+
+
+def _lines(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {str(value).lower()}" for name, value in values.items())
+
+
+def _format_step(plan: Plan) -> str:
+    """How micro-batches are computed, in a line."""
+    settings, step = plan.settings, plan.step
+    rows, batches = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    parts = ["1 pass" if step.passes == 1 else f"{step.passes:,} passes"]
+    if step.trunks:
+        parts.append(f"{counted(step.trunks, 'forward')} of prompts")
+    if step.values:
+        parts.append(f"{counted(step.values, 'forward')} without gradients")
+    stock = batches * rows * (settings.prompt_tokens + settings.max_completion_length)
+    line = f"an optimizer step: {batches} x {rows} completions in {', '.join(parts)}: {step.computed:,} tokens, {stock:,} in stock TRL"
+    if settings.launch.kind == "fsdp2":
+        line += f"; the weights are gathered {step.gathers} times"
+    if step.reason and settings.prefix_sharing != "off":
+        line += f"; each micro-batch computes its own prompts ({step.reason})"
+    return line
 
 
 def format_bytes(size: float) -> str:
@@ -338,6 +474,7 @@ def format_plan(plan: Plan) -> str:
         *(f"{label:<{width}}  " + "  ".join(map(str.rjust, cells, widths)) for label, cells in rows),
         "",
         f"* {plan.limiting} needs most: {format_bytes(plan.peak)} of {format_bytes(plan.capacity)}, {fits}",
+        None if settings.is_paired else _format_step(plan),
         plan.warning and f"warning: {plan.warning}",
         *_assumed(settings),
         "assumed, not measured: the CUDA context and the allocator's slack"
