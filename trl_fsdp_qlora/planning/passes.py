@@ -61,9 +61,9 @@ def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
 def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
     """A pass without gradients over a generation batch: on packed rows as many completions as fit into the tokens of a padded
     micro-batch."""
+    if settings.prefix_sharing == "off" or settings.is_paired or settings.drawn is not None:
+        return loss_shape(settings, settings.prefix_sharing != "off", on_gpu)
     prompt, length, group = settings.prompt_tokens, settings.max_completion_length, settings.num_generations
-    if settings.prefix_sharing == "off":
-        return loss_shape(settings, False, on_gpu)
     limit = settings.per_device_train_batch_size * (prompt + length)
     groups = min(limit // (prompt + group * (length - 1)), settings.rollout_rows // group)
     rows = groups * group or min(settings.rollout_rows, max(1, (limit - prompt) // max(1, length - 1)))
