@@ -103,6 +103,25 @@ def test_a_good_run_has_the_metric_in_every_step(trainer_with, warned, changes):
     assert not warned and trainer.weight_sync_check.first < 1e-5
 
 
+def test_groups_of_chosen_prompts_that_grow_are_asked_for_whole_and_keep_their_log_probabilities(trainer_with):
+    changes = {"prompt_selection": "history", "num_generations_first": 2, "dynamic_sampling": True}
+    trainer = trainer_with(reward=tiny.even_start, scale_rewards="mean", **changes)
+    ask, asked = trainer.vllm_generation.generate, []
+
+    def recorded(prompts, images, num_generations, **options):
+        # A server is sent one prompt of each group, and answers with `num_generations` completions of it.
+        assert prompts == [prompt for prompt in prompts[::num_generations] for _ in range(num_generations)]
+        asked.append((len(prompts), num_generations))
+        return ask(prompts, images, num_generations, **options)
+
+    trainer.vllm_generation.generate = recorded
+    found = differences(trainer)
+    assert len(found) == 4 and max(found) < 1e-5
+    # Two of four completions of four prompts first; later others in the place of equal groups, and the rest of the others.
+    assert asked[0] == (8, 2) and {count for _, count in asked} == {2} and len(asked) > 8
+    assert [2 * sum(row[1:9]) for row in trainer.prompt_selection.history] == [rows for rows, _ in asked]
+
+
 def test_a_stale_adapter_is_named(trainer_with, warned):
     trainer = trainer_with(max_steps=6, learning_rate=1.0)
     load = trainer.vllm_generation._load
