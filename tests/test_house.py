@@ -89,7 +89,7 @@ def test_what_is_imported_is_declared():
     distributions = packages_distributions()
     own = {PACKAGE.name, *(path.stem for path in BENCHMARKS)}
     contestants = {"unsloth"}  # of a benchmark, which says so when it is not there
-    optional = {"triton"}  # comes with torch's CUDA build; `scoring/head_choice.py` asks whether it is there
+    optional = {"triton"}  # comes with torch's CUDA build; `compat/triton_kernels.py` asks whether it is there
     undeclared = {}
     for path in [*FILES, *(ROOT / "recipes").glob("*.py"), *BENCHMARKS]:
         for name in absolute_imports(path) - own - contestants - optional - sys.stdlib_module_names:

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -118,16 +119,34 @@ def _packed_attention(module, query, key, value, attention_mask, base: str, kwar
             slot = layout.kept.slot(module, is_recomputed)
             key = layout.kept.extended((*slot, "key"), key, is_recomputed)
             value = layout.kept.extended((*slot, "value"), value, is_recomputed)
-        name, out = _attend(
-            AttentionCall(
-                module, query, key, value, layout, base, own_function, **_options(module, query, layout, kwargs)
-            )
-        )
+        options = _options(module, query, layout, kwargs)
+        call = AttentionCall(module, query, key, value, layout, base, own_function, **options)
+        name, out = _attend(call)
     except (UnsupportedAttention, RuntimeError) as error:
         note(layout, error)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]) + 0 * query.sum(), None
     layout.layer_calls.append(name)
+    kind = "full attention" if call.window is None else f"attention through a window of {call.window}"
+    layout.kernels[kind] = _kernel(call, name)
     return out, None
+
+
+def _kernel(call: AttentionCall, backend: str) -> str:
+    """What computed a layer, in words."""
+    if backend != "cascade":
+        return call.base if is_flash(call.base) else f"{call.base} under a mask"
+    if call.query.device.type != "cuda":
+        return "torch's flash attention for CPUs"
+    # Not every torch that is supported has a choice.
+    chosen = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    if chosen is not None:
+        return f"torch's flash attention, {chosen}"
+    has_fa3 = find_spec("flash_attn_interface") is not None
+    if has_fa3 and torch.cuda.get_device_capability(call.query.device)[0] == 9:
+        # torch leaves the choice of the process's kernels to its user.
+        line = 'torch.nn.attention.activate_flash_attention_impl("FA3")'
+        return f"torch's flash attention 2 (3 is installed, and faster on this GPU: {line})"
+    return "torch's flash attention 2"
 
 
 def _options(module, query, layout: PackedLayout, kwargs: dict) -> dict:

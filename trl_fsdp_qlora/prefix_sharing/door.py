@@ -161,6 +161,7 @@ class PassFigures:
         levels: tokens of each level of the forest.
         seconds: until the forward returned (on CUDA: was queued).
         layer_calls: names of the backends that served the attention layers.
+        kernels: what computed the attention layers of each kind, by the kind's name.
     """
 
     tokens: int = 0
@@ -168,6 +169,7 @@ class PassFigures:
     levels: list[int] = field(default_factory=list)
     seconds: float = 0.0
     layer_calls: list[str] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
 
     @_not_compiled
     def add(self, layout: PackedLayout) -> None:
@@ -179,6 +181,7 @@ class PassFigures:
         levels = np.bincount(layout.forest.levels[computed], layout.forest.lengths[computed]).astype(int).tolist()
         self.levels = [a + b for a, b in itertools.zip_longest(self.levels, levels, fillvalue=0)]
         self.layer_calls += layout.layer_calls
+        self.kernels |= layout.kernels
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """By name: the fraction of tokens that was computed, seconds, and the share of layers of each backend."""

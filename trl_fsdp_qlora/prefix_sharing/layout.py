@@ -158,6 +158,7 @@ class PackedLayout:
         row_T, column_T: where in it each token stands, on the host.
         backend: `"auto"` or the name of the attention backend to use.
         layer_calls: backend name for each attention layer that saw this layout, in order, recomputation included.
+        kernels: what computed the layers of each kind, by the kind's name.
         problems: where this is a list, a layer that cannot be computed notes why and gives zeros, so that this rank meets
             the others in every collective of the forward; where it is `None`, such a layer raises.
         is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
@@ -178,6 +179,7 @@ class PackedLayout:
     column_T: np.ndarray
     backend: str = "auto"
     layer_calls: list[str] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
     problems: list[str] | None = None
     is_computed: bool = False
     own_masks: dict = field(default_factory=dict)

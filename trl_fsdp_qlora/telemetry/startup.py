@@ -115,12 +115,13 @@ def first_prompt(
 
 
 def packed_pass_line(figures: PassFigures) -> str:
-    """How many of the padded tokens a packed pass computed, by level of its forest."""
+    """How many of the padded tokens a packed pass computed, by level of its forest, and what computed its attention layers."""
     levels = [
         f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(figures.levels)
     ]
     computed = f"{figures.tokens:,} of {figures.padded_tokens:,} padded tokens computed"
-    return f"first packed pass: {computed} ({', '.join(levels)})"
+    kernels = [f"{kind} by {kernel}" for kind, kernel in figures.kernels.items()]
+    return "; ".join([f"first packed pass: {computed} ({', '.join(levels)})", *kernels])
 
 
 class StartupCallback(TrainerCallback):
