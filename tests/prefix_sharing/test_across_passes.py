@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from trl_fsdp_qlora.prefix_sharing import across_passes, forest
+from trl_fsdp_qlora.prefix_sharing import across_passes, cascade, forest, layout
 from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
 
 from .helpers import RECURRENT, SUPPORTED, VOCABULARY, assert_equal_gradients, build, gradients, with_stock_head
+from .test_attention import dense_backward, dense_forward
 from .test_door import random_tokens
 
 FAST = ("llama", "gemma2", "gpt_oss", "qwen3_5", "mamba2", "lfm2")
@@ -104,6 +105,20 @@ def test_cut_passes_give_the_gradients_of_padded_ones(name, count):
     trie = len({tuple(row.tolist()[:n]) for row in _real(batch) for n in range(1, len(row))})
     # Every row computes the token in front of its first label again.
     assert tokens <= trie + 12 * 4
+
+
+@pytest.mark.parametrize("multiple", [1, 64])
+@pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma3"])
+def test_the_calls_for_cuda_take_kept_keys(name, multiple, monkeypatch):
+    """Windows among them, in rows filled up to a multiple, with a dense stand-in for flash attention."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", dense_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", dense_backward)
+    monkeypatch.setattr(cascade, "_batched", cascade._varlen)
+    monkeypatch.setattr(cascade, "refuses", lambda call: None)
+    monkeypatch.setattr(layout, "row_multiple", lambda device: multiple)
+    model = with_stock_head(build(FAMILIES[name]))
+    compare(model, shuffled(groups(torch.Generator().manual_seed(0))), 3)
+    assert set(model.prompt_sharing.figures.layer_calls) == {"cascade"}
 
 
 def _real(batch):
