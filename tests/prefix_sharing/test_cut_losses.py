@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import transformers as tf
+from peft import LoraConfig
 
 from tests.tiny import LOSS_TYPES
 from trl_fsdp_qlora import EfficientGRPOTrainer
@@ -22,6 +23,9 @@ FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "lfm2", "mamba2")
 CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
 # Of the largest gradient, float32: sums in other orders, most of all in the scans of recurrent layers.
 TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 5e-6}
+# PEFT adapts these layers of Mamba-2 and no others. TRL takes a router loss of a mixture, which is each micro-batch's own.
+ADAPTED = {"mamba2": LoraConfig(r=4, target_modules=["in_proj"], init_lora_weights=False)}
+OPTIONS = {"gpt_oss": {"router_aux_loss_coef": 0.0}}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,8 @@ def trainer_of(name, tmp_path, kind="lora", **changes):
         )
         load = {"quantization_config": config, "dtype": torch.float32}
         model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **load)
-    trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, lora(name), **changes)
+    changes = OPTIONS.get(name, {}) | changes
+    trainer = make_trainer(EfficientGRPOTrainer, model, tmp_path, ADAPTED.get(name) or lora(name), **changes)
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:  # TRL casts the adapters of quantized models to bf16
             parameter.data = parameter.data.float()
@@ -82,8 +87,8 @@ def step_gradients(trainer, micro_batches, tokens_per_pass) -> list[torch.Tensor
     return gradients(trainer.model)
 
 
-def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance):
-    inputs = inputs_of(trainer)
+def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inputs=None):
+    inputs = inputs_of(trainer) if inputs is None else inputs
     planned, plan_step = [], trainer.door.plan_step
     monkeypatch.setattr(trainer.door, "plan_step", lambda *a, **k: planned.append(plan_step(*a, **k)) or planned[-1])
     for count, passes in cuts:
@@ -111,7 +116,21 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance):
 def test_any_number_of_passes(tmp_path, monkeypatch, name, loss_type, kind):
     level = "sequence" if loss_type == "luspo" else "token"
     trainer = trainer_of(name, tmp_path, kind, loss_type=loss_type, importance_sampling_level=level)
-    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE.get(name, 2e-6))
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE.get(name, 2e-6 if kind == "lora" else 5e-6))
+
+
+@pytest.mark.parametrize("extra", ["tools", "engine"])
+def test_what_a_batch_has_of_tools_and_of_an_engine(tmp_path, monkeypatch, extra):
+    """Tokens that a tool wrote; vLLM's log-probabilities, against which the loss's own values are weighed."""
+    trainer = trainer_of("qwen3", tmp_path)
+    inputs = inputs_of(trainer)
+    if extra == "tools":
+        inputs["tool_mask"] = inputs["completion_mask"].clone()
+        inputs["tool_mask"][:, 2:4] = 0
+    else:
+        inputs["sampling_per_token_logps"] = inputs.pop("old_per_token_logps")
+        trainer.use_vllm = True
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, 3e-6, inputs)
 
 
 def test_a_layer_that_attends_twice_in_a_forward(tmp_path, monkeypatch):

@@ -1,0 +1,49 @@
+"""What a step may have next to its loss, in micro-batches and passes of any size: as each micro-batch by itself."""
+
+import pytest
+
+from tests.tiny import even_start, lora
+from trl_fsdp_qlora import EfficientRLOOConfig, EfficientRLOOTrainer, TSPMOConfig, TSPMOTrainer
+
+from .test_broken_off_steps import assert_as_alone, short_beginnings, ways  # noqa: F401 (a fixture)
+
+
+def dora():
+    adapter = lora()
+    adapter.use_dora = True
+    return adapter
+
+
+def checkpointed(**options):
+    """Transformers' own checkpointing, switched on as its trainer does without PEFT."""
+
+    def run(made):
+        made.accelerator.unwrap_model(made.model).get_base_model().activation_checkpointing_enable(**options)
+        made.model.enable_input_require_grads()
+        made.train()
+
+    return run
+
+
+FEATURES = {
+    "selected tokens": {"token_selection": "s_grpo"},
+    "prefix cut": {"token_selection": "prefix_cut", "token_selection_rate": 0.6},
+    "groups without a signal": {"reward": even_start, "max_steps": 4},
+    "further prompts": {"reward": even_start, "dynamic_sampling": True},
+    "entropy quantile": {"top_entropy_quantile": 0.5},
+    "KL term": {"beta": 0.1, "num_iterations": 2},
+    "DoRA": {"peft_config": dora()},
+    "checkpointing, offloaded": {"run": checkpointed(offload=True)},
+    "checkpointing every other layer": {"run": checkpointed(every_n_layers=2)},
+    "RLOO": {"cls": EfficientRLOOTrainer, "config": EfficientRLOOConfig, "beta": 0.1},
+    "T-SPMO": {"cls": TSPMOTrainer, "config": TSPMOConfig, "learning_rate": 3.0},
+    # Products of bfloat16 are rounded to 0.4%, and each way adds them up in another order.
+    "bfloat16": {"bf16": True, "tolerance": 0.2},
+}
+
+
+@ways
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_in_any_passes(tmp_path, way, feature):
+    made = assert_as_alone(tmp_path, way, **FEATURES[feature])
+    assert made.door.is_active
