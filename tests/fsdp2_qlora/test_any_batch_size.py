@@ -1,12 +1,14 @@
 """Two ranks with micro-batches smaller than a group against one process with whole groups."""
 
 import pytest
+import torch
 
 pytest.importorskip("bitsandbytes")
 
 from tests.distributed.fsdp_on_gloo import fsdp_environment
+from tests.distributed.launch import REPOSITORY, accelerate_launch
 from tests.fsdp2_qlora import tiny
-from tests.fsdp2_qlora.runs import difference, scenarios_of
+from tests.fsdp2_qlora.runs import WORKER, difference, scenarios_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -23,6 +25,14 @@ CUT = {
     "kl": "grpo:per_device_train_batch_size=2,gradient_accumulation_steps=2,beta=0.1",
     "hybrid": f"grpo:{HYBRID},per_device_train_batch_size=1,gradient_accumulation_steps=4",
 }
+# The second rank has nothing to learn from, and meets the first one in its trunks.
+IDLE = {
+    "idle": f"{CUT['grpo']},idle=1",
+    "idle_cut": f"{CUT['too_long']},idle=1",
+    "idle_alone": f"{CUT['grpo']},tokens_per_pass=0,idle=1",
+}
+# DeepSpeed's optimizer steps in the backward of the last loss, so nothing is cut.
+ZERO_2 = {name: CUT[name] for name in ("grpo", "merged", "too_long")}
 CHECKPOINTED = "grpo:per_device_train_batch_size=1,gradient_accumulation_steps=4,gradient_checkpointing=true"
 
 
@@ -31,11 +41,11 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("cut")
     tiny.make_checkpoint(root / "hybrid", **tiny.HYBRID)
     model = tiny.make_checkpoint(root / "model")
-    found = {}
+    found = {"model": model}
     for run, scenarios, processes, environment in (
         ("one", WHOLE, 1, {}),
-        ("ddp", CUT, 2, {}),
-        ("fsdp2", {**CUT, "checkpointed": CHECKPOINTED}, 2, fsdp_environment()),
+        ("ddp", {**CUT, **IDLE, "checkpointed": CHECKPOINTED}, 2, {}),
+        ("fsdp2", {**CUT, **IDLE, "checkpointed": CHECKPOINTED}, 2, fsdp_environment()),
     ):
         ranks = scenarios_of(model, root / run, scenarios, processes, environment=environment)
         found |= {(run, scenario): [rank[scenario] for rank in ranks] for scenario in scenarios}
@@ -44,7 +54,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("run", "scenario"),
-    [*((run, scenario) for run in ("ddp", "fsdp2") for scenario in CUT), ("fsdp2", "checkpointed")],
+    [(run, scenario) for run in ("ddp", "fsdp2") for scenario in (*CUT, "checkpointed")],
 )
 def test_cut_groups_train_as_whole_ones(runs, run, scenario):
     whole = scenario if scenario in WHOLE else "grpo"
@@ -55,3 +65,28 @@ def test_cut_groups_train_as_whole_ones(runs, run, scenario):
         for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
             assert difference(wanted, gradients) <= 1e-5
     assert difference(expected["adapter"], runs[run, scenario][0]["adapter"]) <= 1e-5
+
+
+@pytest.mark.parametrize("scenario", ["idle", "idle_cut"])
+@pytest.mark.parametrize("run", ["ddp", "fsdp2"])
+def test_a_rank_without_anything_to_learn_from(runs, run, scenario):
+    for expected, found in zip(runs[run, "idle_alone"], runs[run, scenario], strict=True):
+        assert found["trunks"] > 0
+        for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
+            assert difference(wanted, gradients) <= 1e-5
+
+
+def test_zero_2_shares_prompts_and_cuts_nothing(runs, tmp_path):
+    """A cut micro-batch's gradients came behind the optimizer's step."""
+    pytest.importorskip("deepspeed")
+    model, expected = runs["model"], runs["one", "grpo"][0]
+    out = tmp_path / "out"
+    out.mkdir()
+    scenarios = [f"{name}={scenario}" for name, scenario in ZERO_2.items()]
+    run = accelerate_launch("zero2_cpu", WORKER, model, out, *scenarios, cwd=REPOSITORY, timeout=400)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for name in ZERO_2:
+        found = torch.load(out / "rank0.pt", weights_only=False)[name]
+        assert found["shared"] and (found["trunks"] > 0) == (name == "grpo")
+        # DeepSpeed sums gradients in buckets of another order.
+        assert difference(expected["adapter"], found["adapter"]) <= 1e-4

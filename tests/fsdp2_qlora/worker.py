@@ -70,6 +70,13 @@ class FixedCompletions(EfficientGRPOTrainer):
 
     unrounded = ()
     trunks = 0  # forwards of a beginning that several micro-batches share
+    has_no_signal = False
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        if self.has_no_signal:
+            batch["advantages"] = torch.zeros_like(batch["advantages"])
+        return batch
 
     def _scores_of_step(self, door):
         scores = super()._scores_of_step(door)
@@ -217,10 +224,10 @@ def sft(path, out, resume=None, final="", fails=0, **settings):
     return result(trainer, record)
 
 
-def grpo(path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, loses_node=0, **settings):
+def grpo(path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, loses_node=0, idle=0, **settings):
     """`model` is empty for one in 4 bits, "whole", or "made": an object that no folder has the weights of.
 
-    Even a short prompt is computed once per optimizer step.
+    Even a short prompt is computed once per optimizer step. With `idle` the last rank has nothing to learn from.
     """
     across_passes.MIN_SAVED_TOKENS = 1
     settings |= {"bf16": True} if bf16 else {}
@@ -235,6 +242,7 @@ def grpo(path, out, model="", bf16=0, evaluate=0, head=0, full=0, resume=None, l
         dtype = "bfloat16" if bf16 else "float32"
         model = tiny.load(model or path, dtype=getattr(torch, dtype), compute=dtype)
     trainer = grpo_trainer(FixedCompletions, model, out, callbacks=[record := Record()], **settings)
+    trainer.has_no_signal = bool(idle) and RANK == WORLD_SIZE - 1
     if loses_node:
         trainer.add_callback(End(node=True))
     if evaluate:  # before training upstream cannot evaluate a model that FSDP2 is to shard
