@@ -188,8 +188,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             if scored_BC is not None:
                 batch.labels[:, -scored_BC.shape[1] :].masked_fill_(~scored_BC, IGNORED_LABEL)
             batches.append(batch)
-        # DeepSpeed's optimizer steps inside the backward of the last loss, in front of a cut micro-batch's passes.
-        plan = door.plan_step(batches, limit, may_cut=not self.is_deepspeed_enabled)
+        # Each backward of DeepSpeed's has to reach a parameter, and its optimizer steps in that of the last loss.
+        plan = door.plan_step(batches, limit, one_by_one=self.is_deepspeed_enabled)
         return None if plan is None else StepScores(plan, batches, ends_update=count == left_in_update)
 
     def _scored_tokens(self, inputs, ahead: int) -> torch.Tensor | None:

@@ -610,7 +610,7 @@ class Door:
 
     @_not_compiled
     def plan_step(
-        self, batches: list[Batch], tokens_per_pass: int | None = None, may_cut: bool = True
+        self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
     ) -> StepPlan | None:
         """How to compute batches that are scored with the same weights, so that a beginning they share is computed once.
 
@@ -621,7 +621,7 @@ class Door:
             tokens_per_pass: of a pass with gradients, together with the trunks that are alive then; those of one padded batch
                 if `None`. If any two batches share something, as many run at once as fit. A batch that is longer than
                 `tokens_per_pass` is cut.
-            may_cut: whether a batch may run in several passes.
+            one_by_one: each batch has a pass of its own.
 
         Returns:
             `None` if no two batches share anything and each fits, or if this model cannot keep what they share.
@@ -664,15 +664,16 @@ class Door:
         divisors = [count for count in range(len(batches), 0, -1) if len(batches) % count == 0]
         rows_per_pass = [count * rows for count in divisors]
         rows_per_pass += [rows // count for count in range(2, rows + 1) if rows % count == 0]
+        if one_by_one:
+            rows_per_pass = [rows]
         fitting = (count for count in rows_per_pass if forwards(count, list).fits(limit))
         # As many as fit on the rank that can take fewest; a row that is longer runs alone.
         chosen = -agree([-next(fitting, 0)])[0]
         if chosen < rows and tokens_per_pass is None:
             return None  # too many beginnings at once: alone, each batch is as small as it was
-        if chosen < rows and not may_cut:
+        if chosen < rows and one_by_one:
             self._log_once(
-                f"tokens_per_pass={tokens_per_pass} is less than a micro-batch has, and DeepSpeed does not allow to cut one (it steps "
-                f"in the backward of the last loss): lower per_device_train_batch_size={rows} instead"
+                f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot be cut here"
             )
             chosen = rows
         chosen = max(chosen, 1)
