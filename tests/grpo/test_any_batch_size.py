@@ -94,3 +94,16 @@ def test_reentrant_checkpointing_keeps_no_graph(tmp_path, steps, caplog):
 def test_full_fine_tuning(tmp_path, steps):
     assert_equal_runs(tmp_path, peft=False, **cut(2))
     assert steps
+
+
+def test_no_forward_of_a_cut_micro_batch_is_longer_than_a_pass(tmp_path, steps, monkeypatch):
+    """The comparison of the first step included."""
+    limits, compare = [], Door.compare_with_stock
+
+    def watched(door, model, batch, autocast, tokens_per_pass):
+        limits.append(tokens_per_pass)
+        return compare(door, model, batch, autocast, tokens_per_pass)
+
+    monkeypatch.setattr(Door, "compare_with_stock", watched)
+    assert_equal_runs(tmp_path, own={"tokens_per_pass": 25}, **cut(8))
+    assert steps and set(limits) == {25}

@@ -136,7 +136,9 @@ class ScoringThroughTheDoor:
         rows, width = batch.input_ids.shape
         batch_size = arguments.get("batch_size") or rows
         tokens_per_pass = batch_size * width if batch_size < rows else None
-        door.compare_with_stock(wanted.model, batch, self.accelerator.autocast, tokens_per_pass)
+        # A micro-batch that is cut to fit is not compared in passes that would not.
+        limit = tokens_per_pass or self.args.tokens_per_pass or None
+        door.compare_with_stock(wanted.model, batch, self.accelerator.autocast, limit)
         step_scores, number = (None, 0)
         if kind == "policy" and torch.is_grad_enabled() and not arguments.get("compute_aux_loss"):
             step_scores, number = self._look_ahead(door, wanted.inputs)
