@@ -28,6 +28,7 @@ from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.merge import load_model
 from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
+from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, with_tool_format
 from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.problems import load_held_out
 from trl_fsdp_qlora.recipe.record import kept_paths
@@ -69,6 +70,8 @@ class EvaluateArguments:
     seed: int = option(0, "Seed of the samples.")
     use_cpu: bool = option(False, "Measure on the CPU where there is a GPU.")
     bf16: bool = option(False, "Compute in bfloat16 mixed precision, as a run with `bf16` measures.")
+    max_tool_calling_iterations: int | None = option(None, "Turns of an episode that may follow calls of tools.")
+    chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "As in the recipe, for episodes."})
     output: str | None = option(None, "JSON file to write.")
 
 
@@ -104,6 +107,10 @@ def main() -> None:
     test = load_held_out(script)
     if "images" in test.column_names:
         tokenizer = load_processing(args.model_name_or_path, args.model_revision, images=True)
+    agent = agent_of(script, args.chat_template_kwargs)
+    if agent is not None:
+        tokenizer = with_tool_format(tokenizer, script)
+        check_tool_template(tokenizer, args.model_name_or_path)
     dtype = "auto" if args.dtype in (None, "auto") else getattr(torch, args.dtype)
     quantization = {}
     if args.load_in_4bit:
@@ -132,6 +139,8 @@ def main() -> None:
             top_p=args.top_p,
             answer_format=script.answer_format,
             seed=args.seed,
+            agent=agent,
+            max_tool_turns=args.max_tool_calling_iterations,
         )
     say(str(result))
     if args.output and state.is_main_process:

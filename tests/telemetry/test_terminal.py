@@ -62,6 +62,48 @@ def test_completions_from_the_lowest_to_the_highest_reward():
     assert both == ['    exact 1.000, format -  "p" → "c"'] and completion_lines([], [], {}, 2) == []
 
 
+def called(name: str, **arguments) -> dict:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_an_episode_is_shown_as_a_dialogue():
+    asked = [{"role": "user", "content": "Guess."}]
+    answer = {"role": "assistant", "content": "It is 50."}
+    episode = [called("guess", number=75, why="half"), {"role": "tool", "name": "guess", "content": "lower"}]
+    episode += [{**called("guess", number=50), "content": "Then 50."}, {"role": "tool", "content": "right"}, answer]
+    prose = [{"role": "assistant", "content": "I guess 7."}]
+    broken = [called("guess")]  # the budget ended behind it
+    lines = completion_lines([asked] * 3, [episode, prose, broken], {"Game": [1.0, 0.0, 0.5]}, 3)
+    assert lines == [
+        '    reward 0.000  "Guess." → "I guess 7."',
+        '    reward 0.500  "Guess."',
+        "      calls  guess()",
+        '    reward 1.000  "Guess."',
+        '      calls  guess(number=75, why="half")',
+        '      tool   "lower"',
+        '      model  "Then 50."',
+        "      calls  guess(number=50)",
+        '      tool   "right"',
+        '      model  "It is 50."',
+    ]
+
+
+def test_of_a_long_episode_the_beginning_and_the_end_are_shown():
+    episode = []
+    for number in range(40):
+        episode += [called("guess", number=number), {"role": "tool", "content": "x" * 300}]
+    lines = completion_lines(["?"], [episode], {"Game": [1.0]}, 1)
+    assert len(lines) == 18 and max(map(len, lines)) < 120
+    assert lines[1].endswith("guess(number=0)") and lines[9].endswith("… 64 lines …")
+    assert lines[-2].endswith("guess(number=39)")
+
+
+def test_arguments_that_are_no_mapping_are_shown_as_they_are():
+    odd = {"role": "assistant", "tool_calls": [{"name": "guess", "arguments": "7"}]}
+    assert completion_lines(["?"], [[odd]], {"Game": [1.0]}, 1)[1] == "      calls  guess(7)"
+
+
 class Stop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step == 3

@@ -3,13 +3,20 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import trl
 from packaging.version import Version
 from transformers import PretrainedConfig, PreTrainedModel
-from trl.chat_template_utils import parse_response
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    parse_response,
+    supports_tool_calling,
+)
 from trl.kernels import chunked_logprob
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.models import unwrap_model_for_generation
@@ -69,6 +76,24 @@ def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions
     unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
     with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
         return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
+
+
+def with_response_schema(tokenizer: Any) -> Any:
+    """`tokenizer`, as `GRPOTrainer` makes it able to read tool calls; an own `response_template` stays."""
+    known = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+    return tokenizer if known else add_response_schema(tokenizer)
+
+
+def training_chat_template(tokenizer: Any) -> str | None:
+    """The chat template with which `GRPOTrainer` renders episodes in the place of the tokenizer's own; `None` if that serves."""
+    return None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
+
+
+def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, messages: list[dict]) -> list[int]:
+    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn: tool results, and the turn's opening."""
+    trainer = SimpleNamespace(_is_vlm=False, processing_class=tokenizer, _tokenizer=tokenizer)
+    trainer.chat_template, trainer.chat_template_kwargs = chat_template, options
+    return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
 
 
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig
 
 from ..recipe.arguments import ConfigError, ScriptArguments
+from ..recipe.episodes import Agent, agent_of, begin
 from ..recipe.evaluation import encode_images
 from ..recipe.runner import load_processing
 from ..recipe.script import say
@@ -39,7 +40,8 @@ def plan_first(
     elif PartialState().is_main_process:
         try:
             few = train.select(range(min(_PICTURES if "images" in train.column_names else _PROMPTS, len(train))))
-            longest = longest_prompt(tokenizer, few, model)
+            agent = agent_of(script, getattr(config, "chat_template_kwargs", None))
+            longest = longest_prompt(tokenizer, few, model, agent)
             stop_at_once()  # on fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there
             plan = make_plan(from_config(config, model, prompt_tokens=longest))
         except Exception as error:
@@ -57,11 +59,15 @@ def plan_first(
     return plan
 
 
-def longest_prompt(tokenizer: PreTrainedTokenizerBase, few: Dataset, model: ModelConfig) -> int:
+def longest_prompt(
+    tokenizer: PreTrainedTokenizerBase, few: Dataset, model: ModelConfig, agent: Agent | None = None
+) -> int:
     """Tokens of the longest of a few prompts, those of their images included."""
     if "images" in few.column_names:
         processor = load_processing(model.model_name_or_path, model.model_revision, images=True)
         return max(map(len, encode_images(list(few), processor)[0]))
+    if agent is not None:
+        return max(episode.prompt_length for episode in begin(agent, list(few), tokenizer))
     lengths = []
     for prompt in few["prompt"]:
         if not isinstance(prompt, str):

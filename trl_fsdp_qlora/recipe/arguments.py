@@ -61,6 +61,19 @@ class ScriptArguments:
     answer_format: str = option(
         "auto", "Where a final answer stands: auto, hash, tags, boxed, last_number, first_line, or verl's."
     )
+    environment: str | None = option(
+        None,
+        "An environment whose methods are tools, by import path: examples/agents/calculator.py:Calculator; docs/agents.md.",
+    )
+    tools: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Functions that the model may call, by import path: my_tools.py:multiply."},
+    )
+    tool_format: str | None = option(
+        None,
+        "A function by import path that gets the tokenizer and returns it with a chat template that knows tools, for a model whose "
+        "own does not.",
+    )
     accuracy_steps: int = option(0, "Measure accuracy every so many optimizer steps; 0 for before and after only.")
     accuracy_samples: int = option(0, "k of pass@k and majority@k after training; 0 for greedy decoding only.")
     accuracy_batch_size: int = option(64, "Completions per batch of the accuracy measurement, per rank.")

@@ -26,6 +26,7 @@ from ..run.input_checks import language_model_only, mistakes
 from .answers import extract_answer
 from .arguments import ConfigError, ScriptArguments
 from .datasets import check_template
+from .episodes import OWN_REWARD, agent_of, check_tool_template, with_tool_format
 from .rewards import get_reward
 
 # Smallest values of this package's own counts; of the others the libraries speak themselves.
@@ -42,7 +43,9 @@ def check_script(script: ScriptArguments) -> None:
         raise ConfigError(f"max_train_seconds={script.max_train_seconds} must be positive; leave it out for no limit")
     extract_answer("", script.answer_format)
     for name in script.rewards:
-        get_reward(name, script.answer_format)
+        if name != OWN_REWARD:
+            get_reward(name, script.answer_format)
+    agent_of(script)
     check_template(script.prompt_template)
 
 
@@ -171,5 +174,8 @@ def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> An
     if config.resume_from_checkpoint:
         resolve_resume(config.output_dir, config.resume_from_checkpoint, read_contents=False)
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
+    if agent_of(script) is not None:
+        tokenizer = with_tool_format(tokenizer, script)
+        check_tool_template(tokenizer, model.model_name_or_path)
     check_model(model)
     return tokenizer

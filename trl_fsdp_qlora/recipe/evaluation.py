@@ -3,7 +3,7 @@
 import functools
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -11,7 +11,8 @@ from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from ..rollout.completions import generate, over_ranks
 from . import reasoning_gym
-from .answers import answers_match, extract_answer, parse_gold, parse_number, required_answer
+from .answers import answers_match, completion_text, extract_answer, parse_gold, parse_number, required_answer
+from .episodes import Agent, run_episodes
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
 # What `generate` would otherwise fill in from the model's own generation config (Qwen2.5's has a repetition penalty).
@@ -53,6 +54,14 @@ class Evaluation:
         return text
 
 
+class Completed(NamedTuple):
+    """What a model answered: its text, the tokens that it wrote, and what the environment says if that decides."""
+
+    text: str
+    tokens: int
+    is_right: bool | None = None
+
+
 def majority(answers: list[str | None]) -> str | None:
     """The most frequent answer, by value where it is a number; ties go to the earliest; `None` where none is given."""
     given = [answer for answer in answers if answer is not None]
@@ -91,6 +100,8 @@ def evaluate(
     progress: bool = True,
     description: str = "evaluate",
     lockstep: bool = False,
+    agent: Agent | None = None,
+    max_tool_turns: int | None = None,
 ) -> Evaluation:
     """Measure `model` on every problem of `dataset` exactly once, whatever the number of ranks.
 
@@ -108,6 +119,10 @@ def evaluate(
         answer_format: see [`trl_fsdp_qlora.recipe.answers.extract_answer`].
         progress, description: show a bar on the main rank.
         lockstep: a forward is collective (weights sharded over the ranks): every rank generates as often as the slowest.
+        agent: the tools and the environment of an episode, whose last answer is compared with the right one; an environment
+            that owns its reward is asked instead. `max_new_tokens` is then the length of an episode behind its prompt, results
+            of tools included, and the tokens of a completion are those that the model wrote.
+        max_tool_turns: of an episode, any number if `None`.
 
     Returns:
         [`Evaluation`], the same on every rank.
@@ -125,30 +140,52 @@ def evaluate(
     text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
 
-    def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[list[int]]:
+    def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[Completed]:
+        if agent is not None:
+
+            def next_turn(ids: list[list[int]], turn: int) -> list[list[int]]:
+                return generate(model, ids, config, None if seed is None else seed + (turn << 40), synced=lockstep)
+
+            how = {"max_length": max_new_tokens, "max_tool_turns": max_tool_turns, "lockstep": lockstep}
+            episodes = run_episodes(
+                agent, [rows[i] for i in batch for _ in range(repeats)], tokenizer, next_turn, **how
+            )
+            return [
+                Completed(completion_text(each.messages), each.drawn, agent.is_right(each.environment))
+                for each in episodes
+            ]
         if with_images:
             ids, vision = encode_images([row for i in batch for row in [dataset[i]] * repeats], tokenizer)
         else:
             ids, vision = encode([rows[i]["prompt"] for i in batch for _ in range(repeats)], tokenizer), {}
-        return generate(model, ids, config, seed, synced=lockstep, vision=vision)
+        completions = generate(model, ids, config, seed, synced=lockstep, vision=vision)
+        return [Completed(tokenizer.decode(each, skip_special_tokens=True), len(each)) for each in completions]
 
-    def draw(batch: range) -> tuple[list[list[int]], list[list[int]]]:
+    def draw(batch: range) -> tuple[list[Completed], list[Completed]]:
         best = complete(batch, greedy, 1)
         return best, complete(batch, sampled, samples, (seed << 20) + batch.start) if samples else []
 
-    def score(batch: range, completions: tuple[list[list[int]], list[list[int]]]) -> list[tuple]:
-        best, drawn = ([tokenizer.decode(t, skip_special_tokens=True) for t in each] for each in completions)
+    def score(batch: range, completions: tuple[list[Completed], list[Completed]]) -> list[tuple]:
+        best, drawn = completions
         found = []
         for j, i in enumerate(batch):
             right = functools.partial(answers_match, gold=golds[i])
-            answer = extract_answer(best[j], answer_format)
-            sampled = [extract_answer(text, answer_format) for text in drawn[j * samples : (j + 1) * samples]]
-            strict = right(required_answer(best[j], answer_format))
-            lenient = right(extract_answer(best[j], "last_number"))
+
+            def is_right(one: Completed, answer: str | None, right=right) -> bool:
+                return right(answer) if one.is_right is None else one.is_right
+
+            text = best[j].text
+            answer = extract_answer(text, answer_format)
+            of_problem = drawn[j * samples : (j + 1) * samples]
+            sampled = [extract_answer(one.text, answer_format) for one in of_problem]
+            strict = is_right(best[j], required_answer(text, answer_format))
+            lenient = is_right(best[j], extract_answer(text, "last_number"))
             of_samples = 0, 0
             if samples:
-                of_samples = pass_at_k(samples, sum(map(right, sampled)), samples), right(majority(sampled))
-            found.append((right(answer), answer is not None, strict, lenient, len(completions[0][j]), *of_samples))
+                passed = sum(map(is_right, of_problem, sampled))
+                voted = 2 * passed > samples if agent is not None and agent.owns_reward else right(majority(sampled))
+                of_samples = pass_at_k(samples, passed, samples), voted
+            found.append((is_right(best[j], answer), answer is not None, strict, lenient, best[j].tokens, *of_samples))
         return found
 
     size, n = max(1, batch_size // max(samples, 1)), len(rows)

@@ -16,10 +16,13 @@ from ..checkpoints import disk
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from .arguments import ScriptArguments
+from .episodes import agent_of
 from .evaluation import Evaluation, evaluate
 from .import_path import is_import_path
 from .script import say
 
+# Fields that name data, or code by its file.
+FILES = ("dataset", "eval_dataset", "environment", "tool_format")
 # Where this machine has the data of a run; Transformers uploads nothing that begins with an underscore.
 PATHS = "_paths.json"
 
@@ -28,8 +31,8 @@ PATHS = "_paths.json"
 def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
     """Note where files and folders with data lie, of which `metrics.json`, which may be published, has the name alone."""
     paths = {}
-    for name in ("dataset", "eval_dataset"):
-        given = getattr(script, name) or ""
+    for name in FILES:
+        given = getattr(script, name, None) or ""
         file, colon, function = given.rpartition(":") if is_import_path(given) else (given, "", "")
         if os.path.exists(file):
             paths[name] = f"{os.path.abspath(file)}{colon}{function}"
@@ -96,6 +99,7 @@ class AccuracyCallback(TrainerCallback):
     def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
         self.trainer, self.script, self.test, self.record = trainer, script, test, record
         self.seconds_before = 0.0
+        self.agent = agent_of(script, getattr(trainer.args, "chat_template_kwargs", None))
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Held-out accuracy as it is now, on every rank."""
@@ -104,6 +108,8 @@ class AccuracyCallback(TrainerCallback):
         how |= {"batch_size": script.accuracy_batch_size, "progress": not args.disable_tqdm, "samples": samples}
         with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
             how |= {"description": description, "lockstep": lockstep}
+            if self.agent is not None:
+                how |= {"agent": self.agent, "max_tool_turns": args.max_tool_calling_iterations}
             return evaluate(model, trainer.processing_class, self.test, **how)
 
     @nonfatal("the model card")

@@ -1,5 +1,6 @@
 """A recipe's run: build the trainer, measure, train, measure again, save."""
 
+import inspect
 import shlex
 import sys
 import time
@@ -24,13 +25,14 @@ from ..run.threads import fit_threads
 from ..telemetry.terminal import use_terminal
 from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
-from .record import AccuracyCallback, RunRecord, TimeLimit, format_result, keep_paths
+from .episodes import OWN_REWARD, agent_of, with_tool_format
+from .record import FILES, AccuracyCallback, RunRecord, TimeLimit, format_result, keep_paths
 from .rewards import get_reward
 from .script import resumable, say
 
 
 def reward_functions(args: ScriptArguments) -> list:
-    return [get_reward(name, args.answer_format) for name in args.rewards]
+    return [get_reward(name, args.answer_format) for name in args.rewards if name != OWN_REWARD]
 
 
 def load_processing(name: str, revision: str | None, images: bool):
@@ -53,9 +55,24 @@ def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool 
     }
 
 
+def agent_arguments(cls: type, script: ScriptArguments, processing: Any) -> dict[str, Any]:
+    """A trainer's arguments by name for the tools and the environment of a recipe; empty if it has none.
+
+    Raises:
+        ConfigError: trainers of `cls` take no tools.
+    """
+    agent = agent_of(script)
+    if agent is None:
+        return {}
+    if "environment_factory" not in inspect.signature(cls.__init__).parameters:
+        raise ConfigError(f"environment and tools: {cls.__name__} runs no episodes; train with GRPO")
+    return {**agent.arguments(), "processing_class": with_tool_format(processing, script)}
+
+
 def build_trainer(cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more):
     """A trainer of `cls` for a recipe's parsed arguments; `more` goes to it as it is."""
     given = model_arguments(config, model, "images" in train.column_names)
+    given |= agent_arguments(cls, script, given["processing_class"])
     trainer = cls(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
     trainer.card_info.settings = (script, model)
     fit_threads(trainer.model)
@@ -64,14 +81,16 @@ def build_trainer(cls: type, script: ScriptArguments, config: Any, model: ModelC
 
 # What `evaluate` takes from the folder of a run, so that it measures what the run measured.
 _MEASURED = ("model_revision", "dtype", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
-_MEASURED += ("max_completion_length", "bf16", "seed")
+_MEASURED += ("max_completion_length", "bf16", "seed", "max_tool_calling_iterations", "chat_template_kwargs")
 
 
 def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
     """The fields of `recipes/evaluate.py` that measure what a run with these arguments does; no path of one machine."""
     values = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED} | asdict(script)
-    values |= {name: redaction.portable(values[name]) for name in ("dataset", "eval_dataset") if values[name]}
-    left_out = ("rewards", "skip_accuracy", "stage")
+    values |= {name: redaction.portable(values[name]) for name in FILES if values.get(name)}
+    # The environment's own reward measures, too; other rewards may lie in files that are not there later.
+    values["rewards"] = [OWN_REWARD] if OWN_REWARD in script.rewards else None
+    left_out = ("skip_accuracy", "stage")
     kept = {name: value for name, value in values.items() if value is not None and name not in left_out}
     return redaction.without_secrets(kept)
 

@@ -21,7 +21,8 @@ from ..run.nonfatal import nonfatal
 
 LINE_SECONDS = 30.0  # between two lines on what takes long, where there is no terminal for a bar
 SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
-_PROMPT_WIDTH, _COMPLETION_WIDTH = 60, 100
+_PROMPT_WIDTH, _COMPLETION_WIDTH, _ARGUMENT_WIDTH = 60, 100, 60
+_DIALOGUE_LINES = 16  # of one episode
 # Metrics that every run has beside stock TRL's, and those of them that a script prints. Metrics of an algorithm or an option that
 # the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed as stock TRL prints its own.
 _EVERY_RUN = ("efficiency/", "generation/", "groups/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
@@ -72,7 +73,7 @@ def _quoted(text: Any, width: int, end: bool = False) -> str:
 def completion_lines(
     prompts: Sequence, completions: Sequence, rewards: Mapping[str, Sequence[float]], count: int
 ) -> list[str]:
-    """A line each for `count` completions, from the lowest to the highest reward and spread evenly over them.
+    """A line each for `count` completions, and for an episode with tools its [`dialogue`], from the lowest to the highest reward and spread evenly over them.
 
     `prompts` and `completions` are texts or conversations; each reward function has one value per completion, NaN where it gave
     none.
@@ -86,8 +87,37 @@ def completion_lines(
         each = rewards if len(rewards) > 1 else {"reward": next(iter(rewards.values()))}
         earned = ", ".join(f"{name} {number(values[i])}" for name, values in each.items())
         asked = _quoted(prompts[i], _PROMPT_WIDTH, end=True)  # solved problems may stand before the question
-        lines.append(f"    {earned}  {asked} → {_quoted(completions[i], _COMPLETION_WIDTH)}")
+        if _is_episode(completions[i]):
+            lines += [f"    {earned}  {asked}", *dialogue(completions[i])]
+        else:
+            lines.append(f"    {earned}  {asked} → {_quoted(completions[i], _COMPLETION_WIDTH)}")
     return lines
+
+
+def _is_episode(completion: Any) -> bool:
+    """Whether the completion is a conversation with tools, not one answer."""
+    if isinstance(completion, str) or not completion:
+        return False
+    return len(completion) > 1 or bool(completion[0].get("tool_calls"))
+
+
+def dialogue(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each thing that is said, called and returned; of a long episode its beginning and its end."""
+    lines = []
+    for message in messages:
+        speaker = "tool" if message["role"] == "tool" else "model"
+        if message.get("content") or not message.get("tool_calls"):
+            lines.append((speaker, _quoted([message], _COMPLETION_WIDTH)))
+        for call in message.get("tool_calls") or []:
+            function = call.get("function") or call
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, Mapping):
+                arguments = ", ".join(f"{name}={_quoted(value, _ARGUMENT_WIDTH)}" for name, value in arguments.items())
+            lines.append(("calls", f"{function.get('name')}({arguments})"))
+    if len(lines) > _DIALOGUE_LINES:
+        half = _DIALOGUE_LINES // 2
+        lines[half:-half] = [("", f"… {len(lines) - 2 * half} lines …")]
+    return [f"      {speaker:<6} {text}" for speaker, text in lines]
 
 
 class TerminalCallback(TrainerCallback):

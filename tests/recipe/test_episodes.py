@@ -1,0 +1,184 @@
+"""Episodes outside of training: token by token those of TRL's own loop, measured, and what tools and environments may do wrong."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import parse_response, supports_tool_calling
+
+from tests.tiny import save_tool_calling_model, tool_tokenizer
+from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
+from trl_fsdp_qlora.recipe.episodes import (
+    Agent,
+    agent_of,
+    check_tool_template,
+    run_episodes,
+    run_tool,
+    with_tool_format,
+)
+from trl_fsdp_qlora.recipe.evaluation import evaluate, generation_configs
+from trl_fsdp_qlora.rollout.completions import generate
+
+CALCULATOR = str(Path(__file__).parents[2] / "examples" / "agents" / "calculator.py")
+
+
+class Guessing:
+    """Right with a guess of the secret number."""
+
+    def reset(self, answer, **row) -> str:
+        self.secret, self.found = int(answer), False
+        return f" Between 0 and {2 * self.secret}."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: your guess.
+        """
+        self.found = self.found or number == self.secret
+        return "right" if number == self.secret else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self.found)
+
+
+def rows(*secrets) -> Dataset:
+    asked = [[{"role": "user", "content": "Guess." + "!" * i}] for i in range(len(secrets))]
+    return Dataset.from_dict({"prompt": asked, "answer": list(map(str, secrets))})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return save_tool_calling_model(tmp_path_factory.mktemp("caller"), "guess", {"number": 50})
+
+
+@pytest.fixture
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+# The last one ends in the middle of a call; 106 and 107 tokens are an answer of the tool that ends with the budget, and one short of it.
+@pytest.mark.parametrize(("length", "turns"), [(400, 2), (400, 0), (150, None), (60, None), (106, None), (107, None)])
+def test_an_episode_is_that_of_trls_loop(folder, loaded, tmp_path, length, turns):
+    model, tokenizer = loaded
+    data = rows(50, 7)
+    args = GRPOConfig(
+        str(tmp_path),
+        max_completion_length=length,
+        max_tool_calling_iterations=turns,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        temperature=1e-4,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+    )
+    stock = GRPOTrainer(folder, args=args, train_dataset=data, environment_factory=Guessing)
+    batch = stock._generate_and_score_completions([row for row in data for _ in range(2)])
+    greedy, _ = generation_configs(model, tokenizer, length, 1.0, 1.0)
+    episodes = run_episodes(
+        Agent(environment=Guessing),
+        data.to_list(),
+        tokenizer,
+        lambda ids, turn: generate(model, ids, greedy),
+        max_length=length,
+        max_tool_turns=turns,
+    )
+    for i, episode in enumerate(episodes):
+        prompt = batch["prompt_ids"][2 * i][batch["prompt_mask"][2 * i].bool()].tolist()
+        completion = batch["completion_ids"][2 * i][batch["completion_mask"][2 * i].bool()].tolist()
+        assert episode.ids == prompt + completion
+        assert episode.drawn == batch["tool_mask"][2 * i].sum()
+        assert episode.messages == list(stock._logs["completion"])[2 * i]
+    if length == 400:
+        assert len(episodes[0].messages) == (5 if turns else 1)
+
+
+def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
+    model, tokenizer = loaded
+    data = rows(50, 7, 50, 8, 9)
+    how = {
+        "max_new_tokens": 300,
+        "batch_size": 2,
+        "progress": False,
+        "max_tool_turns": 1,
+        "answer_format": "last_number",
+    }
+    by_reward = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing, owns_reward=True), samples=2, **how)
+    assert (by_reward.n, by_reward.correct, by_reward.pass_at_k, by_reward.majority_at_k) == (5, 2, 0.4, 0.4)
+    by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **how, lockstep=True)
+    assert by_answer.correct == 0  # it never answers, it goes on calling
+    assert (
+        by_answer.tokens_per_completion == by_reward.tokens_per_completion > 50
+    )  # of two calls, without what came back
+
+
+def test_what_a_call_does_wrong_is_what_the_model_reads():
+    async def later(number: int) -> int:
+        await asyncio.sleep(0)
+        return number + 1
+
+    def fails(number: int) -> int:
+        raise OverflowError("too large")
+
+    tools = {"later": later, "fails": fails}
+
+    def run(name, arguments, kind="function"):
+        return run_tool(tools, {"type": kind, "function": {"name": name, "arguments": arguments}})
+
+    assert run("later", {"number": 1}) == ("later", 2)
+    assert run("fails", {"number": 1}) == ("fails", {"error": "too large"})
+    assert run("neither", {}) == ("neither", {"error": "Tool neither not found."})
+    assert "unexpected keyword" in run("later", {"digits": 1})[1]["error"]
+    assert run("later", {}, "image")[1] == {"error": "Unsupported tool call type: image"}
+
+
+def test_a_recipe_that_names_no_agent_or_half_of_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("half.py").write_text(
+        "class Half:\n    def act(self): ...\n\nclass Whole(Half):\n    def reset(self, **row): ...\n"
+    )
+    assert agent_of(ScriptArguments("d")) is None
+    for wrong, reason in [
+        ({"rewards": ["environment"]}, "no environment is set"),
+        ({"environment": "half.py:Half"}, "no method reset"),
+        ({"environment": "half.py:Whole", "rewards": ["environment"]}, "get_reward"),
+        ({"environment": "half.py:Whole", "chat": False}, "chat: false"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            agent_of(ScriptArguments("d", **wrong))
+    agent = agent_of(ScriptArguments("d", environment="half.py:Whole"))
+    assert [tool.__name__ for tool in agent.tools_of(agent.environment())] == ["act"]
+
+
+def test_the_calculators_calls_are_rendered_and_read():
+    sys.modules.pop("calculator", None)
+    script = ScriptArguments("d", environment=f"{CALCULATOR}:Calculator", tool_format=f"{CALCULATOR}:json_calls")
+    plain = tool_tokenizer()
+    plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="knows no tools"):
+        check_tool_template(plain, "it")
+    tokenizer = with_tool_format(plain, script)
+    check_tool_template(tokenizer, "it")
+    assert supports_tool_calling(tokenizer)
+    tool = agent_of(script).environment().calculate
+    asked = [{"role": "user", "content": "Multiply 3 by 4."}]
+    prompt = tokenizer.apply_chat_template(asked, tools=[tool], add_generation_prompt=True, return_dict=False)
+    written = tokenizer('{"name": "calculate", "arguments": {"expression": "3 * (4 - 1)"}}<|im_end|>')["input_ids"]
+    message = parse_response(tokenizer, written, prefix=prompt, tools=[tool])
+    (call,) = message["tool_calls"]
+    assert run_tool({"calculate": tool}, call) == ("calculate", "9")
+    again = tokenizer.apply_chat_template([*asked, message], tools=[tool], return_dict=False)
+    assert again[: len(prompt) + len(written)] == prompt + written
+    for harmful in ("2 ** 9999", "__import__('os').getcwd()", "1 / 0", "(" * 99, "9" * 101):
+        assert (
+            "error"
+            in run_tool(
+                {"calculate": tool}, {**call, "function": {"name": "calculate", "arguments": {"expression": harmful}}}
+            )[1]
+        )

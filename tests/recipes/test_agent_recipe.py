@@ -1,0 +1,45 @@
+"""The calculator's recipe from end to end, with a model that calls the tool in each turn."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from tests.tiny import save_tool_calling_model
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "grpo" / "config_calculator.yaml"
+
+
+def test_the_calculators_recipe_trains_and_measures_episodes(tmp_path, called, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)  # the recipe names files of the clone
+    settings = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    settings |= {
+        "model_name_or_path": save_tool_calling_model(tmp_path / "base", "calculate", {"expression": "12 * 13"}),
+        "output_dir": str(tmp_path / "run"),
+        "held_out": 6,
+        "max_steps": 2,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 300,
+        "max_tool_calling_iterations": 1,
+    }
+    del settings["tool_format"]  # the tiny model's own chat template knows tools
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    called("grpo", ["--config", str(tmp_path / "recipe.yaml")])
+    printed = "".join(capfd.readouterr())
+    assert 'calls  calculate(expression="12 * 13")\n      tool   "156"\n      calls' in printed
+    record = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    steps = [entry for entry in record["history"] if "loss" in entry]
+    assert [entry["tools/call_frequency"] for entry in steps] == [1.0, 1.0]
+    assert [entry["tools/failure_frequency"] for entry in steps] == [0.0, 0.0]
+    after = record["after"]
+    assert after["n"] == 6 and after["correct"] == 0  # it calls once more and never answers
+    written = steps[-1]["completions/mean_length"]
+    assert abs(after["tokens_per_completion"] - written) < 0.1 * written  # two calls, without the calculator's answer
+
+    called(
+        "evaluate", ["--adapter", str(tmp_path / "run"), "--output", str(tmp_path / "again.json"), "--use_cpu", "true"]
+    )
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again == again | after | {"seconds": again["seconds"]}

@@ -1,0 +1,201 @@
+"""A recipe's tools and environment, and episodes outside of training: what is measured is what is trained.
+
+Training's own episodes are TRL's (`GRPOTrainer._tool_call_loop`). Accuracy needs them greedy, on every rank, without a trainer and
+without a trace in its metrics, so the loop stands here a second time: a turn of the model, its calls, their results, the next turn.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
+from transformers import PreTrainedTokenizerBase
+
+from ..compat import trl as compat
+from .arguments import ConfigError, ScriptArguments
+from .import_path import load_function
+
+OWN_REWARD = "environment"  # among `rewards`: what the environment's `get_reward` returns
+_NO_TOOLS = ("reset", "get_reward")
+
+
+@dataclass
+class Agent:
+    """What a model may do: call `tools`, and the methods of an instance of `environment` that its episode has for itself."""
+
+    tools: list[Callable] = field(default_factory=list)
+    environment: Callable | None = None
+    owns_reward: bool = False  # an episode is right if its environment's reward is at least 1
+    template_options: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`
+
+    def arguments(self) -> dict[str, Any]:
+        """Of TRL's trainer."""
+        return {"tools": self.tools or None, "environment_factory": self.environment}
+
+    def is_right(self, environment: Any) -> bool | None:
+        """Whether an episode that is over was right by its environment's own reward; `None` if its answer decides."""
+        if not self.owns_reward:
+            return None
+        reward = environment.get_reward()
+        return (asyncio.run(reward) if inspect.iscoroutine(reward) else reward) >= 1
+
+    def tools_of(self, environment: Any) -> list[Callable]:
+        """The tools of an episode in TRL's order: functions, then the public methods of its environment."""
+        members = inspect.getmembers(type(environment), inspect.isfunction) if environment is not None else ()
+        names = [name for name, _ in members if name not in _NO_TOOLS and not name.startswith("_")]
+        return [*self.tools, *(getattr(environment, name) for name in names)]
+
+
+def agent_of(script: ScriptArguments, template_options: dict | None = None) -> Agent | None:
+    """The tools and the environment that `script` names; `None` if it names none.
+
+    Raises:
+        UserError: an import path leads nowhere, the environment has no `reset`, or no `get_reward` although `rewards` names it.
+    """
+    if not script.tools and script.environment is None:
+        if OWN_REWARD in script.rewards:
+            raise ConfigError(f"rewards: {OWN_REWARD} is an environment's get_reward, and no environment is set")
+        return None
+    environment = None if script.environment is None else load_function(script.environment)
+    owns = OWN_REWARD in script.rewards
+    if environment is not None and not hasattr(environment, "reset"):
+        raise ConfigError(f"environment={script.environment!r} has no method reset(self, **row)")
+    if owns and not hasattr(environment, "get_reward"):
+        raise ConfigError(
+            f"rewards: {OWN_REWARD} needs a method get_reward(self) of environment={script.environment!r}"
+        )
+    if not script.chat:
+        raise ConfigError("tools and environments are shown to the model by its chat template; leave chat: false out")
+    return Agent([load_function(path) for path in script.tools], environment, owns, template_options or {})
+
+
+def with_tool_format(tokenizer: Any, script: ScriptArguments) -> Any:
+    """`tokenizer`, through the function that `tool_format` names."""
+    return tokenizer if script.tool_format is None else load_function(script.tool_format)(tokenizer)
+
+
+def check_tool_template(tokenizer: Any, name: str) -> None:
+    """Refuse a chat template that TRL would refuse, or whose calls it could not read, before a weight is loaded."""
+    hint = "name a function in tool_format that gives it one, for one examples/agents/calculator.py:json_calls"
+    if not compat.supports_tool_calling(tokenizer):
+        raise ConfigError(f"the chat template of {name!r} knows no tools; {hint}")
+    try:
+        compat.with_response_schema(tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"TRL does not know how {name!r} writes its calls; {hint}") from error
+
+
+@dataclass
+class Episode:
+    """One row's way through its turns; `ids` are its prompt's tokens and everything behind them."""
+
+    ids: list[int]
+    prompt_length: int
+    tools: dict[str, Callable]
+    environment: Any = None
+    messages: list[dict] = field(default_factory=list)
+    drawn: int = 0  # tokens that the model wrote
+
+    @property
+    def length(self) -> int:
+        return len(self.ids) - self.prompt_length
+
+
+def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> list[Episode]:
+    """An episode for each row: its environment reset, its prompt rendered with its tools."""
+    made = []
+    template = compat.training_chat_template(tokenizer)
+    for row in rows:
+        environment = None if agent.environment is None else agent.environment()
+        prompt = row["prompt"]
+        if environment is not None and (observation := environment.reset(**row)) is not None:
+            prompt = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+        tools = agent.tools_of(environment)
+        ids = tokenizer.apply_chat_template(
+            prompt,
+            tools=tools or None,
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **agent.template_options,
+        )
+        made.append(Episode(ids, len(ids), {tool.__name__: tool for tool in tools}, environment))
+    return made
+
+
+def run_tool(tools: dict[str, Callable], call: dict) -> tuple[str, Any]:
+    """The name that is called and its result; an error is a result, which the model reads, as in TRL's loop."""
+    function = call.get("function") or {}
+    name = function.get("name") or call.get("name", "unknown")
+    try:
+        if call["type"] != "function":
+            return name, {"error": f"Unsupported tool call type: {call['type']}"}
+        if name not in tools:
+            raise ValueError(f"Tool {name} not found.")
+        result = tools[name](**function["arguments"])
+        return name, asyncio.run(result) if inspect.iscoroutine(result) else result
+    except Exception as error:
+        return name, {"error": str(error)}
+
+
+def run_episodes(
+    agent: Agent,
+    rows: Sequence[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    generate: Callable[[list[list[int]], int], list[list[int]]],
+    *,
+    max_length: int,
+    max_tool_turns: int | None = None,
+    lockstep: bool = False,
+) -> list[Episode]:
+    """One episode for each of `rows`, all of them turn by turn.
+
+    Args:
+        tokenizer: with a chat template that knows tools.
+        generate: completions of some token ids in the turn of a number.
+        max_length: tokens behind the prompt, results of tools included. A result that goes beyond ends its episode unread.
+        max_tool_turns: turns that may follow calls; any number if `None`.
+        lockstep: `generate` is collective: a rank whose episodes are over goes on, for nobody, until all ranks' are.
+    """
+    tokenizer = compat.with_response_schema(tokenizer)
+    template = compat.training_chat_template(tokenizer)
+    episodes = begin(agent, rows, tokenizer)
+    live, turn = list(episodes), 0
+    while _any_rank(bool(live), lockstep):
+        completions = generate(
+            [episode.ids for episode in live] or [episodes[0].ids[: episodes[0].prompt_length]], turn
+        )
+        going_on = []
+        for episode, completion in zip(live, completions, strict=False):
+            completion = completion[: max_length - episode.length]
+            if not completion:  # the results before it took the last tokens
+                continue
+            tools = list(episode.tools.values())
+            message = compat.parse_response(tokenizer, completion, prefix=episode.ids, tools=tools)
+            episode.ids = episode.ids + completion
+            episode.drawn += len(completion)
+            episode.messages.append(message)
+            calls = message.get("tool_calls")
+            if not calls or (max_tool_turns is not None and turn >= max_tool_turns):
+                continue
+            results = [run_tool(episode.tools, call) for call in calls]
+            answers = [{"role": "tool", "name": name, "content": str(result)} for name, result in results]
+            suffix = compat.tool_suffix_ids(tokenizer, template, agent.template_options, answers)
+            if episode.length + len(suffix) > max_length:
+                continue
+            episode.ids = episode.ids + suffix
+            episode.messages += answers
+            going_on.append(episode)
+        live, turn = going_on, turn + 1
+    return episodes
+
+
+def _any_rank(live: bool, lockstep: bool) -> bool:
+    if not lockstep or PartialState().num_processes == 1:
+        return live
+    return bool(reduce(torch.tensor(int(live), device=PartialState().device), reduction="sum"))
