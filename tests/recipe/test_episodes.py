@@ -12,6 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from tests.tiny import save_tool_calling_model, tool_tokenizer
+from trl_fsdp_qlora.recipe import episodes as episodes_module
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.recipe.episodes import (
     Agent,
@@ -111,11 +112,27 @@ def test_accuracy_by_the_environments_reward_and_by_the_answer(loaded):
     }
     by_reward = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing, owns_reward=True), samples=2, **how)
     assert (by_reward.n, by_reward.correct, by_reward.pass_at_k, by_reward.majority_at_k) == (5, 2, 0.4, 0.4)
-    by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **how, lockstep=True)
+    by_answer = evaluate(model, tokenizer, data, agent=Agent(environment=Guessing), **how)
     assert by_answer.correct == 0  # it never answers, it goes on calling
     assert (
         by_answer.tokens_per_completion == by_reward.tokens_per_completion > 50
     )  # of two calls, without what came back
+
+
+def test_a_rank_that_is_done_generates_until_all_ranks_are(loaded, monkeypatch):
+    _, tokenizer = loaded
+    others, asked = [1, 1, 1, 0], []  # ranks that go on, by turn, this one counted
+    monkeypatch.setattr(episodes_module, "reduce", lambda flag, reduction: torch.tensor(others[len(asked)]))
+
+    def answer(ids, turn):
+        asked.append(list(map(len, ids)))
+        return [tokenizer("7<|im_end|>")["input_ids"] for _ in ids]
+
+    agent = Agent(environment=Guessing)
+    episodes = run_episodes(agent, rows(50, 7).to_list(), tokenizer, answer, max_length=99, lockstep=True)
+    lengths = [episode.prompt_length for episode in episodes]
+    assert asked == [lengths, lengths[:1], lengths[:1]]  # a prompt for nobody in the turns of the others
+    assert [episode.messages[0]["content"] for episode in episodes] == ["7", "7"]
 
 
 def test_what_a_call_does_wrong_is_what_the_model_reads():

@@ -23,6 +23,7 @@ def test_the_calculators_recipe_trains_and_measures_episodes(tmp_path, called, m
         "num_generations": 4,
         "max_completion_length": 300,
         "max_tool_calling_iterations": 1,
+        "temperature": 0.01,
     }
     del settings["tool_format"]  # the tiny model's own chat template knows tools
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))

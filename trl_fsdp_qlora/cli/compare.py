@@ -54,7 +54,7 @@ from ..recipe.arguments import ScriptArguments, parse_recipe, read_yaml
 from ..recipe.checks import check_recipe
 from ..recipe.pairs import DPOScriptArguments, read_pairs
 from ..recipe.problems import load_data
-from ..recipe.runner import build_trainer, model_arguments, reward_functions
+from ..recipe.runner import agent_arguments, build_trainer, model_arguments, reward_functions
 from ..run.input_checks import language_model_only
 from ..run.one_line import take
 from ..run.threads import fit_threads
@@ -267,6 +267,7 @@ def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) 
     given["peft_config"] = language_model_only(given["peft_config"], model.model_name_or_path, model.model_revision)
     if is_online:
         given["reward_funcs"] = reward_functions(script)
+        given |= agent_arguments(method.stock, script, given["processing_class"])
     stock = method.stock(model.model_name_or_path, args=stock_config, train_dataset=train, **given)
     if method.ours is method.stock:
         ours.door = open_door(ours.model)

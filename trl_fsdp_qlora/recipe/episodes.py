@@ -196,6 +196,6 @@ def run_episodes(
 
 
 def _any_rank(live: bool, lockstep: bool) -> bool:
-    if not lockstep or PartialState().num_processes == 1:
+    if not lockstep:
         return live
     return bool(reduce(torch.tensor(int(live), device=PartialState().device), reduction="sum"))
