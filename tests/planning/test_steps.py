@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.planning.models import config, folder, settings
+from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.planning.steps import plan_step
 from trl_fsdp_qlora.prefix_sharing.across_passes import grow_pass
 from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
@@ -45,12 +46,13 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["single", "zero2"])
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, door, fields):
-    run = settings(folder(tmp_path), **fields)
+def test_passes_trunks_and_tokens_are_those_of_the_door(tmp_path, door, fields, kind):
+    run = settings(folder(tmp_path), Launch(kind, use_cpu=True), **fields)
     torch.manual_seed(0)
     batches, step = batches_of(run), plan_step(run)
-    made = door.plan_step(batches, run.tokens_per_pass)
+    made = door.plan_step(batches, run.tokens_per_pass, one_by_one=kind == "zero2")
     if made is None:
         assert not step.is_shared
         return

@@ -84,7 +84,7 @@ def plan_step(settings: Settings, reason: str | None = None) -> Step:
         reason = "tokens_per_pass: 0"
     if reason is None and (ahead > 1 or limit is not None):
         shape = rows, ahead, settings.num_generations, prompt, completion
-        step = _shared(shape, limit or rows * (prompt + completion))
+        step = _shared(shape, limit, one_by_one=settings.launch.kind.startswith("zero"))
         if step is not None:
             passes, trunks, values, computed = (
                 repeats * x for x in (step.passes, step.trunks, step.values, step.computed)
@@ -94,17 +94,23 @@ def plan_step(settings: Settings, reason: str | None = None) -> Step:
     return Step(alone, accumulated, 0, 0, accumulated * alone.tokens, reason=reason)
 
 
-def _shared(shape: tuple[int, int, int, int, int], limit: int) -> Step | None:
-    """The passes of micro-batches that are looked ahead to; `None` if no two of them share anything and each fits."""
-    rows, batches, *_ = shape
+def _shared(shape: tuple[int, int, int, int, int], tokens_per_pass: int | None, one_by_one: bool) -> Step | None:
+    """The passes of micro-batches that are looked ahead to; `None` if each computes its own prompts. `one_by_one`: DeepSpeed's, each of
+    which has a pass of its own."""
+    rows, batches, _, prompt, completion = shape
+    limit = tokens_per_pass or rows * (prompt + completion)
     sizes = [rows * count for count in range(batches, 0, -1) if batches % count == 0]
     sizes += [rows // count for count in range(2, rows + 1) if rows % count == 0]
+    if one_by_one:
+        sizes = [rows]
     # As many rows as fit; one that is longer runs alone.
-    chosen = next((step for step in (_cut(shape, size) for size in sizes) if _held(step.longest) <= limit), None)
-    chosen = chosen or _cut(shape, 1)
-    if chosen.passes_per_batch == 1 and not _cut(shape, rows).trunks:
+    size = next((size for size in sizes if _held(_cut(shape, size).longest) <= limit), 0)
+    if size < rows and tokens_per_pass is None:
         return None
-    return chosen
+    size = max(size, rows if one_by_one else 1)
+    if size >= rows and not _cut(shape, rows).trunks:
+        return None
+    return _cut(shape, size)
 
 
 def _held(longest: Pass) -> int:
