@@ -1,6 +1,7 @@
 """A recipe's plan before it loads anything, and beside what its first step with something to learn then took."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from accelerate import PartialState
@@ -43,7 +44,9 @@ def plan_first(
             agent = agent_of(script, getattr(config, "chat_template_kwargs", None))
             longest = longest_prompt(tokenizer, few, model, agent)
             stop_at_once()  # on fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there
-            plan = make_plan(from_config(config, model, prompt_tokens=longest))
+            settings = from_config(config, model, prompt_tokens=longest)
+            of_episodes = {name: getattr(script, name, None) for name in ("tools", "environment")}
+            plan = make_plan(replace(settings, values=settings.values | of_episodes))
         except Exception as error:
             say(f"memory was not planned: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
         finally:
