@@ -21,8 +21,9 @@ COMPLETION_LENGTHS = [9, 1, 4, 7, 6, 9, 6, 9, 2, 3, 8, 5]
 FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "lfm2", "mamba2")
 # Micro-batches, and the passes of the whole step.
 CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
-# Of the largest gradient, float32: sums in other orders, most of all in the scans of recurrent layers.
-TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 5e-6}
+# Of the largest gradient, float32: sums in other orders (2e-6 but for VESPO, whose weights are exponentials, and gpt-oss: 2.4e-6),
+# most of all in the scans of recurrent layers.
+TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 1e-5}
 # PEFT adapts these layers of Mamba-2 and no others. TRL takes a router loss of a mixture, which is each micro-batch's own.
 ADAPTED = {"mamba2": LoraConfig(r=4, target_modules=["in_proj"], init_lora_weights=False)}
 OPTIONS = {"gpt_oss": {"router_aux_loss_coef": 0.0}}
@@ -116,7 +117,7 @@ def assert_cuts_give_stock_gradients(trainer, monkeypatch, cuts, tolerance, inpu
 def test_any_number_of_passes(tmp_path, monkeypatch, name, loss_type, kind):
     level = "sequence" if loss_type == "luspo" else "token"
     trainer = trainer_of(name, tmp_path, kind, loss_type=loss_type, importance_sampling_level=level)
-    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE.get(name, 2e-6 if kind == "lora" else 5e-6))
+    assert_cuts_give_stock_gradients(trainer, monkeypatch, CUTS, TOLERANCE.get(name, 3e-6 if kind == "lora" else 5e-6))
 
 
 @pytest.mark.parametrize("extra", ["tools", "engine"])
