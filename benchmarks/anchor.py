@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_fsdp_qlora.checkpoints.disk import write_json
-from trl_fsdp_qlora.recipe.stats import wilson_interval
+from trl_fsdp_qlora.evaluation.stats import wilson_interval
 
 # verl's GRPO + LoRA logs: 116 steps of 64 prompts x 5 completions.
 THEIRS = {

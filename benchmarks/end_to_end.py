@@ -42,9 +42,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints.disk import write_json
+from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.data.rewards import completion_text
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.recipe.rewards import completion_text
 from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.telemetry.phases import MIB, PeakMemory
 

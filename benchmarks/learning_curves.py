@@ -28,11 +28,11 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.data.reasoning_gym import accepts
+from trl_fsdp_qlora.data.rewards import get_reward
+from trl_fsdp_qlora.evaluation.stats import wilson_interval
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.recipe.reasoning_gym import accepts
-from trl_fsdp_qlora.recipe.rewards import get_reward
-from trl_fsdp_qlora.recipe.stats import wilson_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_sums.json"

@@ -25,11 +25,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
+from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.data.rewards import get_reward
+from trl_fsdp_qlora.evaluation.accuracy import evaluate
+from trl_fsdp_qlora.evaluation.stats import wilson_interval
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.recipe.evaluation import evaluate
-from trl_fsdp_qlora.recipe.rewards import get_reward
-from trl_fsdp_qlora.recipe.stats import wilson_interval
 
 RESULTS = Path(__file__).resolve().parent / "results" / "prompt_choice.json"
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {

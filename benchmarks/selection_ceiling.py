@@ -26,13 +26,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_fsdp_qlora.checkpoints.disk import write_json
+from trl_fsdp_qlora.data.answers import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.decode.completions import generate
+from trl_fsdp_qlora.evaluation.accuracy import encode, generation_configs, majority
+from trl_fsdp_qlora.evaluation.stats import pass_at_k, wilson_interval
 from trl_fsdp_qlora.publishing.card import hardware, software
-from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments, read_yaml
-from trl_fsdp_qlora.recipe.evaluation import encode, generation_configs, majority
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
-from trl_fsdp_qlora.recipe.stats import pass_at_k, wilson_interval
-from trl_fsdp_qlora.rollout.completions import generate
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "grpo" / "config_svamp_from_sft.yaml"

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from trl_fsdp_qlora.checkpoints.disk import write_json
-from trl_fsdp_qlora.recipe.stats import wilson_interval
+from trl_fsdp_qlora.evaluation.stats import wilson_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "README.md"

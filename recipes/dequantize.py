@@ -21,13 +21,13 @@ from trl_fsdp_qlora.compat.transformers import model_class
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.recipe.arguments import parse_recipe
 from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
 from trl_fsdp_qlora.run.shipped import cache_folder
+from trl_fsdp_qlora.vllm.dequantized_base import dequantized_base
 
 
 @dataclass
 class DequantizeArguments:
-    """See [`trl_fsdp_qlora.rollout.dequantized_base.dequantized_base`]."""
+    """See [`trl_fsdp_qlora.vllm.dequantized_base.dequantized_base`]."""
 
     output: str | None = field(
         default=None, metadata={"help": "folder to make; by default one in the cache, named after its content"}

@@ -20,6 +20,7 @@ from trl import ModelConfig
 
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientDPOTrainer
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir
+from trl_fsdp_qlora.data.worked import worked
 from trl_fsdp_qlora.publishing.merge import load_model
 from trl_fsdp_qlora.recipe.arguments import ConfigError, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_recipe
@@ -28,7 +29,6 @@ from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
 from trl_fsdp_qlora.recipe.script import resumable, run_main, say
-from trl_fsdp_qlora.recipe.worked import worked
 from trl_fsdp_qlora.run.ranks import on_main
 
 

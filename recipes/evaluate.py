@@ -23,13 +23,13 @@ from accelerate import PartialState
 from transformers import BitsAndBytesConfig
 
 from trl_fsdp_qlora.checkpoints.disk import read_json, write_json
+from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit
 from trl_fsdp_qlora.publishing.card import hardware, software
 from trl_fsdp_qlora.publishing.merge import load_model
 from trl_fsdp_qlora.recipe import checks
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.episodes import agent_of, check_tool_template, with_tool_format
-from trl_fsdp_qlora.recipe.evaluation import evaluate
 from trl_fsdp_qlora.recipe.problems import load_held_out
 from trl_fsdp_qlora.recipe.record import kept_paths
 from trl_fsdp_qlora.recipe.runner import load_processing

@@ -17,13 +17,13 @@ from datasets import Dataset
 from trl import ModelConfig, SFTConfig, SFTTrainer
 
 from trl_fsdp_qlora.checkpoints.checkpoints import check_output_dir, resolve_resume
+from trl_fsdp_qlora.data.worked import worked
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments, option, parse_recipe
 from trl_fsdp_qlora.recipe.checks import check_script, load_tokenizer
 from trl_fsdp_qlora.recipe.problems import load_problems, prompts_of
 from trl_fsdp_qlora.recipe.record import RunRecord, keep_paths
 from trl_fsdp_qlora.recipe.runner import measured_settings, model_arguments
 from trl_fsdp_qlora.recipe.script import run_main, say
-from trl_fsdp_qlora.recipe.worked import worked
 from trl_fsdp_qlora.run.ranks import on_main
 
 

@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 
 from trl_fsdp_qlora.recipe.script import run_main
-from trl_fsdp_qlora.recipe.small_base import TAUGHT, build_small_base
 from trl_fsdp_qlora.run.one_line import OneLineParser
+from trl_fsdp_qlora.small_base.text import TAUGHT, build_small_base
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from tests.tiny import config, tiny_model
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer
 from trl_fsdp_qlora.a_star_po import trainer as trainer_module
-from trl_fsdp_qlora.recipe.stats import wilson_interval
+from trl_fsdp_qlora.evaluation.stats import wilson_interval
 
 from .tiny import has_digit, problems
 

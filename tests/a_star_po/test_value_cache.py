@@ -33,8 +33,8 @@ from trl_fsdp_qlora import AStarPOConfig
 from trl_fsdp_qlora.a_star_po import reward_code
 from trl_fsdp_qlora.a_star_po.reward_code import describe_reward
 from trl_fsdp_qlora.a_star_po.values import Item, ReferenceValues, describe_model
-from trl_fsdp_qlora.recipe import rewards as rewards_module
-from trl_fsdp_qlora.recipe.rewards import get_reward
+from trl_fsdp_qlora.data import rewards as rewards_module
+from trl_fsdp_qlora.data.rewards import get_reward
 from trl_fsdp_qlora.telemetry.phases import PhaseTimer
 
 CONTEXT = {"reference": 1, "sampling": 2, "rewards": [["r", "v"]]}

@@ -10,7 +10,7 @@ from trl_fsdp_qlora.errors import UserError
 from trl_fsdp_qlora.prefix_sharing.door import Door
 
 REWARDS = """
-from trl_fsdp_qlora.recipe.answers import completion_text
+from trl_fsdp_qlora.data.answers import completion_text
 def many(completions, **columns):
     return [sum(map(ord, completion_text(c))) / 100 for c in completions]
 def never(completions, **columns):

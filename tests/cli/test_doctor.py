@@ -8,8 +8,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.__main__ import main
 from trl_fsdp_qlora.cli import doctor
-from trl_fsdp_qlora.recipe.datasets import read_problems, to_prompts
-from trl_fsdp_qlora.recipe.rewards import exact_answer_reward
+from trl_fsdp_qlora.data.datasets import read_problems, to_prompts
+from trl_fsdp_qlora.data.rewards import exact_answer_reward
 from trl_fsdp_qlora.run.shipped import accelerate_config
 
 QUICK = "--config small-base/grpo/quickstart --model_name_or_path base --use_cpu true"

@@ -26,7 +26,7 @@ for name in (
 ):
     import_module(name)
 
-for name in ("bitsandbytes", "deepspeed", "matplotlib.backends.backend_agg", "trl_fsdp_qlora.recipe.plots"):
+for name in ("bitsandbytes", "deepspeed", "matplotlib.backends.backend_agg", "trl_fsdp_qlora.evaluation.plots"):
     with contextlib.suppress(ImportError):
         import_module(name)
 

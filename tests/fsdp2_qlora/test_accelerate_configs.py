@@ -20,9 +20,9 @@ from peft import PeftModel
 from tests.distributed.launch import REPOSITORY, accelerate_launch, free_port, run_launcher
 from tests.fsdp2_qlora import tiny
 from tests.fsdp2_qlora.runs import WORKER, difference
+from trl_fsdp_qlora.data.datasets import hold_out, read_problems, to_prompts
+from trl_fsdp_qlora.evaluation.accuracy import evaluate
 from trl_fsdp_qlora.publishing.logits import LOGITS, few_logits
-from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
-from trl_fsdp_qlora.recipe.evaluation import evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 

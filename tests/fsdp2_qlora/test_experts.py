@@ -23,8 +23,8 @@ from trl_fsdp_qlora.compat.triton_kernels import interpreted
 from trl_fsdp_qlora.fsdp2_qlora import experts, grouped_product
 from trl_fsdp_qlora.fsdp2_qlora.experts import PackedExperts, dense_experts, packed_experts
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_4bit, experts_in_16_bit
-from trl_fsdp_qlora.recipe.small_base import character_tokenizer
-from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
+from trl_fsdp_qlora.small_base.text import character_tokenizer
+from trl_fsdp_qlora.vllm.dequantized_base import dequantized_base
 
 # Every family takes of these what it has a name for.
 SIZES = {

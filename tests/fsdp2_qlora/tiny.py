@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from trl_fsdp_qlora.recipe.answers import extract_answer
-from trl_fsdp_qlora.rollout.completions import generate
+from trl_fsdp_qlora.data.answers import extract_answer
+from trl_fsdp_qlora.decode.completions import generate
 
 CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz?.,:"
 

@@ -50,7 +50,7 @@ from trl_fsdp_qlora.fsdp2_qlora.trainer import ShardedQLoRAMixin
 from trl_fsdp_qlora.prefix_sharing import across_passes
 from trl_fsdp_qlora.publishing import logits
 from trl_fsdp_qlora.publishing.logits import LOGITS
-from trl_fsdp_qlora.rollout import engine as engines
+from trl_fsdp_qlora.vllm import engine as engines
 
 ON_GPU = os.environ.get("ON_GPU") == "1"  # set by the tests that need CUDA
 # Of a mixture, whose experts are adapted too.

@@ -10,7 +10,7 @@ from tests.tiny import lora, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.compat.trl import SCALES_BY_MEAN
 from trl_fsdp_qlora.grpo.mean_scaled import EPSILON, mean_scaled_advantages
-from trl_fsdp_qlora.rollout.group_statistics import GroupStatistics
+from trl_fsdp_qlora.selection.group_statistics import GroupStatistics
 
 NAN = float("nan")
 

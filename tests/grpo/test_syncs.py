@@ -24,7 +24,7 @@ from trl_fsdp_qlora import (
     TSPMOConfig,
     TSPMOTrainer,
 )
-from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
+from trl_fsdp_qlora.small_base.text import character_tokenizer, new_model
 
 from .test_cuda import MARKS, a_star_po
 

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora import EfficientDPOConfig, EfficientGRPOConfig, share_prompts
 from trl_fsdp_qlora.cli.plan import plan as command
+from trl_fsdp_qlora.evaluation.accuracy import encode
 from trl_fsdp_qlora.planning.drawn import Data
 from trl_fsdp_qlora.planning.settings import Launch, from_words
 from trl_fsdp_qlora.prefix_sharing.door import causal_language_model
-from trl_fsdp_qlora.recipe.evaluation import encode
 from trl_fsdp_qlora.recipe.pairs import DPOScriptArguments, read_pairs
 
 # Of a recipe in which all prompts begin with solved problems.

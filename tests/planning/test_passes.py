@@ -11,13 +11,13 @@ from peft import get_peft_model
 from tests.benchmark_modules import benchmark
 from tests.planning.models import LAYERS, config, folder, in_4_bits, settings
 from trl_fsdp_qlora.compat.memory import FakeTensorMode, PeakTracker
+from trl_fsdp_qlora.decode.decoding import _Batch
 from trl_fsdp_qlora.grpo.step import StepScores
 from trl_fsdp_qlora.planning import passes, steps
 from trl_fsdp_qlora.planning.plan import cache_bytes
 from trl_fsdp_qlora.planning.settings import Launch
 from trl_fsdp_qlora.prefix_sharing.door import Batch, open_door
 from trl_fsdp_qlora.recipe.checks import lora_config
-from trl_fsdp_qlora.rollout.decoding import _Batch
 from trl_fsdp_qlora.scoring import logprobs
 
 # The plan stands for kernels by their tensors; what they allocate inside for a moment differs by a few rows.

@@ -11,7 +11,7 @@ from tests.tiny import config, prompts, save_tiny_model
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.planning import plan_vs_actual
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
-from trl_fsdp_qlora.recipe.small_base import character_tokenizer
+from trl_fsdp_qlora.small_base.text import character_tokenizer
 
 
 @pytest.fixture(scope="module")

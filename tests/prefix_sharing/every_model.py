@@ -24,12 +24,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tests.planning.models import settings
+from trl_fsdp_qlora.decode.completions import complete
+from trl_fsdp_qlora.decode.decoding import why_stock
 from trl_fsdp_qlora.fsdp2_qlora.loading import experts_in_16_bit, load_quantized_base
 from trl_fsdp_qlora.fsdp2_qlora.packed_linear import pack_model
 from trl_fsdp_qlora.planning.plan import make_plan
 from trl_fsdp_qlora.prefix_sharing.dropout import without_dropout
-from trl_fsdp_qlora.rollout.completions import complete
-from trl_fsdp_qlora.rollout.decoding import why_stock
 
 from . import helpers
 

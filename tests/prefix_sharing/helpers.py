@@ -11,11 +11,11 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl.trainer.utils import add_fused_lm_head
 
+from trl_fsdp_qlora.data.answers import completion_text
 from trl_fsdp_qlora.grpo.config import EfficientGRPOConfig
 from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.door import Batch, Door, PassFigures, causal_language_model, open_door
 from trl_fsdp_qlora.prefix_sharing.layout import PackedLayout, lay_out, read_batch
-from trl_fsdp_qlora.recipe.answers import completion_text
 
 VOCABULARY = 67
 PROMPT, COMPLETION = 14, 9

@@ -12,6 +12,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response, supports_tool_calling
 
 from tests.tiny import save_tool_calling_model, tool_tokenizer
+from trl_fsdp_qlora.decode.completions import generate
+from trl_fsdp_qlora.evaluation.accuracy import evaluate, generation_configs
 from trl_fsdp_qlora.recipe import episodes as episodes_module
 from trl_fsdp_qlora.recipe.arguments import ConfigError, ScriptArguments
 from trl_fsdp_qlora.recipe.episodes import (
@@ -22,8 +24,6 @@ from trl_fsdp_qlora.recipe.episodes import (
     run_tool,
     with_tool_format,
 )
-from trl_fsdp_qlora.recipe.evaluation import evaluate, generation_configs
-from trl_fsdp_qlora.rollout.completions import generate
 
 CALCULATOR = str(Path(__file__).parents[2] / "examples" / "agents" / "calculator.py")
 

@@ -127,7 +127,7 @@ def test_phases_are_stacked_and_what_is_measured_beside_a_step_is_none():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     from matplotlib.collections import PolyCollection
 
-    from trl_fsdp_qlora.recipe import plots
+    from trl_fsdp_qlora.evaluation import plots
 
     phases = {"time/generate_s": 0.2, "time/forward_backward_s": 0.1, "time/accuracy_s": 9.0, "time/evaluate_s": 9.0}
     history = [{"step": step, "reward": 0.5, "step_time": 0.3, **phases} for step in (10, 20)]

@@ -9,7 +9,7 @@ pytest.importorskip("bitsandbytes")
 
 from tests.prefix_sharing.helpers import build, sees, small
 from trl_fsdp_qlora.planning import plan_vs_actual
-from trl_fsdp_qlora.recipe.small_base import character_tokenizer
+from trl_fsdp_qlora.small_base.text import character_tokenizer
 
 from .conftest import RECIPES
 

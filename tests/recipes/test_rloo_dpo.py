@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from tests.tiny import save_tiny_model
-from trl_fsdp_qlora.recipe.answers import DatasetError, answers_match, extract_answer
+from trl_fsdp_qlora.data.answers import DatasetError, answers_match, extract_answer
 from trl_fsdp_qlora.recipe.pairs import _pairs, read_pairs, write_pairs
 
 COMMON = (

@@ -6,9 +6,9 @@ import runpy
 import pytest
 
 from tests.tiny import save_tiny_model
-from trl_fsdp_qlora.recipe.answers import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.data.answers import answers_match, extract_answer, parse_gold
+from trl_fsdp_qlora.data.datasets import DatasetError, read_problems
 from trl_fsdp_qlora.recipe.arguments import ScriptArguments
-from trl_fsdp_qlora.recipe.datasets import DatasetError, read_problems
 from trl_fsdp_qlora.recipe.problems import load_data, load_held_out, load_problems
 
 from .conftest import RECIPES

@@ -13,11 +13,11 @@ from trl import ModelConfig
 from tests.prefix_sharing.helpers import build, llava_processor, sees
 from tests.tiny import save_tiny_model
 from trl_fsdp_qlora.__main__ import main
+from trl_fsdp_qlora.data.answers import DatasetError
+from trl_fsdp_qlora.data.datasets import hold_out, read_problems, to_prompts
 from trl_fsdp_qlora.planning.plan_vs_actual import longest_prompt
 from trl_fsdp_qlora.publishing.merge import merge_adapter
-from trl_fsdp_qlora.recipe.answers import DatasetError
-from trl_fsdp_qlora.recipe.datasets import hold_out, read_problems, to_prompts
-from trl_fsdp_qlora.recipe.small_base import character_tokenizer
+from trl_fsdp_qlora.small_base.text import character_tokenizer
 
 from .conftest import RECIPES
 

@@ -11,8 +11,8 @@ import transformers
 from tests.distributed.launch import run_launcher
 from tests.tiny import lora, save_recipe_files, save_tiny_model, tiny_model
 from trl_fsdp_qlora.errors import UserError
-from trl_fsdp_qlora.recipe.small_base import character_tokenizer
 from trl_fsdp_qlora.run import one_line
+from trl_fsdp_qlora.small_base.text import character_tokenizer
 
 from .conftest import RECIPES
 

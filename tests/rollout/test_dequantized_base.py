@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.launch import run_script
 from tests.fsdp2_qlora import tiny
-from trl_fsdp_qlora.rollout import dequantized_base as module
-from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
-from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base, has_packed_base
+from trl_fsdp_qlora.vllm import dequantized_base as module
+from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
+from trl_fsdp_qlora.vllm.dequantized_base import dequantized_base, has_packed_base
 
 
 def write(model, folder, **options):

@@ -9,8 +9,8 @@ from tests import tiny
 from tests.vllm.serve import RecordedServer
 from trl_fsdp_qlora import EfficientGRPOConfig
 from trl_fsdp_qlora.grpo.arguments import checked_arguments
-from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
-from trl_fsdp_qlora.rollout.engine import AdapterServer
+from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
+from trl_fsdp_qlora.vllm.engine import AdapterServer
 
 
 @pytest.fixture(autouse=True)

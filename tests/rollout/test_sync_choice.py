@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests import tiny
-from tests.rollout.test_decoding import SIZES
+from tests.decode.test_decoding import SIZES
 from trl_fsdp_qlora import EfficientGRPOConfig
+from trl_fsdp_qlora.decode.completions import sampling
 from trl_fsdp_qlora.grpo.arguments import adapter_and_base
-from trl_fsdp_qlora.rollout import adapter_sync
-from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError, adapter_weights, served_rank
-from trl_fsdp_qlora.rollout.completions import sampling
-from trl_fsdp_qlora.rollout.engine import _Serving
-from trl_fsdp_qlora.rollout.sync_choice import Sync, choose_sync, warnings_for
+from trl_fsdp_qlora.vllm import adapter_sync
+from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions, RolloutError, adapter_weights, served_rank
+from trl_fsdp_qlora.vllm.engine import _Serving
+from trl_fsdp_qlora.vllm.sync_choice import Sync, choose_sync, warnings_for
 
 LORA = LoraConfig(r=16, target_modules="all-linear")
 

@@ -9,9 +9,9 @@ from peft import get_peft_model
 from tests import tiny
 from tests.rollout.whole_engine import start_whole
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.rollout import correction, engine
-from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
-from trl_fsdp_qlora.rollout.correction import WeightSyncCheck, draws_from_policy
+from trl_fsdp_qlora.vllm import correction, engine
+from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
+from trl_fsdp_qlora.vllm.correction import WeightSyncCheck, draws_from_policy
 
 
 @pytest.fixture

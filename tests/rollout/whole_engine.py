@@ -4,8 +4,8 @@ import torch
 from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions
-from trl_fsdp_qlora.rollout.engine import AdapterEngine
+from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions
+from trl_fsdp_qlora.vllm.engine import AdapterEngine
 
 
 class WholeEngine(AdapterEngine):

@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tests.rollout.test_decoding import SIZES, build, greedy
+from tests.decode.test_decoding import SIZES, build, greedy
 from tests.tiny import serve_by_onednn
-from trl_fsdp_qlora.rollout.completions import complete
+from trl_fsdp_qlora.decode.completions import complete
 from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.scoring.cpu_linear import fast_linears
 

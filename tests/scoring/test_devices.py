@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from trl.kernels import chunked_logprob
 
 from trl_fsdp_qlora.compat import older_gpus
-from trl_fsdp_qlora.rollout.decoding import RowUniforms, draw
+from trl_fsdp_qlora.decode.decoding import RowUniforms, draw
 from trl_fsdp_qlora.scoring import token_selection, transfer
 from trl_fsdp_qlora.scoring.frozen_head import add_product
 from trl_fsdp_qlora.telemetry.phases import token_counts

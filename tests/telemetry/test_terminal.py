@@ -11,8 +11,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import config, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
-from trl_fsdp_qlora.recipe.small_base import character_tokenizer
-from trl_fsdp_qlora.rollout.completions import over_ranks
+from trl_fsdp_qlora.decode.completions import over_ranks
+from trl_fsdp_qlora.small_base.text import character_tokenizer
 from trl_fsdp_qlora.telemetry import terminal
 from trl_fsdp_qlora.telemetry.terminal import TerminalCallback, completion_lines, use_terminal
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.vllm.serve import Server
-from trl_fsdp_qlora.recipe.small_base import character_tokenizer, new_model
+from trl_fsdp_qlora.small_base.text import character_tokenizer, new_model
 
 # Before vLLM is imported, and inherited by every process that a test starts.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -53,7 +53,7 @@ def another_base(tmp_path_factory) -> str:
 def quantized_base(tmp_path_factory) -> tuple[str, str]:
     """A checkpoint that is trained in 4 bits, and its dequantized copy that the server holds."""
     from tests.fsdp2_qlora import tiny
-    from trl_fsdp_qlora.rollout.dequantized_base import dequantized_base
+    from trl_fsdp_qlora.vllm.dequantized_base import dequantized_base
 
     folder = tiny.make_checkpoint(tmp_path_factory.mktemp("qlora") / "base", hidden=128, intermediate=256)
     cache = tmp_path_factory.mktemp("dequantized")

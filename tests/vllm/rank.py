@@ -13,7 +13,7 @@ from transformers import GenerationConfig  # noqa: E402
 
 from tests.rollout.whole_engine import is_sharded, whole_bytes  # noqa: E402
 from tests.vllm.runs import figures, on_quantized, on_server  # noqa: E402
-from trl_fsdp_qlora.rollout.completions import generate  # noqa: E402
+from trl_fsdp_qlora.decode.completions import generate  # noqa: E402
 
 
 def main(way: str, model: str, out: str, url: str = "") -> None:

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from tests import tiny
 from tests.vllm.runs import figures, grpo, on_quantized
 from trl_fsdp_qlora import AStarPOConfig, AStarPOTrainer, TSPMOConfig, TSPMOTrainer
+from trl_fsdp_qlora.decode.completions import EngineModel, generate
 from trl_fsdp_qlora.grpo.mean_scaled import mean_scaled_advantages
-from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions, RolloutError
-from trl_fsdp_qlora.rollout.completions import EngineModel, generate
-from trl_fsdp_qlora.rollout.engine import AdapterEngine
+from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions, RolloutError
+from trl_fsdp_qlora.vllm.engine import AdapterEngine
 
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
 

@@ -4,8 +4,8 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
 from tests import tiny
-from trl_fsdp_qlora.rollout.adapter_sync import AdapterVersions
-from trl_fsdp_qlora.rollout.engine import AdapterEngine
+from trl_fsdp_qlora.vllm.adapter_sync import AdapterVersions
+from trl_fsdp_qlora.vllm.engine import AdapterEngine
 
 
 class Recorded:

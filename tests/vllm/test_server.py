@@ -10,9 +10,9 @@ from tests.distributed.fsdp_on_gloo import fsdp_environment
 from tests.distributed.launch import REPOSITORY, free_port, launch, run_launcher
 from tests.fsdp2_qlora import tiny as qlora
 from tests.vllm.runs import figures, on_quantized, on_server
-from trl_fsdp_qlora.recipe.evaluation import evaluate
-from trl_fsdp_qlora.rollout.adapter_sync import RolloutError
-from trl_fsdp_qlora.rollout.completions import EngineModel, generate
+from trl_fsdp_qlora.decode.completions import EngineModel, generate
+from trl_fsdp_qlora.evaluation.accuracy import evaluate
+from trl_fsdp_qlora.vllm.adapter_sync import RolloutError
 
 
 def test_a_run_syncs_generates_and_unloads_and_its_accuracy_is_drawn_by_the_server(server, quantized_base, tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..recipe.stats import wilson_interval
+from ..evaluation.stats import wilson_interval
 
 ESTIMATORS = ("log_mean_exp", "mean", "max")
 

@@ -12,12 +12,12 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl.data_utils import is_conversational
 
 from ..compat.trl import GROUP_SPREAD, OLD_LOGPS, REFERENCE_LOGPS, parse_response, rewards_of_rank, use_adapter
+from ..decode.completions import generate, over_ranks
+from ..evaluation.stats import wilson_interval
 from ..grpo.arguments import own_config
 from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
-from ..recipe.stats import wilson_interval
-from ..rollout.completions import generate, over_ranks
-from ..rollout.dynamic_sampling import combine
+from ..selection.dynamic_sampling import combine
 from .config import AStarPOConfig
 from .estimators import check_reward_range
 from .objectives import advantage_weighted_loss, normalised_advantage, regression_loss

@@ -32,9 +32,9 @@ from datasets.fingerprint import Hasher
 from torch import nn
 from transformers import GenerationConfig
 
-from ..rollout.dynamic_sampling import combine
 from ..run.plain import counted
 from ..run.ranks import on_main
+from ..selection.dynamic_sampling import combine
 from ..telemetry.phases import PhaseTimer
 from ..telemetry.terminal import progress
 from .config import AStarPOConfig

@@ -7,7 +7,7 @@ and the rewards; then it rehearses one step with a small random model. No GPU is
 """
 
 # The checks of a run are those that it makes itself (`recipe/checks.py`, `fsdp2_qlora/launch_checks.py`,
-# `rollout/sync_choice.py`), each by itself, so that one finding does not hide the next.
+# `vllm/sync_choice.py`), each by itself, so that one finding does not hide the next.
 
 import asyncio
 import contextlib
@@ -214,7 +214,7 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
 
     from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp_launch
     from ..recipe.checks import lora_config
-    from ..rollout.sync_choice import choose_sync, warnings_for
+    from ..vllm.sync_choice import choose_sync, warnings_for
 
     quantization, adapter = get_quantization_config(model), lora_config(model)
     zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
@@ -243,7 +243,7 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
 def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
     from ..checkpoints.checkpoints import check_output_dir
     from ..recipe import checks
-    from ..rollout.sync_choice import low_adapter_rate
+    from ..vllm.sync_choice import low_adapter_rate
 
     yield from _refused("training", checks.check_training, config, model)
     yield from _refused("rewards", checks.check_script, script)

@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 from ..compat.transformers import model_name
 from ..fsdp2_qlora.launch_checks import check_launch, check_reference, is_fsdp2_launch
 from ..fsdp2_qlora.loading import load_quantized_base
-from ..rollout.sync_choice import Sync, choose_sync
 from ..run import input_checks as checks
+from ..vllm.sync_choice import Sync, choose_sync
 from .config import EfficientGRPOConfig
 
 logger = get_logger(__name__)

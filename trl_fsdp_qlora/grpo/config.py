@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ..rollout.prompt_selection import CHOICES as SELECTIONS
-from ..rollout.sync_choice import CHOICES as SYNCS
 from ..run.config_fields import documented, option
+from ..selection.prompt_selection import CHOICES as SELECTIONS
+from ..vllm.sync_choice import CHOICES as SYNCS
 from . import options
 from .options import OwnConfig
 from .token_budget import check_config

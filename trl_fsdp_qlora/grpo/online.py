@@ -6,8 +6,8 @@ import torch
 from accelerate.logging import get_logger
 
 from ..compat.trl import joined_images
+from ..decode.rollout import GenerateSettings, Rollout
 from ..prefix_sharing.layout import IGNORED_LABEL
-from ..rollout.rollout import GenerateSettings, Rollout
 from ..run.input_checks import too_long
 from ..scoring.cpu_linear import fast_linears
 from ..telemetry.phases import token_counts
@@ -97,7 +97,7 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
 
     def generating(self, wrapped=None):
-        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`]."""
+        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.decode.rollout.Rollout.generating`]."""
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

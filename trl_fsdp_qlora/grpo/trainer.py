@@ -11,10 +11,14 @@ from trl import GRPOTrainer
 
 from ..compat.replaced import replaced
 from ..compat.trl import IMPORTANCE_RATIO, OLD_LOGPS, SAMPLED_LOGPS, SCALES_BY_MEAN
+from ..decode.completions import EngineModel
+from ..decode.tools import fitted, limited
 from ..fsdp2_qlora.loading import experts_in_4bit
 from ..fsdp2_qlora.trainer import ShardedQLoRAMixin
-from ..rollout.completions import EngineModel
-from ..rollout.correction import (
+from ..selection.dynamic_sampling import ChosenRows, DynamicSampling, ScoredRows, to_rows
+from ..selection.group_statistics import GroupStatistics
+from ..selection.prompt_selection import PromptSelection
+from ..vllm.correction import (
     WeightSyncCheck,
     draws_from_policy,
     importance_weights,
@@ -22,11 +26,7 @@ from ..rollout.correction import (
     sampling_figures,
     sampling_metrics,
 )
-from ..rollout.dynamic_sampling import ChosenRows, DynamicSampling, ScoredRows, to_rows
-from ..rollout.group_statistics import GroupStatistics
-from ..rollout.prompt_selection import PromptSelection
-from ..rollout.sync_choice import trl_starts_engine, warnings_for
-from ..rollout.tools import fitted, limited
+from ..vllm.sync_choice import trl_starts_engine, warnings_for
 from .arguments import checked_arguments
 from .mean_scaled import mean_scaled_advantages
 from .online import OnlineTraining
@@ -165,7 +165,7 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return super()._get_tool_suffix_ids(fitted(tool_messages, self._tokenizer, self.max_completion_length))
 
     def generating(self, wrapped=None):
-        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.rollout.rollout.Rollout.generating`].
+        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.decode.rollout.Rollout.generating`].
 
         With vLLM it is the engine, holding the adapter as it is now.
         """

@@ -13,10 +13,10 @@ import numpy as np
 from trl import ModelConfig, apply_chat_template
 
 from ..errors import UserError
+from ..evaluation.accuracy import encode
 from ..prefix_sharing.forest import grow
 from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import load_tokenizer
-from ..recipe.evaluation import encode
 from ..recipe.pairs import DPOScriptArguments, read_pairs
 from ..recipe.problems import load_data
 from ..recipe.script import say

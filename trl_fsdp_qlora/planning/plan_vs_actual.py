@@ -9,9 +9,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import ModelConfig
 
+from ..evaluation.accuracy import encode_images
 from ..recipe.arguments import ConfigError, ScriptArguments
 from ..recipe.episodes import Agent, agent_of, begin
-from ..recipe.evaluation import encode_images
 from ..recipe.runner import load_processing
 from ..recipe.script import say
 from ..run.nonfatal import nonfatal

@@ -1,1 +1,1 @@
-"""What every recipe needs: arguments, data, answers, rewards, accuracy, a record, pictures, small bases."""
+"""What a recipe's script needs: arguments, checks, the trainer's run, a record."""

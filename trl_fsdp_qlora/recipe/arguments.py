@@ -56,7 +56,7 @@ class ScriptArguments:
     chat: bool = option(True, "Let the tokenizer's chat template frame the prompt.")
     rewards: list[str] = field(
         default_factory=lambda: ["exact_answer"],
-        metadata={"help": "Names of trl_fsdp_qlora.recipe.rewards.REWARDS, or your own: my_rewards.py:has_unit."},
+        metadata={"help": "Names of trl_fsdp_qlora.data.rewards.REWARDS, or your own: my_rewards.py:has_unit."},
     )
     answer_format: str = option(
         "auto", "Where a final answer stands: auto, hash, tags, boxed, last_number, first_line, or verl's."

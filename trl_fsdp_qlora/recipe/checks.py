@@ -20,14 +20,14 @@ from trl import ModelConfig, get_peft_config
 
 from ..checkpoints.checkpoints import resolve_resume
 from ..compat.transformers import model_class
+from ..data.answers import extract_answer
+from ..data.datasets import check_template
+from ..data.rewards import get_reward
 from ..errors import mistyped_path
 from ..prefix_sharing.door import CHOICES
 from ..run.input_checks import language_model_only, mistakes
-from .answers import extract_answer
 from .arguments import ConfigError, ScriptArguments
-from .datasets import check_template
 from .episodes import OWN_REWARD, agent_of, check_tool_template, with_tool_format
-from .rewards import get_reward
 
 # Smallest values of this package's own counts; of the others the libraries speak themselves.
 _AT_LEAST = {"held_out": 0, "validation": 0, "eval_problems": 1, "accuracy_steps": 0, "accuracy_samples": 0}

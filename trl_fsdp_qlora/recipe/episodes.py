@@ -16,8 +16,8 @@ from accelerate.utils import reduce
 from transformers import PreTrainedTokenizerBase
 
 from ..compat import trl as compat
+from ..run.import_path import load_function
 from .arguments import ConfigError, ScriptArguments
-from .import_path import load_function
 
 OWN_REWARD = "environment"  # among `rewards`: what the environment's `get_reward` returns
 _NO_TOOLS = ("reset", "get_reward")

@@ -11,10 +11,10 @@ from datasets import Dataset
 from torch import nn
 
 from ..checkpoints.disk import written_whole
-from ..rollout.completions import generate, over_ranks
-from .answers import DatasetError, answers_match, extract_answer, parse_gold
+from ..data.answers import DatasetError, answers_match, extract_answer, parse_gold
+from ..decode.completions import generate, over_ranks
+from ..evaluation.accuracy import encode, generation_configs
 from .arguments import ScriptArguments, option
-from .evaluation import encode, generation_configs
 
 FIELDS = ("prompt", "chosen", "rejected")
 
@@ -52,11 +52,11 @@ def sample_pairs(
 
     Args:
         model: an unwrapped causal language model, whole on every rank.
-        prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.recipe.datasets.to_prompts`].
+        prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.data.datasets.to_prompts`].
         taught: a worked right answer to each, which is chosen where none of the samples is right; or `None`.
         samples: completions drawn of each problem, at temperature 1.
         most: pairs of one problem. An answer is in one pair only.
-        max_new_tokens, answer_format, batch_size, seed, progress: as of [`trl_fsdp_qlora.recipe.evaluation.evaluate`].
+        max_new_tokens, answer_format, batch_size, seed, progress: as of [`trl_fsdp_qlora.evaluation.accuracy.evaluate`].
     """
     rows = prompts.to_list()
     _, config = generation_configs(model, tokenizer, max_new_tokens, temperature=1.0, top_p=1.0)

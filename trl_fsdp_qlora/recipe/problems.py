@@ -4,15 +4,15 @@ from typing import NamedTuple
 
 from datasets import Dataset
 
+from ..data.answers import DatasetError
+from ..data.datasets import has_splits, hold_out, read_problems, to_prompts, without_overlap
 from ..run.plain import counted
-from .answers import DatasetError
 from .arguments import ScriptArguments
-from .datasets import has_splits, hold_out, read_problems, to_prompts, without_overlap
 from .script import say
 
 
 class Problems(NamedTuple):
-    """The problems that a recipe's arguments name, as from [`trl_fsdp_qlora.recipe.datasets.read_problems`]; no question stands in two of them.
+    """The problems that a recipe's arguments name, as from [`trl_fsdp_qlora.data.datasets.read_problems`]; no question stands in two of them.
 
     `validation` is empty where none is taken out, `test` is `None` where nothing is held out.
     """

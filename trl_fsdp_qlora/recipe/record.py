@@ -13,12 +13,12 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..checkpoints import disk
+from ..evaluation.accuracy import Evaluation, evaluate
+from ..run.import_path import is_import_path
 from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from .arguments import ScriptArguments
 from .episodes import agent_of
-from .evaluation import Evaluation, evaluate
-from .import_path import is_import_path
 from .script import say
 
 # Fields that name data, or code by its file.
@@ -77,7 +77,7 @@ class RunRecord:
     def draw(self) -> Path | None:
         """Reward, accuracy and step time over the run, as a picture; `None` without matplotlib."""
         try:
-            from .plots import draw_run
+            from ..evaluation.plots import draw_run
         except ImportError:
             say("no picture: matplotlib is not installed (pip install 'trl-fsdp-qlora[plots]')")
             return None

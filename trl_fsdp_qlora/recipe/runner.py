@@ -16,6 +16,7 @@ from trl import ModelConfig, get_quantization_config
 
 from ..checkpoints.checkpoints import last_step, step_of
 from ..compat.transformers import model_name
+from ..data.rewards import get_reward
 from ..errors import UserError
 from ..publishing.card import hardware, software
 from ..run import launch, redaction
@@ -27,7 +28,6 @@ from .arguments import ConfigError, ScriptArguments
 from .checks import lora_config
 from .episodes import OWN_REWARD, agent_of, with_tool_format
 from .record import FILES, AccuracyCallback, RunRecord, TimeLimit, format_result, keep_paths
-from .rewards import get_reward
 from .script import resumable, say
 
 

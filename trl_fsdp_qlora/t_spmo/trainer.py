@@ -5,7 +5,7 @@ import torch
 from ..grpo.arguments import own_config
 from ..grpo.scoring import LossPass
 from ..grpo.trainer import EfficientGRPOTrainer
-from ..rollout.dynamic_sampling import combine
+from ..selection.dynamic_sampling import combine
 from .config import TSPMOConfig
 from .credit import group_credit
 

@@ -1,0 +1,92 @@
+import sys
+
+import pytest
+
+from trl_fsdp_qlora.data import rewards
+from trl_fsdp_qlora.data.answers import UnparsableGoldAnswer
+from trl_fsdp_qlora.errors import UserError
+from trl_fsdp_qlora.run.import_path import is_import_path, load_function
+
+
+def test_exact_answer_takes_plain_and_conversational_completions():
+    reward = rewards.exact_answer_reward("hash")
+    conversation = [{"role": "assistant", "content": "#### 1,234.0"}]
+    assert reward(completions=["#### 7", conversation, "7", "#### 8"], answer=["7", "1234", "7", "7"]) == [1, 1, 0, 0]
+    assert reward.__name__ == "exact_answer"
+    with pytest.raises(ValueError, match=r"'hashes' is not one of auto, hash"):
+        rewards.exact_answer_reward("hashes")
+
+
+def test_a_row_without_an_answer_is_not_judged_and_content_parts_are_read():
+    """Of several tasks in one dataset, those of another: TRL leaves `None` out."""
+    for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
+        judged, other = reward(completions=["<answer>1</answer>", "2"], answer=["1", None])
+        assert judged > 0 and other is None
+    parts = [{"type": "text", "text": "so "}, {"type": "image"}, {"type": "text", "text": "#### 7"}]
+    completions = [[{"role": "assistant", "content": parts}], [{"role": "assistant", "content": None}]]
+    assert rewards.exact_answer_reward("hash")(completions=completions, answer=["7", "7"]) == [1, 0]
+    assert rewards.tag_format_reward(completions) == [0, 0]
+
+
+GOLDS = ["9" * 5000, 10**5000, float("nan"), "1/0", "1/0/0", "\\frac{1}{" * 5000, "x" * 100_000, ""]
+GOLDS += ["no answer", "about five", "1 or 2", ["7"], {"value": 7}]
+
+
+@pytest.mark.parametrize("gold", GOLDS, ids=range(len(GOLDS)))
+def test_a_gold_answer_without_a_value_names_its_row_in_few_words(gold):
+    for reward in (rewards.exact_answer_reward(), rewards.graded_reward):
+        with pytest.raises(UnparsableGoldAnswer, match="row 17 ") as caught:
+            reward(completions=["1", "2"], answer=["1", gold], row=[3, 17])
+        assert len(str(caught.value)) < 400
+
+
+def test_tags_and_grades_follow_the_blog():
+    good = "<reasoning>a\nb</reasoning>\n<answer>1</answer>\n"
+    assert rewards.tag_format_reward([good, good + "more", "<answer>1</answer>", ""]) == [1, 0, 0, 0]
+    full = "<reasoning>r</reasoning><answer>{}</answer>"
+    completions = [*map(full.format, ("72", "the sum is 72 clips", "71")), "72", "<answer>72</answer>"]
+    given = rewards.graded_reward(completions, answer=["72"] * 5)
+    assert given == pytest.approx([2.8, 2.3, 0.8, 0.0, 2.4])
+
+
+# Of a user's own; tests/cli/test_wheel.py trains with some.
+FILES = {
+    "own_helper.py": "UNIT = 'm'\n",
+    "own_rewards.py": "from own_helper import UNIT\nNOTF = 1\ndef has_unit(completions, **columns):\n    return [UNIT in c for c in completions]\n",
+    "own_broken.py": "1 / 0\n",
+    "json.py": "",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    yield
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]  # another test has files of these names
+
+
+def test_a_reward_of_ones_own_is_imported_once_and_what_is_not_there_is_named(folder):
+    found = [
+        rewards.get_reward(text)
+        for text in ("own_rewards.py:has_unit", "own_rewards:has_unit", "./own_rewards.py:has_unit")
+    ]
+    assert found[0](completions=["5 m", "5"]) == [True, False] and len(set(found)) == 1
+    for text in ("exact_answer", "openai/gsm8k", "data.jsonl", "C:/data.jsonl", "my file.py"):
+        assert not is_import_path(text)
+    wrong = {
+        "own_rewards.py:has_unitt": "own_rewards.py has no function 'has_unitt'; did you mean 'has_unit'?",
+        "own_rewards.py:NOTF": "'NOTF' in own_rewards.py is no function: it is of type int",
+        "own_rewards.py:NOTG": "own_rewards.py has no function 'NOTG'",
+        "own_reward.py:f": "own_reward.py cannot be imported: ModuleNotFoundError: No module named 'own_reward'; did",
+        "own_broken.py:f": "own_broken.py cannot be imported: ZeroDivisionError: division by zero",
+        "json.py:loads": "there is another module 'json'; give the file another name",
+    }
+    for text, said in wrong.items():
+        with pytest.raises(UserError) as refused:
+            load_function(text)
+        assert said in str(refused.value) and "\n" not in str(refused.value)
+        assert "did you mean 'NOTF'" not in str(refused.value)

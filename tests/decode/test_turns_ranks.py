@@ -1,0 +1,107 @@
+"""Ranks whose episodes have different numbers of turns: none waits for another, sharded or not."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.tensor import DTensor
+
+from tests.decode.test_turns import OURS, STOCK, calling_tokenizer, make_trainer
+from tests.distributed.fsdp_on_gloo import force_fsdp, fsdp_environment
+from tests.distributed.launch import launch
+
+# Classes, model, FSDP2 or DDP, and other settings.
+RUNS = {
+    "stock": (STOCK, "full", False, {}),
+    "ddp": (OURS, "full", False, {}),
+    "gathered": (OURS, "full", True, {"fsdp_gather": "once"}),
+    "per_layer": (OURS, "full", True, {"fsdp_gather": "per_layer"}),
+    "stock_hybrid": (STOCK, "hybrid", False, {}),
+    "hybrid": (OURS, "hybrid", True, {"fsdp_gather": "per_layer"}),
+    "stock_loop": (OURS, "hybrid", True, {"fsdp_gather": "per_layer", "compact_generation": False}),
+}
+SAME = ("completions/mean_length", "num_tokens", "reward", "tools/call_frequency", "tools/failure_frequency")
+
+
+def of_rank(rank: int):
+    """Rank 0 reads no call out of its completions, rank 1 calls turn after turn, until TRL's limit."""
+    tokenizer = calling_tokenizer()
+    read = tokenizer.parse_response
+
+    def read_here(ids, prefix, tools=None):
+        message = read(ids, prefix, tools)
+        if rank == 0:
+            message.pop("tool_calls", None)
+        return message
+
+    tokenizer.parse_response = read_here
+    return tokenizer
+
+
+@pytest.mark.processes
+def test_ranks_take_part_in_the_turns_of_others(tmp_path):
+    launch(__file__, tmp_path, environment=fsdp_environment(), timeout=240)
+    runs = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for found in runs:
+        for name, reference in {
+            "ddp": "stock",
+            "gathered": "stock",
+            "per_layer": "stock",
+            "hybrid": "stock_hybrid",
+            "stock_loop": "stock_hybrid",
+        }.items():
+            for mine, theirs in zip(found[name]["steps"], found[reference]["steps"], strict=True):
+                assert [mine[key] for key in SAME] == pytest.approx([theirs[key] for key in SAME]), name
+    rank_0, rank_1 = runs
+    for name in ("gathered", "per_layer", "hybrid"):
+        assert rank_0[name]["turns"] == rank_1[name]["turns"] > 4, name
+    # Each rank generates alone, so rank 0 has one turn a step.
+    assert rank_0["ddp"]["turns"] == 2 < rank_1["ddp"]["turns"]
+
+
+def rank(folder: Path) -> None:
+    force_fsdp()
+    mine, results = int(os.environ["RANK"]), {}
+    for name, (classes, kind, sharded, settings) in RUNS.items():
+        os.environ["ACCELERATE_USE_FSDP"] = str(sharded).lower()
+        trainer = make_trainer(
+            *classes,
+            folder / name,
+            kind,
+            tokenizer=of_rank(mine),
+            per_device_train_batch_size=4,
+            max_completion_length=120,
+            max_steps=2,
+            **settings,
+        )
+        turns = []
+        if classes is OURS:
+            turn = trainer.rollout._turn
+
+            def watched(*args, turn=turn, turns=turns):
+                turns.append(1)
+                return turn(*args)
+
+            trainer.rollout._turn = watched
+        trainer.train()
+        assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == sharded, name
+        steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+        results[name] = {"steps": steps, "turns": len(turns)}
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+    (folder / f"rank{mine}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    try:
+        rank(Path(sys.argv[1]))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the other rank may wait in a collective that this one will never join

@@ -1,0 +1,94 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.tiny import Answering, prompts, tiny_model
+from trl_fsdp_qlora.data.answers import UnparsableGoldAnswer
+from trl_fsdp_qlora.evaluation import accuracy as evaluation
+from trl_fsdp_qlora.evaluation.accuracy import Evaluation, evaluate, majority
+from trl_fsdp_qlora.evaluation.stats import format_accuracy, pass_at_k, wilson_interval
+from trl_fsdp_qlora.small_base.text import character_tokenizer
+
+
+def even_ones_right(text: str, row: int, sampled: bool) -> str:
+    """Of `a+b=`; samples are right every second time."""
+    answer = sum(map(int, text.rstrip("=").split("+")))
+    return f"{answer + (row % 2 if sampled else answer % 2)}"
+
+
+def test_accuracy_of_a_known_model():
+    dataset = prompts(25)
+    even = sum(int(answer) % 2 == 0 for answer in dataset["answer"])
+    model = Answering(even_ones_right)
+    result = evaluate(model, model.tokenizer, dataset, samples=4, batch_size=12, progress=False)
+    assert (result.n, result.correct, result.answered) == (25, even, 1.0)
+    assert result.pass_at_k == 1.0  # two of four samples are right
+    assert result.majority_at_k == 1.0  # a tie of two and two goes to the first sample, which is right
+    assert result.interval[0] < even / 25 < result.interval[1]
+    assert (majority(["5.0", "7", "5", None]), majority([None, None])) == ("5.0", None)
+    # A bad gold answer is found before anything is generated.
+    model = Answering(None)
+    with pytest.raises(UnparsableGoldAnswer, match="row 1"):
+        evaluate(model, model.tokenizer, Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "four"]}))
+
+
+def test_the_result_does_not_depend_on_training_mode_and_leaves_the_generator_alone():
+    model = tiny_model().train()
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    how = {"samples": 3, "max_new_tokens": 4, "batch_size": 6, "progress": False}
+    first, again = (evaluate(model, character_tokenizer(), prompts(10), **how) for _ in range(2))
+    assert torch.equal(torch.rand(3), expected) and model.training
+    assert replace(first, seconds=0) == replace(again, seconds=0)
+
+
+def test_format_and_arithmetic_are_told_apart():
+    dataset = Dataset.from_dict({"prompt": ["1+1="] * 4, "answer": ["2"] * 4})
+    for answer_format, correct, strict in (("auto", 2, 1), ("hash", 1, 1), ("last_number", 3, 3)):
+        tokenizer, texts = character_tokenizer(), ["9 #### 2", "#### 3, that is 2", "it is 2", "none"]
+        tokenizer.decode = lambda tokens, skip_special_tokens, texts=texts: texts.pop(0)
+        model = Answering(lambda *_: "7")
+        result = evaluate(model, tokenizer, dataset, answer_format=answer_format, progress=False)
+        assert (result.correct, result.strict, result.lenient) == (correct, strict, 3)
+        assert f"strict {25 * strict}.0%, lenient 75.0%" in str(result)
+    plain = Evaluation(10, 6, 0.6, (0.3, 0.8), 0, None, None, 1.0, 1.0, 3.0, strict=0, lenient=6)
+    assert "strict" not in str(plain)  # where problems ask for no format
+    assert "strict 0.0%, lenient 80.0%" in str(replace(plain, lenient=8))
+
+
+def test_penalties_of_the_models_own_config_are_left_out(monkeypatch):
+    model, completions, generate = tiny_model(), [], evaluation.generate
+
+    def kept(*args, **kwargs):
+        completions.append(generate(*args, **kwargs))
+        return completions[-1]
+
+    monkeypatch.setattr(evaluation, "generate", kept)
+    for penalty, ngram in ((1.0, 0), (20.0, 1)):
+        model.generation_config.repetition_penalty, model.generation_config.no_repeat_ngram_size = penalty, ngram
+        evaluate(model, character_tokenizer(), prompts(4), max_new_tokens=8, progress=False)
+    plain, penalised = completions
+    assert plain == penalised and any(len(set(tokens)) < len(tokens) for tokens in plain)
+
+
+def test_wilson_against_published_values():
+    published = {
+        (29, 30): (0.8333, 0.9941),  # the interval of 29 of 30 is 83-99%
+        (0, 10): (0.0, 0.2775),  # Brown, Cai & DasGupta 2001, table: Wilson at x = 0 is z²/(n + z²)
+        (5, 10): (0.2366, 0.7634),
+        (0, 0): (0.0, 1.0),
+    }
+    for (correct, n), interval in published.items():
+        assert wilson_interval(correct, n) == pytest.approx(interval, abs=5e-4)
+    assert format_accuracy(29, 30) == "96.7% (n=30, 95% interval 83.3-99.4)"
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_hit():
+    hits = [True, True, False, False, False, False]
+    for k in range(1, 7):
+        subsets = list(itertools.combinations(hits, k))
+        assert pass_at_k(6, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))

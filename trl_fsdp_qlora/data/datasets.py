@@ -1,0 +1,223 @@
+"""Problems with one exact answer, from a file, the Hub or a function of one's own, as TRL wants them; and those of a recipe."""
+
+import hashlib
+import inspect
+import io
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Image, List, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
+
+from ..errors import mistyped_path
+from ..run.import_path import is_import_path, load_function
+from ..small_base.text import TASKS, two_digit_pairs
+from . import reasoning_gym
+from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
+
+# (columns of the question, column of the right answer): SVAMP, GSM8K, and the plain one of one's own files.
+COLUMNS = ((("Body", "Question"), "Answer"), (("question",), "answer"), (("problem",), "answer"))
+# Suffix of a file -> what `datasets` reads it with, and how.
+_READERS = {".jsonl": ("json", {}), ".json": ("json", {}), ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
+_READERS |= {".parquet": ("parquet", {})}
+
+
+def has_splits(source: str) -> bool:
+    """Whether `source` has parts to choose among: a file, one saved `Dataset` and a function without `split` have not."""
+    if is_import_path(source) and not reasoning_gym.is_generated(source):
+        return "split" in inspect.signature(load_function(source)).parameters
+    path = Path(source)
+    return not path.exists() or (path.is_dir() and not (path / "state.json").is_file())
+
+
+def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
+    """The rows of [`read_problems`]'s `source` as they are."""
+    if source in TASKS:
+        task, pairs = TASKS[source], two_digit_pairs()[split == "test"]
+        return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
+    if source == "coloured_shapes":
+        from ..small_base.vision import coloured_shapes  # with Pillow, which text does without
+
+        return coloured_shapes(split)
+    if is_import_path(source):
+        return load_function(source)(**({"split": split} if has_splits(source) else {}))
+    path = Path(source)
+    if path.is_file() and path.suffix not in _READERS:
+        raise DatasetError(f"{source} is not a file of a known kind: {', '.join(_READERS)}")
+    try:
+        if path.is_file():
+            kind, how = _READERS[path.suffix]
+            return load_dataset(kind, data_files=source, split="train", **how)
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            saved = load_from_disk(source)
+            splits = [saved] if isinstance(saved, Dataset) else [saved[part] for part in split.split("+")]
+            return concatenate_datasets(splits)
+        return load_dataset(source, config, split=split)
+    except (OSError, ValueError, KeyError, DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        said = f"dataset {source!r} (split {split!r}) cannot be loaded: {reason}"
+        raise DatasetError(f"{said}{mistyped_path(source)}") from error
+
+
+def read_images(row: dict, source: str, where: str) -> list[dict]:
+    """The pictures of a row as `{"bytes": ..., "path": None}`, read to their end; [`DatasetError`] names the row of a broken one."""
+    from PIL import Image as PILImage
+
+    given, read = row.get("images") if row.get("images") is not None else row.get("image"), []
+    for one in given if isinstance(given, list) else [] if given is None else [given]:
+        one = {"path": one} if isinstance(one, str) else one
+        try:
+            if isinstance(one, dict):
+                data = one.get("bytes") or (Path(source).parent / one["path"]).read_bytes()
+                PILImage.open(io.BytesIO(data)).load()
+            else:  # of Pillow
+                file = io.BytesIO()
+                one.save(file, "PNG")
+                data = file.getvalue()
+        except (OSError, SyntaxError, ValueError, TypeError, AttributeError) as error:
+            raise DatasetError(f"{where}: its image cannot be read: {str(error)[:200]}") from error
+        read.append({"bytes": data, "path": None})
+    return read
+
+
+def read_problems(
+    source: str,
+    split: str = "train",
+    config: str | None = None,
+    question_column: str | None = None,
+    answer_column: str | None = None,
+    whole_rows: bool = False,
+) -> list[dict[str, Any]]:
+    """Questions and gold answers of a dataset, each checked to be parsable.
+
+    Args:
+        source: as the field `dataset` of a recipe; a folder may be one that `load_dataset` or `load_from_disk` reads, and a function's
+            parameter `split` gets the split. A column `image` or `images` holds pictures, or their files' paths.
+        split, config: of a folder or the Hub; several splits are `train+test`.
+        question_column, answer_column: where they are not those of [`COLUMNS`].
+        whole_rows: also `columns`, the row as it is.
+
+    Returns:
+        One dict per problem: `row` (index in the source), `question`, `answer` (as text).
+
+    Raises:
+        DatasetError: it cannot be read, has other columns or no rows, or a row lacks a question or an answer.
+        trl_fsdp_qlora.data.answers.UnparsableGoldAnswer: names the row.
+    """
+    if reasoning_gym.is_generated(source):
+        problems = reasoning_gym.read_problems(source, split)
+        return [{**problem, "columns": problem} for problem in problems] if whole_rows else problems
+    rows = _rows(source, split, config)
+    # Images stay files, so that a broken one is met where its row is known.
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            rows = rows.cast_column(name, List(Image(decode=False)))
+    rows = [dict(row) for row in rows]
+    if not rows:
+        raise DatasetError(f"dataset {source!r} (split {split!r}) has no rows")
+
+    there = {str(name) for row in rows for name in row}
+    own = ((question_column or "question",), answer_column or "answer")
+    asked = [own] if question_column or answer_column else COLUMNS
+    known = next(((names, gold) for names, gold in asked if {*names, gold} <= there), None)
+    if known is None:
+        wanted = " | ".join(", ".join((*names, gold)) for names, gold in asked)
+        raise DatasetError(
+            f"{source!r} has columns {', '.join(sorted(there)) or 'none'}; looked for {wanted}: name yours with "
+            "question_column and answer_column"
+        )
+    (*bodies, question_name), gold_name = known
+    problems = []
+    for index, row in enumerate(rows):
+        where = f"{source}, row {index}"
+        for name in (*bodies, question_name, gold_name):
+            if row.get(name) in (None, ""):
+                raise DatasetError(f"{where}: the field {name!r} is empty; complete the row or leave it out")
+            if name != gold_name and not isinstance(row[name], str):
+                raise DatasetError(f"{where}: the field {name!r} must be text, not {row[name]!r}")
+        question, answer = row[question_name].strip(), row[gold_name]
+        for part in (row[name].strip() for name in bodies):
+            question = f"{part}{'.' * (not part.endswith(('.', '?', ',')))} {question}"
+        if isinstance(answer, str):
+            answer = answer.rsplit("####", 1)[-1].strip()
+        try:
+            parse_gold(answer, index)
+        except UnparsableGoldAnswer as error:
+            raise UnparsableGoldAnswer(f"{where}: {error}") from None
+        problem = {"row": index, "question": question, "answer": str(answer)}
+        if {"image", "images"} & {*row}:
+            problem["images"] = read_images(row, source, where)
+        problems.append(problem | ({"columns": row} if whole_rows else {}))
+    return problems
+
+
+def _question_key(problem: dict) -> str:
+    """Equal for equal questions about equal pictures."""
+    pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
+    seen = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
+    return " ".join(problem["question"].lower().split()) + seen
+
+
+def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
+    """Split one set into (train, held out) by question, so that equal questions never stand on both sides; always alike.
+
+    Raises:
+        DatasetError: `count`, which `field` asks for, leaves nothing to train on.
+    """
+    keys = sorted({_question_key(problem) for problem in problems})
+    if not 0 < count < len(keys):
+        raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
+    random.Random(0).shuffle(keys)
+    chosen, parts = set(keys[:count]), ([], [])
+    for problem in problems:
+        parts[_question_key(problem) in chosen].append(problem)
+    return parts
+
+
+def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
+    """`train` without the questions that are also in `held_out`, and how many those were."""
+    keys = {_question_key(problem) for problem in held_out}
+    kept = [problem for problem in train if _question_key(problem) not in keys]
+    return kept, len(train) - len(kept)
+
+
+def check_template(template: str) -> None:
+    """Refuse a `template` without `{question}`, or with another `{name}`, which nothing fills in: a [`DatasetError`]."""
+    if "{question}" not in template:
+        raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
+    # Not \boxed{answer}: what a word stands before is LaTeX, and stays as it is.
+    other = re.search(r"(?<![\w{])\{(?!question\})[A-Za-z_]\w*\}", template)
+    if other:
+        raise DatasetError(f"prompt_template={template!r}: nothing fills in {other[0]}, only {{question}} is known")
+
+
+def to_prompts(
+    problems: Sequence[dict], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
+) -> Dataset:
+    """A dataset with TRL's `prompt` column (conversational, or plain text with `chat=False`), `answer` and `row`, of problems as from
+    [`read_problems`]; those of reasoning-gym keep their `difficulty` and `entry`.
+
+    `system_prompt` stands before the user's turn, or before the text. `template` is how a question becomes the user's turn.
+
+    Raises:
+        DatasetError: `template` has no `{question}`, or an unknown `{name}`; `problems` is empty.
+    """
+    check_template(template)
+    if not problems:
+        raise DatasetError("no problems to make prompts of")
+    rows = []
+    for problem in problems:
+        text = template.replace("{question}", problem["question"])
+        prompt: Any = f"{system_prompt}\n{text}" if system_prompt else text
+        if chat:
+            system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+            prompt = [*system, {"role": "user", "content": text}]
+        more = {name: problem[name] for name in ("difficulty", "entry", "images") if name in problem}
+        rows.append({"prompt": prompt, "answer": problem["answer"], "row": problem["row"], **more})
+    made = Dataset.from_list(rows)
+    return made.cast_column("images", List(Image())) if "images" in made.column_names else made

@@ -1,0 +1,89 @@
+"""Rewards that the recipes need and TRL does not have.
+
+Every reward takes what TRL passes (`completions`, plus the dataset's columns as keyword lists) and returns one float per
+completion, or `None` where the row has no answer: of several tasks in one dataset, those of another. A gold answer that cannot
+be parsed is an error that names its row, never a reward.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from ..errors import UserError, did_you_mean
+from ..run.import_path import is_import_path, load_function
+from . import reasoning_gym
+from .answers import NUMBER, Completion, answers_match, completion_text, extract_answer, parse_gold
+
+_TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+_BETWEEN = re.compile(r"</reasoning>\s*<answer>")
+
+
+def _gold_rows(answer: Sequence, columns: dict) -> list[Fraction | str | None]:
+    rows = columns.get("row", range(len(answer)))
+    return [None if gold is None else parse_gold(gold, row) for gold, row in zip(answer, rows, strict=True)]
+
+
+def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float | None]]:
+    """A reward, `exact_answer`, of 1.0 for the right final answer ([`extract_answer`]), else 0.0. Needs an `answer` column."""
+    extract_answer("", answer_format)  # an unknown format is an error now, not in the first step
+
+    def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
+        given = [extract_answer(completion_text(completion), answer_format) for completion in completions]
+        pairs = zip(given, _gold_rows(answer, columns), strict=True)
+        return [None if gold is None else float(answers_match(one, gold)) for one, gold in pairs]
+
+    return exact_answer
+
+
+def tag_format_reward(completions: Sequence[Completion], **_columns) -> list[float]:
+    """1.0 where the completion is `<reasoning>…</reasoning><answer>…</answer>` and nothing else, else 0.0."""
+    return [float(_is_tagged(completion_text(completion).strip())) for completion in completions]
+
+
+def _is_tagged(text: str) -> bool:
+    # Not one pattern with two `.*?`: on a text full of closing tags it takes the square of its length.
+    first, last = _TAGS[0], _TAGS[-1]
+    if not (text.startswith(first) and text.endswith(last)):
+        return False
+    return _BETWEEN.search(text, len(first), len(text) - len(last)) is not None
+
+
+def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
+    """The graded reward of the blog recipe: answer graded in steps, plus 0.2 per tag.
+
+    2.0 where the text inside `<answer>` is the gold answer; 1.5 where it holds a single number and that is the gold
+    answer, with other words around it; plus 0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>`
+    that stands exactly once. Between 0 and 2.8.
+    """
+    rewards = []
+    for completion, gold in zip(completions, _gold_rows(answer, columns), strict=True):
+        if gold is None:
+            rewards.append(None)
+            continue
+        text = completion_text(completion)
+        reward = sum(0.2 for tag in _TAGS if text.count(tag) == 1)
+        given = extract_answer(text, "tags")
+        if answers_match(given, gold):
+            bare = NUMBER.fullmatch(given.strip()) is not None or isinstance(gold, str)
+            reward += 2.0 if bare else 1.5
+        rewards.append(reward)
+    return rewards
+
+
+REWARDS = {"exact_answer": exact_answer_reward, "tag_format": tag_format_reward, "graded": graded_reward}
+REWARDS |= {reasoning_gym.REWARD: reasoning_gym.verifier_reward}
+_WITH_FORMAT = ("exact_answer", reasoning_gym.REWARD)
+
+
+def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[float | None]]:
+    """A reward of [`REWARDS`] by name, or a function of the user's own by import path (`my_rewards.py:has_unit`).
+
+    Raises:
+        UserError: unknown name, or an import path that leads to no function.
+    """
+    if is_import_path(name):
+        return load_function(name)
+    if name not in REWARDS:
+        known = f"{', '.join(REWARDS)}{did_you_mean(name, REWARDS)}"
+        raise UserError(f"unknown reward {name!r}; known: {known}; one of your own is my_rewards.py:function")
+    return REWARDS[name](answer_format) if name in _WITH_FORMAT else REWARDS[name]

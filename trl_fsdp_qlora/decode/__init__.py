@@ -1,0 +1,1 @@
+"""Completions by transformers: prompts prefilled once, finished rows dropped, caches kept over turns."""

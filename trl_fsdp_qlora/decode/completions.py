@@ -1,0 +1,213 @@
+"""Completions outside of training's own rollouts (accuracy, evaluation, V*), for problems spread over the ranks."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
+
+from ..compat.trl import rows_of_images
+from ..errors import UserError
+from ..prefix_sharing.images import fingerprints
+from ..telemetry.terminal import progress
+from .decoding import Decoding, DecodingWork, distinct_rows, why_stock
+
+if TYPE_CHECKING:
+    from ..vllm.engine import AdapterEngine
+
+CONCURRENCY = 64  # requests to a vLLM server at a time, each for one prompt: as many connections as TRL's client keeps
+
+
+def _compute_device(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters())
+    # Under CPU offloading a shard lies in host memory and is computed with on the mesh's device.
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def vision_tensors(vision: dict[str, Any], width: int, device: torch.device | None = None) -> dict[str, Any]:
+    """A processor's fields as tensors, those per token padded on the left to `width`; `num_images` stays a list."""
+    made = dict(vision)
+    for name in made.keys() - {"num_images"}:
+        if name.endswith("token_type_ids"):
+            made[name] = [[0] * (width - len(row)) + list(row) for row in made[name]]
+        value = made[name]
+        made[name] = torch.as_tensor(value if isinstance(value, torch.Tensor) else np.asarray(value), device=device)
+    return made
+
+
+@torch.no_grad()
+def complete(
+    model: nn.Module,
+    prompt_ids: list[list[int]],
+    config: GenerationConfig,
+    *,
+    ends: list[int] | None = None,
+    synced: bool | None = None,
+    compact: bool = True,
+    decoding: Decoding | None = None,
+    vision: dict[str, Any] | None = None,
+) -> tuple[list[list[int]], DecodingWork | None]:
+    """One completion for every prompt given, from the global random state, in the mode that the model is in.
+
+    Args:
+        model: causal language model, unwrapped.
+        prompt_ids: token ids of R prompts, padded on the left here. Equal ones are prefilled once.
+        config: with `pad_token_id`, and a list `eos_token_id` where `ends` is not given.
+        ends: a completion is cut behind the first of these tokens; the config's end-of-sequence tokens by default.
+        synced: a forward is collective, so a rank that has finished goes on with the others. By transformers' rule if
+            `None`.
+        compact: use the decoding loop of [`decoding`] where it is exact.
+        decoding: that loop, where the caller knows that it is exact.
+        vision: what a processor gives beside token ids, for prompts with images, and `num_images` of each prompt.
+
+    Returns:
+        R lists of completion token ids, each cut behind its first end-of-sequence token, and what was run for them;
+        `None` where transformers' own loop was.
+    """
+    width = max(map(len, prompt_ids))
+    device = _compute_device(model)
+    ids_RP = torch.tensor([[config.pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)
+    mask_RP = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+    batch = {"input_ids": ids_RP, "attention_mask": mask_RP, **vision_tensors(vision or {}, width, device)}
+    pictures = {name: batch[name] for name in vision or ()}
+    if decoding is None and compact and why_stock(model, config, pictures) is None:
+        decoding = Decoding(synced)
+    if decoding is not None:
+        keys = [ids_RP, mask_RP] + ([fingerprints(pictures)] if pictures else [])
+        first_U, decoding.place_R = distinct_rows(torch.cat(keys, 1))
+        batch = {**rows_of_images(batch, first_U), "custom_generate": decoding}
+    batch.pop("num_images", None)
+    out = model.generate(**batch, generation_config=config, synced_gpus=synced)
+    ends = config.eos_token_id if ends is None else ends
+    completions = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        completions.append(row[:end])
+    return completions, None if decoding is None else decoding.work
+
+
+class EngineModel:
+    """vLLM (a server, or an engine of this rank's own) in the place of a model in [`generate`]; the config is the model's."""
+
+    def __init__(self, engine: "AdapterEngine", generation_config: GenerationConfig):
+        self.engine, self.generation_config = engine, generation_config
+
+    def complete(self, prompt_ids: list[list[int]], config: GenerationConfig, seed: int | None) -> list[list[int]]:
+        """One completion for every prompt; row i is drawn with a seed of its own, made of `seed` and i."""
+        seeds = [None if seed is None else seed * 1_000_003 + row for row in range(len(prompt_ids))]
+        settings = [sampling(config, own) for own in seeds]
+        if self.engine.mode == "server":
+            client = self.engine.vllm_client
+
+            def ask(ids: list[int], own: dict) -> list[int]:
+                drawn = client.generate(prompts=[ids], max_tokens=own["max_tokens"], generation_kwargs=own)
+                return drawn["completion_ids"][0]
+
+            with ThreadPoolExecutor(min(CONCURRENCY, len(prompt_ids))) as pool:
+                return list(pool.map(ask, prompt_ids, settings))
+        from vllm import SamplingParams
+
+        llm, sleeps = self.engine.llm, self.engine.enable_sleep_mode
+        if sleeps:
+            llm.wake_up()
+        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        outputs = llm.generate(prompts, sampling_params=[SamplingParams(**own) for own in settings], use_tqdm=False)
+        if sleeps:
+            llm.sleep()
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def sampling(config: GenerationConfig, seed: int | None) -> dict:
+    """vLLM's sampling parameters of a row for a generation config of transformers."""
+    ends, wanted = config.eos_token_id, ["repetition_penalty"]
+    settings = {"max_tokens": config.max_new_tokens, "temperature": float(config.do_sample or 0)}
+    settings["stop_token_ids"] = list(ends) if isinstance(ends, list | tuple | set) else [ends]
+    if config.do_sample:
+        wanted += ["temperature", "top_p", "top_k", "min_p"]
+        settings["seed"] = None if seed is None else seed % 2**63
+    return settings | {name: getattr(config, name) for name in wanted if getattr(config, name) is not None}
+
+
+def generate(
+    model: nn.Module | EngineModel,
+    prompt_ids: list[list[int]],
+    config: GenerationConfig,
+    seed: int | None = None,
+    *,
+    synced: bool | None = None,
+    compact: bool = True,
+    vision: dict[str, Any] | None = None,
+) -> list[list[int]]:
+    """One completion for every prompt given, as [`complete`], without dropout and reproducible.
+
+    The result depends on the prompts, the weights and `seed` only; the global random state is not moved.
+
+    Args:
+        model: causal language model, unwrapped; its training mode is restored. Or an engine that draws in its place.
+        prompt_ids, config, synced, compact, vision: see [`complete`].
+        seed: of the sampling; `None` for greedy decoding.
+    """
+    if isinstance(model, EngineModel):
+        if vision:
+            raise UserError("accuracy on prompts with images is not measured through vLLM; set skip_accuracy: true")
+        return model.complete(prompt_ids, config, seed)
+    device = _compute_device(model)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return complete(model, prompt_ids, config, synced=synced, compact=compact, vision=vision)[0]
+    finally:
+        model.train(was_training)
+
+
+def over_ranks(
+    count: int,
+    batch_size: int,
+    generate: Callable[[range], Any],
+    score: Callable[[range, Any], Sequence],
+    *,
+    lockstep: bool = False,
+    description: str | None = None,
+) -> list:
+    """Results of problems 0 to `count` - 1, each worked on exactly once, in their order on every rank.
+
+    Batches are fixed by `count` and `batch_size` and dealt to the ranks in turn; results travel with their index, so
+    nothing is padded or counted twice, whatever the number of ranks.
+
+    Args:
+        count: problems; the same on every rank.
+        batch_size: problems per batch, per rank.
+        generate: completions of a batch of problems; may be collective.
+        score: one result for every problem of a batch from its completions; runs on one rank alone.
+        lockstep: `generate` is collective: a rank that has no batch left repeats the first problem, for nobody.
+        description: of the progress that the main rank shows, of its own problems; none is shown without.
+
+    Raises:
+        RuntimeError: the ranks disagree about the problems.
+    """
+    state = PartialState()
+    batches = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
+    mine = batches[state.process_index :: state.num_processes]
+    results, hidden = [], description is None or not state.is_main_process
+    with progress(description or "", sum(map(len, mine)), "problems", hidden=hidden) as bar:
+        for batch in mine:
+            results += zip(batch, score(batch, generate(batch)), strict=True)
+            bar.update(len(batch))
+    if lockstep:
+        for _ in range(-(-len(batches) // state.num_processes) - len(mine)):
+            generate(range(1))
+    if state.num_processes > 1:
+        results = gather_object(results)
+    results.sort(key=lambda pair: pair[0])
+    if [index for index, _ in results] != list(range(count)):
+        raise RuntimeError(f"{len(results)} results for {count} problems: the ranks disagree about the dataset")
+    return [result for _, result in results]

@@ -1,0 +1,1 @@
+"""How good a model is: accuracy on held-out problems, its uncertainty, pictures of runs."""

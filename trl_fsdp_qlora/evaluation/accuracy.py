@@ -1,0 +1,207 @@
+"""Accuracy of a model on problems with exact answers: greedy pass@1, sampled pass@k, majority@k; on every rank."""
+
+import functools
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from trl.data_utils import is_conversational, prepare_multimodal_messages
+
+from ..data import reasoning_gym
+from ..data.answers import answers_match, completion_text, extract_answer, parse_gold, parse_number, required_answer
+from ..decode.completions import generate, over_ranks
+from ..recipe.episodes import Agent, run_episodes
+from .stats import format_accuracy, pass_at_k, wilson_interval
+
+# What `generate` would otherwise fill in from the model's own generation config (Qwen2.5's has a repetition penalty).
+NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+
+
+@dataclass
+class Evaluation:
+    """Result of [`evaluate`]; accuracies are shares of `n` problems, `None` where nothing was sampled, `interval` Wilson's 95%.
+
+    Two more counts of right greedy completions tell the format from the arithmetic: `strict` wants the answer where
+    [`required_answer`] looks for it, `lenient` takes the last number anywhere. Records of older versions have neither.
+    """
+
+    n: int
+    correct: int
+    pass_at_1: float
+    interval: tuple[float, float]
+    samples: int
+    pass_at_k: float | None
+    majority_at_k: float | None
+    answered: float
+    seconds: float
+    tokens_per_completion: float
+    strict: int | None = None
+    lenient: int | None = None
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = f"greedy pass@1 {format_accuracy(self.correct, self.n)}"
+        # Where no answer stands in a marked place, the problems ask for none, and the first figure says it all.
+        if self.strict is not None and (self.strict or self.lenient != self.correct):
+            text += f", strict {100 * self.strict / self.n:.1f}%, lenient {100 * self.lenient / self.n:.1f}%"
+        if self.samples:
+            text += f", pass@{self.samples} {100 * self.pass_at_k:.1f}%, majority@{self.samples} "
+            text += f"{100 * self.majority_at_k:.1f}%"
+        return text
+
+
+class Completed(NamedTuple):
+    """What a model answered: its text, the tokens that it wrote, and what the environment says if that decides."""
+
+    text: str
+    tokens: int
+    is_right: bool | None = None
+
+
+def majority(answers: list[str | None]) -> str | None:
+    """The most frequent answer, by value where it is a number; ties go to the earliest; `None` where none is given."""
+    given = [answer for answer in answers if answer is not None]
+    values = [answer if (number := parse_number(answer)) is None else number for answer in given]
+    # `max` takes the earliest of equals.
+    return given[values.index(max(values, key=values.count))] if given else None
+
+
+def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids, and what the model takes beside them, of prompts with their pictures."""
+    prompts = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
+    made = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+    vision = {name: made[name] for name in made if name not in ("input_ids", "attention_mask")}
+    return made["input_ids"], {**vision, "num_images": [len(row["images"]) for row in rows]}
+
+
+def encode(prompts: list, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not is_conversational({"prompt": prompts[0]}):
+        return tokenizer(prompts)["input_ids"]
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    return tokenizer.apply_chat_template(prompts, **how)["input_ids"]
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset,
+    *,
+    max_new_tokens: int = 256,
+    batch_size: int = 32,
+    samples: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    answer_format: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+    description: str = "evaluate",
+    lockstep: bool = False,
+    agent: Agent | None = None,
+    max_tool_turns: int | None = None,
+) -> Evaluation:
+    """Measure `model` on every problem of `dataset` exactly once, whatever the number of ranks.
+
+    Batches are fixed by the dataset and dealt to the ranks in turn, and what is sampled in a batch depends on `seed` and
+    the batch alone, so the result does not depend on the number of ranks. Works without an initialised process group.
+
+    Args:
+        model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
+        tokenizer: with a pad token, or a processor where `dataset` has a column `images`.
+        dataset: `prompt` and `answer`, and `entry` where a generator verifies, see [`trl_fsdp_qlora.data.datasets.to_prompts`].
+        max_new_tokens: length limit of a completion, in tokens.
+        batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
+        samples: k of pass@k and majority@k; 0 measures greedy decoding only.
+        temperature, top_p, seed: of the samples. Penalties of the model's own generation config are left out.
+        answer_format: see [`trl_fsdp_qlora.data.answers.extract_answer`].
+        progress, description: show a bar on the main rank.
+        lockstep: a forward is collective (weights sharded over the ranks): every rank generates as often as the slowest.
+        agent: the tools and the environment of an episode, whose last answer is compared with the right one; an environment
+            that owns its reward is asked instead. `max_new_tokens` is then the length of an episode behind its prompt, results
+            of tools included, and the tokens of a completion are those that the model wrote.
+        max_tool_turns: of an episode, any number if `None`.
+
+    Returns:
+        [`Evaluation`], the same on every rank.
+
+    Raises:
+        trl_fsdp_qlora.data.answers.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
+    """
+    started = time.perf_counter()
+    with_images = "images" in dataset.column_names
+    rows = (dataset.remove_columns("images") if with_images else dataset).to_list()
+    golds = [
+        reasoning_gym.accepts(row["entry"]) if "entry" in row else parse_gold(row["answer"], index)
+        for index, row in enumerate(rows)
+    ]
+    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
+
+    def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[Completed]:
+        if agent is not None:
+
+            def next_turn(ids: list[list[int]], turn: int) -> list[list[int]]:
+                return generate(model, ids, config, None if seed is None else seed + (turn << 40), synced=lockstep)
+
+            how = {"max_length": max_new_tokens, "max_tool_turns": max_tool_turns, "lockstep": lockstep}
+            episodes = run_episodes(
+                agent, [rows[i] for i in batch for _ in range(repeats)], tokenizer, next_turn, **how
+            )
+            return [
+                Completed(completion_text(each.messages), each.drawn, agent.is_right(each.environment))
+                for each in episodes
+            ]
+        if with_images:
+            ids, vision = encode_images([row for i in batch for row in [dataset[i]] * repeats], tokenizer)
+        else:
+            ids, vision = encode([rows[i]["prompt"] for i in batch for _ in range(repeats)], tokenizer), {}
+        completions = generate(model, ids, config, seed, synced=lockstep, vision=vision)
+        return [Completed(tokenizer.decode(each, skip_special_tokens=True), len(each)) for each in completions]
+
+    def draw(batch: range) -> tuple[list[Completed], list[Completed]]:
+        best = complete(batch, greedy, 1)
+        return best, complete(batch, sampled, samples, (seed << 20) + batch.start) if samples else []
+
+    def score(batch: range, completions: tuple[list[Completed], list[Completed]]) -> list[tuple]:
+        best, drawn = completions
+        found = []
+        for j, i in enumerate(batch):
+            right = functools.partial(answers_match, gold=golds[i])
+
+            def is_right(one: Completed, answer: str | None, right=right) -> bool:
+                return right(answer) if one.is_right is None else one.is_right
+
+            text = best[j].text
+            answer = extract_answer(text, answer_format)
+            of_problem = drawn[j * samples : (j + 1) * samples]
+            sampled = [extract_answer(one.text, answer_format) for one in of_problem]
+            strict = is_right(best[j], required_answer(text, answer_format))
+            lenient = is_right(best[j], extract_answer(text, "last_number"))
+            of_samples = 0, 0
+            if samples:
+                passed = sum(map(is_right, of_problem, sampled))
+                voted = 2 * passed > samples if agent is not None and agent.owns_reward else right(majority(sampled))
+                of_samples = pass_at_k(samples, passed, samples), voted
+            found.append((is_right(best[j], answer), answer is not None, strict, lenient, best[j].tokens, *of_samples))
+        return found
+
+    size, n = max(1, batch_size // max(samples, 1)), len(rows)
+    results = over_ranks(n, size, draw, score, lockstep=lockstep, description=description if progress else None)
+    correct, answered, strict, lenient, tokens, passed, voted = map(sum, zip(*results, strict=True))
+    shares = (passed / n, voted / n) if samples else (None, None)
+    measured = correct, correct / n, wilson_interval(correct, n), samples, *shares, answered / n
+    return Evaluation(n, *measured, time.perf_counter() - started, tokens / n, strict, lenient)
+
+
+def generation_configs(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
+) -> tuple[GenerationConfig, GenerationConfig]:
+    """Greedy, and sampled."""
+    eos, end, pad = model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos = sorted({*(eos if isinstance(eos, list) else [eos]), end} - {None})
+    common = {"max_new_tokens": max_new_tokens, "pad_token_id": end if pad is None else pad, "eos_token_id": eos}
+    sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common, **NEUTRAL)
+    return GenerationConfig(do_sample=False, **common, **NEUTRAL), sampled

@@ -1,1 +1,0 @@
-"""Where completions come from."""

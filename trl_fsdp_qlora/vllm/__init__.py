@@ -1,0 +1,1 @@
+"""Completions by vLLM: the engine, and the adapter's way into it."""

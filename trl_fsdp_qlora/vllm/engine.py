@@ -1,0 +1,279 @@
+"""`AdapterEngine`: TRL's vLLM engine, colocated or in a server, to which only the adapter is sent.
+
+TRL 1.16 merges the adapter into the base, pushes every weight and unmerges, for each step. Here the engine holds the untouched
+base and is given each version of the adapter under a name of its own; putting it to sleep frees its cache and keeps its weights.
+"""
+
+import logging
+import os
+import time
+import uuid
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from requests.adapters import HTTPAdapter, Retry
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ..compat.replaced import replaced
+from ..compat.trl import ensure_master_addr_port
+from ..compat.vllm import leave_groups_that_are_gone
+from ..run.ranks import on_main
+from ..run.shipped import cache_folder
+from .adapter_sync import AdapterVersions, RolloutError, adapter_weights, served_rank
+from .dequantized_base import DONE, dequantized_base, has_packed_base
+
+logger = logging.getLogger(__name__)
+
+
+class _Serving:
+    """vLLM's `LLM` as `VLLMGeneration.generate` uses it: requests name the adapter, and sleeping keeps the weights.
+
+    TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back. vLLM 0.31 and newer free the cache
+    alone; older ones take the weights along, at level 1 into host memory, from where they come back before they are used.
+    """
+
+    def __init__(self, llm):
+        self._llm = llm
+        self._frees_the_cache_alone = hasattr(llm, "release_kv_cache_memory")
+        self._weights_in_host_memory = False
+        self.adapter = None
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
+
+    def generate(self, prompts, **options):
+        return self._llm.generate(prompts, lora_request=self.adapter, **options)
+
+    def load(self, request) -> None:
+        """Answer with the adapter of a `LoRARequest` from now on, and forget the one before."""
+        self._wake_weights()  # the adapter is copied to where the engine keeps those that it serves
+        engine = self._llm.llm_engine
+        if not engine.add_lora(request):
+            raise RolloutError(f"vLLM refused the adapter in {request.lora_path}")
+        if self.adapter is not None:
+            engine.remove_lora(self.adapter.lora_int_id)
+        self.adapter = request
+
+    def sleep(self, level: int = 2) -> None:
+        if self._frees_the_cache_alone:
+            self._llm.sleep(level=0)
+            self._llm.release_kv_cache_memory()
+        else:
+            self._llm.sleep(level=1)
+            self._weights_in_host_memory = True
+
+    def wake_up(self, tags=None) -> None:
+        self._wake_weights()
+        self._llm.wake_up(tags=["kv_cache"])
+
+    def _wake_weights(self) -> None:
+        if self._weights_in_host_memory:
+            self._llm.wake_up(tags=["weights"])
+            self._weights_in_host_memory = False
+
+
+def server_info(args: Any) -> dict[str, Any]:
+    """What the server of a trainer's arguments was started with; waits for `vllm_server_timeout`, as TRL does."""
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
+
+
+class AdapterServer(VLLMClient):
+    """TRL's client of a vLLM server, for a server that is given adapters.
+
+    Args:
+        url, patience: of the server, and seconds to wait until it is up.
+        max_lora_rank: the adapter's, as vLLM counts ranks.
+
+    Attributes:
+        base, folder: the name under which it serves the base, and what it loaded that from.
+
+    Raises:
+        RolloutError: it cannot take such adapters; names what to start it with.
+    """
+
+    def __init__(self, url: str, patience: float, max_lora_rank: int):
+        super().__init__(base_url=url, connection_timeout=patience)
+        models = self.session.get(f"{self.base_url}/v1/models").json()["data"]
+        # Adapters of earlier runs are listed too, with the base as their parent.
+        base = next(model for model in models if not model.get("parent"))
+        self.model = self.base = base["id"]
+        self.folder = base.get("root") or base["id"]
+        lora = self.get_server_info()["lora_config"]
+        if lora is None or lora["max_lora_rank"] < max_lora_rank:
+            started = "without --enable-lora" if lora is None else f"with --max-lora-rank {lora['max_lora_rank']}"
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} was started {started}. Restart it with --enable-lora --max-lora-rank "
+                f"{max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+            )
+        # TRL asks again after a 500, and forgets what it said: here that is why vLLM did not take an adapter.
+        tries = Retry(total=5, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST"])
+        for endpoint in ("load_lora_adapter", "unload_lora_adapter"):
+            self.session.mount(f"{self.base_url}/v1/{endpoint}", HTTPAdapter(max_retries=tries))
+
+    def ask(self, endpoint: str, content: dict) -> None:
+        """Load or unload an adapter; raises [`RolloutError`] with the server's reason."""
+        response = self.session.post(f"{self.base_url}/v1/{endpoint}", json=content)
+        if response.status_code != 200:
+            raise RolloutError(
+                f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): {response.text[:500]} (it has to "
+                f"be started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, to see {content.get('lora_path')} "
+                "(vllm_adapter_dir), and to serve the model that is trained)"
+            )
+
+
+class AdapterEngine(VLLMGeneration):
+    """[`trl.generation.vllm_generation.VLLMGeneration`] that serves an adapter over an untouched base.
+
+    Args:
+        base: folder or Hub id of what a colocated engine loads: the checkpoint, or the dequantized copy of a 4-bit one.
+        peft_config, max_lora_rank: of the adapter, see [`trl_fsdp_qlora.vllm.adapter_sync.served_rank`].
+        versions: where versions of the adapter are written; used by rank 0.
+        engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
+        **options: of `VLLMGeneration`.
+    """
+
+    # TRL notes that the weights are asleep after it generated; here they never are.
+    _llm_weights_sleeping = property(lambda self: False, lambda self, value: None)
+
+    def __init__(
+        self, *, base: str, peft_config, max_lora_rank: int, versions: AdapterVersions, engine_kwargs=None, **options
+    ):
+        self.base, self.peft_config, self.max_lora_rank = base, peft_config, max_lora_rank
+        self.versions, self.version = versions, 0
+        self.engine_kwargs = engine_kwargs or {}
+        self.last_sync = {"seconds": 0.0, "bytes": 0}
+        super().__init__(**options)
+
+    def _init_vllm(self) -> None:
+        if self.mode == "server":
+            # Every rank: accuracy and V* are drawn by each for itself.
+            url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+            self.vllm_client = AdapterServer(url, self.server_timeout, self.max_lora_rank)
+            self.base = self.vllm_client.folder
+        else:
+            self._start_colocated()
+        self.accelerator.wait_for_everyone()
+
+    def _start_colocated(self) -> None:
+        from vllm import LLM
+
+        ranks, size = self.accelerator, self.tensor_parallel_size
+        if size > 1:
+            groups = [list(range(i * size, (i + 1) * size)) for i in range(ranks.num_processes // size)]
+            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        places = {
+            "RANK": ranks.process_index,
+            "LOCAL_RANK": ranks.local_process_index,
+            "WORLD_SIZE": ranks.num_processes,
+        }
+        os.environ.update({name: str(place) for name, place in places.items()})
+        ensure_master_addr_port()
+        on_cpu = ranks.device.type == "cpu"
+        options = {
+            "model": self.base,
+            # The policy's own dtype where there is no GPU: bfloat16 without AMX is hundreds of times slower.
+            "dtype": str(self.model.dtype).removeprefix("torch.") if on_cpu else "auto",
+            "enforce_eager": on_cpu,
+            "tensor_parallel_size": size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_length,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_sleep_mode": self.enable_sleep_mode,
+            "model_impl": self.model_impl,
+            "distributed_executor_backend": "external_launcher",
+            "seed": ranks.process_index // size,  # equal in a tensor-parallel group, so that its ranks sample the same
+            "max_num_batched_tokens": 4096,
+            "logprobs_mode": "processed_logprobs",
+            "trust_remote_code": self.trust_remote_code,
+            "enable_lora": True,
+            "max_lora_rank": self.max_lora_rank,
+            "max_loras": 1,
+        }
+        one_adapter = nullcontext
+        if on_cpu:
+            from ..compat.vllm_cpu import one_adapter
+
+            # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts; 32 is the
+            # smallest that vLLM's CPU kernels are made for.
+            options["block_size"] = 32
+        with one_adapter():
+            llm = LLM(**{**options, **self.engine_kwargs})
+        leave_groups_that_are_gone(llm)
+        self.llm = _Serving(llm)
+        if self.enable_sleep_mode:
+            self.llm.sleep()
+
+    def sync_weights(self) -> None:
+        """Publish the adapter as it is now, and make the engine answer with it. Every rank has to call it."""
+        started = time.perf_counter()
+        with self._dist.gather_params([p for p in self.model.parameters() if p.requires_grad]):
+            weights = adapter_weights(self.model)
+        version = self.version + 1
+        folder = None
+        if self.accelerator.is_main_process:
+            folder = str(self.versions.publish(version, weights, self.peft_config))
+        folder = broadcast_object_list([folder], from_process=0)[0]
+        self._load(version, folder)
+        self.version = version
+        self.accelerator.wait_for_everyone()  # a rank may ask for completions of its own next
+        if self.accelerator.is_main_process:
+            # The engine may read a folder again as long as its name can be asked for, so the newest stays.
+            self.versions.forget_before(version)
+        self.last_sync = {"seconds": time.perf_counter() - started, "bytes": self.versions.bytes}
+
+    def _load(self, version: int, folder: str) -> None:
+        name = Path(folder).name
+        if self.mode == "colocate":
+            from vllm.lora.request import LoRARequest
+
+            self.llm.load(LoRARequest(name, version, folder))
+            return
+        if self.accelerator.is_main_process:
+            self.vllm_client.ask("load_lora_adapter", {"lora_name": name, "lora_path": folder})
+            if self.version:
+                self.vllm_client.ask("unload_lora_adapter", {"lora_name": self.vllm_client.model})
+        self.vllm_client.model = name
+
+    @property
+    def draws_alone(self) -> bool:
+        """A rank can ask for completions by itself: no other has to take part."""
+        return self.mode == "server" or self.tensor_parallel_size == 1
+
+    def without_adapter(self) -> AbstractContextManager:
+        """Inside, the engine answers with the base model: the reference policy of a LoRA run."""
+        if self.mode == "colocate":
+            return replaced(self.llm, adapter=None)
+        return replaced(self.vllm_client, model=self.vllm_client.base)
+
+
+def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, **options: Any):
+    """An [`AdapterEngine`] holding the base that `model` trains on, given what TRL gives its own. Collective.
+
+    The model's weights may be on rank 0 alone (FSDP2), but are not sharded yet.
+    """
+    peft_config = model.peft_config[model.active_adapters[0]]
+    rank = served_rank(peft_config)  # what PEFT made of the targets, before anything is written
+    base, packed = model.name_or_path, has_packed_base(model)
+    if packed and mode == "colocate":
+        # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
+        dtype = torch.float32 if accelerator.device.type == "cpu" else torch.bfloat16
+        cache = cache_folder() / "dequantized"
+        base = str(on_main(lambda: dequantized_base(model, processing_class, cache, dtype)))
+    one_node = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) == accelerator.num_processes
+    folder = args.vllm_adapter_dir or Path(args.output_dir) / ".rollout"
+    in_memory = args.vllm_adapter_dir is None and mode == "colocate" and one_node
+    versions = AdapterVersions(f"policy-{uuid.uuid4().hex[:8]}", folder, in_memory)
+    ours = {"peft_config": peft_config, "max_lora_rank": rank, "engine_kwargs": args.vllm_engine_kwargs}
+    options |= {"model": model, "accelerator": accelerator, "processing_class": processing_class, "mode": mode}
+    engine = AdapterEngine(base=base, versions=versions, **ours, **options)
+    if packed and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
+        logger.warning(
+            f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy instead, "
+            "which `trl-fsdp-qlora dequantize --model_name_or_path ...` writes, or rollouts come from another rounding"
+        )
+    return engine

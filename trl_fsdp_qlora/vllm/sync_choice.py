@@ -1,0 +1,133 @@
+"""How the policy gets into a vLLM engine: decided, and refused if it cannot work, before a model is loaded."""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..compat.vllm import adapter_misfits, trl_starts
+from ..fsdp2_qlora.launch_checks import is_fsdp_launch
+from ..run.ranks import on_main
+from .adapter_sync import RolloutError, served_rank
+
+CHOICES = ("auto", "adapter", "merge")
+
+
+# Where a completion is longer than this, a factor exp(Σ of the tokens' differences) leaves every clip.
+LONG_COMPLETION = 512
+
+
+# Full fine-tuning's learning rates teach an adapter almost nothing; LoRA wants ten to a hundred times as much.
+LOW_ADAPTER_RATE = 5e-6
+
+
+class Sync(NamedTuple):
+    """`"adapter"`, `"merge"` or `"off"` (no vLLM), and why."""
+
+    mode: str
+    reason: str
+
+    def describe(self) -> str:
+        """A line for a start-up report."""
+        sent = "the adapter alone" if self.mode == "adapter" else "all weights, the adapter merged"
+        return f"vLLM gets {sent}: {self.reason}"
+
+
+def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False) -> Sync:
+    """What `rollout_sync` comes to for a run.
+
+    Args:
+        args: of the trainer.
+        peft_config: of the adapter that is trained, or `None`.
+        quantized: the base is quantized.
+        ask: the server what it was started with, once for all ranks, instead of taking it for one that takes adapters.
+
+    Raises:
+        RolloutError: the choice cannot work; names the line to change.
+    """
+    if not args.use_vllm:
+        return Sync("off", "use_vllm is off")
+    if args.rollout_sync == "adapter" and peft_config is None:
+        raise RolloutError("rollout_sync='adapter' without an adapter: set use_peft: true, or rollout_sync: merge")
+    if args.rollout_sync == "merge" or peft_config is None:
+        if quantized:
+            raise RolloutError(
+                "rollout_sync='merge' with a quantized base: merging into packed weights is not possible "
+                "(trl#4973). Remove rollout_sync, or load the base unquantized"
+            )
+        return Sync("merge", "asked for" if args.rollout_sync == "merge" else "there is no adapter to send alone")
+    try:
+        served_rank(peft_config)
+        if problems := adapter_misfits():
+            raise RolloutError("the installed TRL differs from 1.16 in " + "; ".join(problems))
+    except RolloutError as error:
+        if args.rollout_sync == "adapter" or quantized:
+            raise
+        return Sync("merge", str(error))
+    if args.rollout_sync == "adapter":
+        return Sync("adapter", "asked for")
+    if quantized:
+        return Sync("adapter", "the base is quantized")
+    on_gpu = torch.cuda.is_available()
+    if args.vllm_mode == "server" and ask:
+        from .engine import server_info
+
+        info = on_main(lambda: server_info(args))
+        if info["lora_config"] is None:
+            return Sync("merge", "the server was started without --enable-lora")
+        if info["weight_transfer_config"] is not None and on_gpu:
+            return Sync("merge", "the server was started with --weight-transfer-config")
+    if is_fsdp_launch() or getattr(getattr(args, "deepspeed_plugin", None), "zero_stage", None) == 3:
+        return Sync("adapter", "the base is sharded")
+    if args.vllm_mode == "server":
+        return Sync("adapter", "the engine is a server" + ("" if ask else " (if it was started to take them)"))
+    if not on_gpu:
+        return Sync("adapter", "there is no GPU, where pushing whole weights does not work")
+    return Sync("merge", "one unquantized device: merged weights decode faster than LoRA kernels")
+
+
+def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
+    """Inside, TRL's trainer starts the engine of `sync`, with an adapter [`trl_fsdp_qlora.vllm.engine.start_engine`]'s."""
+    if sync.mode == "off":
+        return nullcontext()
+    from . import engine
+
+    return trl_starts(partial(engine.start_engine, args) if sync.mode == "adapter" else None, args.vllm_engine_kwargs)
+
+
+def truncations(args: Any) -> dict[str, Any]:
+    """Settings under which vLLM leaves tokens out of the distribution that it draws from, by name."""
+    kwargs = args.generation_kwargs or {}
+    given = {name: kwargs.get(name, getattr(args, name)) for name in ("top_p", "top_k", "min_p")}
+    kept = {"top_p": given["top_p"] in (None, 1.0), "top_k": (given["top_k"] or 0) <= 0, "min_p": not given["min_p"]}
+    return {name: value for name, value in given.items() if not kept[name]}
+
+
+def low_adapter_rate(rate: float) -> str | None:
+    """Why an adapter learns little at a learning rate; `None` where it may learn."""
+    if rate >= LOW_ADAPTER_RATE:
+        return None
+    return f"learning_rate={rate:g} is one for full fine-tuning; adapters usually need 1e-5 to 1e-4"
+
+
+def warnings_for(args: Any, sync: Sync) -> list[str]:
+    """What is likely to go wrong in a run with vLLM, each with the line to change; for the log before the first step."""
+    if sync.mode == "off":
+        return []
+    mode, longest = args.vllm_importance_sampling_mode, args.max_completion_length or 0
+    cuts = ", ".join(f"{name}={value}" for name, value in truncations(args).items())
+    found = {
+        f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is exp(sum of all "
+        "differences), which long completions push out of any clip; consider token_truncate": (
+            args.vllm_importance_sampling_correction and mode.startswith("sequence") and longest > LONG_COMPLETION
+        ),
+        f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: importance "
+        "weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
+        "vllm_importance_sampling_correction: false": args.vllm_importance_sampling_correction and cuts,
+        "vllm_engine_kwargs is for an engine in this process; give a server its options where it is started": (
+            args.vllm_engine_kwargs and args.vllm_mode == "server"
+        ),
+        low_adapter_rate(args.learning_rate): sync.mode == "adapter",
+    }
+    return [warning for warning, holds in found.items() if warning and holds]
