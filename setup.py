@@ -1,7 +1,8 @@
-"""Only what pyproject.toml cannot say: the README as PyPI shows it, and the folders that a wheel carries inside the package.
+"""Only what pyproject.toml cannot say: the README as PyPI shows it, and the folders that a wheel carries inside the
+package.
 
-PyPI has no files beside the README, so a link to one of the repository is made absolute with the `Repository` address of
-`[project.urls]`; where none is given, its text stays and the link goes.
+PyPI has no files beside the README, so a link to one of the repository is made absolute with the `Repository` address
+of `[project.urls]`; where none is given, its text stays and the link goes.
 """
 
 import re

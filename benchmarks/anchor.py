@@ -1,10 +1,11 @@
-"""GRPO + LoRA on GSM8K beside verl's published logs: seconds per step by phase, and accuracy on the 1,319 test problems.
+"""GRPO + LoRA on GSM8K beside verl's published logs: seconds per step by phase, and accuracy on the 1,319 test
+problems.
 
     python benchmarks/anchor.py [--runs runs] [--output benchmarks/results/anchor.json]
 
-Reads `metrics.json` of the runs that recipes/Qwen2.5-*-Instruct/grpo_anchor left in `--runs`; what was not run says so. Theirs
-ran on two GPUs of unnamed make (the 7B model on eight) with parameters offloaded, so seconds are only comparable with the
-hardware of ours beside them.
+Reads `metrics.json` of the runs that recipes/Qwen2.5-*-Instruct/grpo_anchor left in `--runs`; what was not run says
+so. Theirs ran on two GPUs of unnamed make (the 7B model on eight) with parameters offloaded, so seconds are only
+comparable with the hardware of ours beside them.
 """
 
 import argparse
@@ -54,7 +55,10 @@ def interval(correct: int, n: int) -> str:
 def line(size: str, run: dict[str, Any] | None) -> str:
     """A row of the table."""
     theirs = THEIRS[size]
-    published = f"{interval(round(theirs['accuracy'] * PROBLEMS / 100), PROBLEMS)} | {theirs['seconds']} on {theirs['gpus']} GPUs"
+    published = (
+        f"{interval(round(theirs['accuracy'] * PROBLEMS / 100), PROBLEMS)} | {theirs['seconds']} on "
+        f"{theirs['gpus']} GPUs"
+    )
     if run is None:
         return f"| {size} | {published} | never run | | |"
     accuracy = "not measured" if not run["n"] else interval(run["correct"], run["n"])

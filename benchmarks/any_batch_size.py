@@ -1,12 +1,13 @@
-"""CPU seconds of a whole optimizer step with micro-batches smaller than a group: TRL's GRPOTrainer next to EfficientGRPOTrainer.
+"""CPU seconds of a whole optimizer step with micro-batches smaller than a group: TRL's GRPOTrainer next to
+EfficientGRPOTrainer.
 
     python benchmarks/any_batch_size.py            # the table of docs/prefix_sharing.md, one thread, some minutes
 
-Both trainers have the same settings, model and completions, which are given, so that a step is what follows generation:
-`training_step` of all micro-batches without the drawing of completions. Steps alternate, and medians of the process's CPU time
-are compared, so that other work on the machine counts little. `alone` is ours with tokens_per_pass=0: each micro-batch
-computes its own prompt, as before. `moved` is how far the weights of the two trainers are apart after five steps of SGD, over
-how far they moved.
+Both trainers have the same settings, model and completions, which are given, so that a step is what follows
+generation: `training_step` of all micro-batches without the drawing of completions. Steps alternate, and medians of
+the process's CPU time are compared, so that other work on the machine counts little. `alone` is ours with
+tokens_per_pass=0: each micro-batch computes its own prompt, as before. `moved` is how far the weights of the two
+trainers are apart after five steps of SGD, over how far they moved.
 
 What flatters us: on a CPU stock TRL projects every position through the LM head, prompts included, where on CUDA it
 projects completions only; so the vocabulary is small.
@@ -165,7 +166,8 @@ def table(rows: list[dict]) -> str:
         seconds, speedup = row["seconds"], row["speedup"]
         lines.append(
             f"| {'/'.join(map(str, sizes))} | {count} | {seconds['stock']:.2f} | {seconds['ours']:.2f} "
-            f"| {seconds['alone']:.2f} | {speedup['ours']:.2f}× | {speedup['alone']:.2f}× | {row['moved']['ours']:.0e} |"
+            f"| {seconds['alone']:.2f} | {speedup['ours']:.2f}× | {speedup['alone']:.2f}× | "
+            f"{row['moved']['ours']:.0e} |"
         )
     return "\n".join(lines)
 

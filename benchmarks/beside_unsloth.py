@@ -2,16 +2,17 @@
 
     python benchmarks/beside_unsloth.py --model FOLDER --unsloth VENV/bin/python [--four_bit] [--output FILE]
 
-**Never run**: nothing of it has seen Unsloth or a GPU. Unsloth 2026.10.9 asks for TRL 1.15 or older, this package for TRL 1.16, so
-one environment does not hold both and `--unsloth` names the other one's Python. Its side is what Unsloth's GRPO notebooks do,
-without their vLLM: `FastLanguageModel.from_pretrained`, `get_peft_model` with its own gradient checkpointing, TRL's trainer, which
-Unsloth patches.
+**Never run**: nothing of it has seen Unsloth or a GPU. Unsloth 2026.10.9 asks for TRL 1.15 or older, this package for
+TRL 1.16, so one environment does not hold both and `--unsloth` names the other one's Python. Its side is what
+Unsloth's GRPO notebooks do,
+without their vLLM: `FastLanguageModel.from_pretrained`, `get_peft_model` with its own gradient checkpointing, TRL's
+trainer, which Unsloth patches.
 
-Both sides get the same weights, LoRA, prompts and settings, with a reward that differs for every completion, and are told to draw
-completions of a fixed length; the tokens that they drew stand beside the seconds, and where they differ the two are not
-comparable. Each generates for itself, by transformers' `generate` or what it puts in its place, and keeps activations its own way
-(Unsloth's checkpointing moves them to the host). Both run one after the other; a side that is out of memory or fails says so, and
-the file is written after each. The first steps compile and are left out.
+Both sides get the same weights, LoRA, prompts and settings, with a reward that differs for every completion, and are
+told to draw completions of a fixed length; the tokens that they drew stand beside the seconds, and where they differ
+the two are not comparable. Each generates for itself, by transformers' `generate` or what it puts in its place, and
+keeps activations its own way (Unsloth's checkpointing moves them to the host). Both run one after the other; a side
+that is out of memory or fails says so, and the file is written after each. The first steps compile and are left out.
 """
 
 import argparse
@@ -156,7 +157,9 @@ def measure(side: str, args) -> dict:
 
 
 def clocked(trainer):
-    """A callback of `trainer` that holds `seconds` of every step and, on CUDA, the `peak` bytes of those behind the warm-up."""
+    """A callback of `trainer` that holds `seconds` of every step and, on CUDA, the `peak` bytes of those behind the
+    warm-up.
+    """
     import torch
     from transformers import TrainerCallback
 

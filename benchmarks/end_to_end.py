@@ -1,25 +1,28 @@
 """Whole optimizer steps of stock TRL and of this package, side by side, and generation alone.
 
     python benchmarks/end_to_end.py --setting svamp --model DIR --data SVAMP.json
-    python benchmarks/end_to_end.py --setting gsm8k --model DIR --data gsm8k/train.jsonl --gradient_checkpointing --rows 8
-    python benchmarks/end_to_end.py --setting small_base --model DIR
+    python benchmarks/end_to_end.py --setting gsm8k --model DIR --data gsm8k/train.jsonl --gradient_checkpointing
+    --rows 8 python benchmarks/end_to_end.py --setting small_base --model DIR
     python benchmarks/end_to_end.py --setting svamp --early --generation_only ...
     python benchmarks/end_to_end.py --setting gsm8k --rows 8 --tokens 64 --generation_only ...
     python benchmarks/end_to_end.py --setting svamp --continuous_batching --generation_only ...
 
-Both trainers live in one process, on the same weights, with the same seed, prompts and LoRA, and take turns of one optimizer
-step (A B B A ...), so that a drifting machine hits both alike; the ratio of every pair of turns is kept. Each generates its
-own completions, and is timed doing so. Then both take the loss of the same ones, those of whoever came first. Their losses
-and the norms of their gradients are printed beside each other: a first step on new completions has a loss of about zero,
-the mean advantage. The reward differs for every completion, so none is skipped. What is left of the difference between the
-two ways of generating is chance: which lengths were drawn. `--early` makes completions end after about half of the budget
-(an exponentially growing bonus for the end-of-sequence token, in both). `--continuous_batching` lets stock TRL generate
-with transformers' continuous batching, and this package as it does by default.
+Both trainers live in one process, on the same weights, with the same seed, prompts and LoRA, and take turns of one
+optimizer step (A B B A ...), so that a drifting machine hits both alike; the ratio of every pair of turns is kept.
+Each generates its own completions, and is timed doing so. Then both take the loss of the same ones, those of whoever
+came first. Their losses
+and the norms of their gradients are printed beside each other: a first step on new completions has a loss of about
+zero, the mean advantage. The reward differs for every completion, so none is skipped. What is left of the difference
+between the
+two ways of generating is chance: which lengths were drawn. `--early` makes completions end after about half of the
+budget (an exponentially growing bonus for the end-of-sequence token, in both). `--continuous_batching` lets stock TRL
+generate with transformers' continuous batching, and this package as it does by default.
 
-Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases, anew after every pair of turns, so that what was
-measured is there when the machine gives out. Both trainers' weights are in the memory of either's turn; what a turn leaves
-free goes back to the system before the next, and the peak counts from there. On CPUs stock TRL's LM head computes prompt
-positions too, which on GPUs it leaves out. On AMD's processors this package multiplies by oneDNN, which stock could as
+Writes `<out>/end_to_end_<setting>.json` and a stacked bar of the phases, anew after every pair of turns, so that what
+was measured is there when the machine gives out. Both trainers' weights are in the memory of either's turn; what a
+turn leaves free goes back to the system before the next, and the peak counts from there. On CPUs stock TRL's LM head
+computes prompt positions too, which on GPUs it leaves out. On AMD's processors this package multiplies by oneDNN,
+which stock could as
 well: `--torch_products` measures without it.
 """
 

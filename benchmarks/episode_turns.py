@@ -1,10 +1,12 @@
 """CPU seconds of a rollout of several turns: TRL's own loop and this package's, on the same episodes, by turns.
 
-    python benchmarks/episode_turns.py            # a prompt of 1,700 tokens, four turns of 300; one thread, some minutes
+    python benchmarks/episode_turns.py            # a prompt of 1,700 tokens, four turns of 300; one thread, some
+    minutes
 
-Both contestants are trainers of one model with random weights in SmolLM2-135M's shape, cut to `--layers`. Decoding is greedy and a
-turn has `--drawn` tokens, so both draw the same episodes, which is checked. A tool's answer has about `--answer` tokens. Process CPU
-seconds of `GRPOTrainer._generate`, tools included, are compared, so that other work on the machine counts little.
+Both contestants are trainers of one model with random weights in SmolLM2-135M's shape, cut to `--layers`. Decoding is
+greedy and a turn has `--drawn` tokens, so both draw the same episodes, which is checked. A tool's answer has about
+`--answer` tokens. Process CPU seconds of `GRPOTrainer._generate`, tools included, are compared, so that other work on
+the machine counts little.
 
 What flatters us: every row calls the tool in every turn but the last, and prompts are long beside what is drawn.
 """
@@ -38,7 +40,9 @@ def look_up(place: int) -> str:
 
 
 def answer_to(row: int):
-    """[`look_up`] for a row: what it answers, so its episode, is its own; greedy rows of a prompt would be equal otherwise."""
+    """[`look_up`] for a row: what it answers, so its episode, is its own; greedy rows of a prompt would be equal
+    otherwise.
+    """
     return lambda place: look_up(place)[:-4] + f"{row:04d}"
 
 

@@ -3,11 +3,11 @@
     python benchmarks/gpu.py --output DIR [--model FOLDER --data SVAMP.json] [--unsloth VENV/bin/python]
                              [--only tests lm_head ...] [--minutes 9]
 
-Runs one part after the other, by worth, and goes on when one fails; leaves each part's log, the results of the benchmarks and a
-summary in `--output` (no folders in it, so that it can be copied whole). Parts, in this order:
+Runs one part after the other, by worth, and goes on when one fails; leaves each part's log, the results of the
+benchmarks and a summary in `--output` (no folders in it, so that it can be copied whole). Parts, in this order:
 
-    launches         launches and seconds of a step of Qwen3-4B with LoRA, next to what was counted without a GPU (docs/launches.md)
-    tests            the tests marked `gpu` that are quick
+    launches         launches and seconds of a step of Qwen3-4B with LoRA, next to what was counted without a GPU
+    (docs/launches.md) tests            the tests marked `gpu` that are quick
     prefix_sharing   packed against padded rows, flash attention, bf16, the shape of Qwen3-0.6B
     prefix_sharing_2 the same in the shape of Qwen3-1.7B
     lm_head          bf16 log-probabilities under a frozen head against TRL's kernel: wanted >= 1.25x
@@ -17,10 +17,10 @@ summary in `--output` (no folders in it, so that it can be copied whole). Parts,
     unsloth          a step beside Unsloth's, which has an environment of its own (needs --model and --unsloth)
     slow_tests       the tests marked `gpu` that are slow: launches of a recipe and of every accelerate config
 
-A part has a process group of its own, which is ended with everything in it when its time is over: nothing keeps the GPU. A
-result is copied only if the part itself wrote it, also the rows that it wrote before it ran out of time; out of memory is a result,
-not an end. No GPU was at hand when it was written: `--rehearse` shows the commands, `--tiny` runs all of them in sizes for an
-emulated device.
+A part has a process group of its own, which is ended with everything in it when its time is over: nothing keeps the
+GPU. A result is copied only if the part itself wrote it, also the rows that it wrote before it ran out of time; out of
+memory is a result, not an end. No GPU was at hand when it was written: `--rehearse` shows the commands, `--tiny` runs
+all of them in sizes for an emulated device.
 """
 
 import argparse
@@ -66,7 +66,8 @@ BENCHMARKS = {
 }
 TESTS = "-m pytest -v -p no:cacheprovider"
 QUICK, SLOW = "gpu and not slow", "gpu and slow"
-# A rehearsal shows that the calls work; on an emulated device all tests take longer than it has, and each of them longer
+# A rehearsal shows that the calls work; on an emulated device all tests take longer than it has, and each of them
+# longer
 # than it may: the part's own limit ends it.
 TINY_TESTS = {
     QUICK: "tests/grpo/test_cuda.py tests/prefix_sharing/test_attention.py --timeout 0",

@@ -1,24 +1,26 @@
 """Peak bytes of CUDA's allocator at real sizes: stock TRL's trainer against this package's, LoRA and QLoRA.
 
-    python benchmarks/gpu_bytes.py [--parts grid groups ranks] [--only 7B qlora ...] [--output benchmarks/results/gpu_bytes.json]
+    python benchmarks/gpu_bytes.py [--parts grid groups ranks] [--only 7B qlora ...] [--output
+    benchmarks/results/gpu_bytes.json]
 
-Runs on a GPU, or on an emulated one on which no kernel runs and memory is not touched: then bytes of large models are counted
-in the memory of a small host, and the results are headed "emulated allocator, no kernel ran". Parts:
+Runs on a GPU, or on an emulated one on which no kernel runs and memory is not touched: then bytes of large models are
+counted in the memory of a small host, and the results are headed "emulated allocator, no kernel ran". Parts:
 
     grid     a step on one group: models, adapters, checkpointing, lengths
     groups   the largest group that a card of 16, 24, 80 or 141 GiB holds
     ranks    FSDP2 with a 4-bit base on two devices (the emulated device needs FAKE_GPUS=2)
 
-Configs are built in code and weights are whatever the memory holds, so nothing may hang on numbers: a batch is made on the host
-as the trainer's inputs, `compute_loss` is called with it, and a step is that, the backward, clipping and the fused AdamW,
-without generation. The first step's comparison of packed and padded rows is left out. Every completion has C tokens but the
+Configs are built in code and weights are whatever the memory holds, so nothing may hang on numbers: a batch is made on
+the host as the trainer's inputs, `compute_loss` is called with it, and a step is that, the backward, clipping and the
+fused AdamW, without generation. The first step's comparison of packed and padded rows is left out. Every completion
+has C tokens but the
 first, which has one less: without any padding stock TRL would build no mask, which is rare in training.
 
-The largest groups are guessed from the line through two measured sizes and then run with the allocator held to the card: one
-group has to fit, and the next larger one has to run out of memory.
+The largest groups are guessed from the line through two measured sizes and then run with the allocator held to the
+card: one group has to fit, and the next larger one has to run out of memory.
 
-Each point, and each trainer's series of groups, has a process of its own with a time limit; the file is written after each, and
-what it holds for the same versions is not measured again.
+Each point, and each trainer's series of groups, has a process of its own with a time limit; the file is written after
+each, and what it holds for the same versions is not measured again.
 """
 
 import argparse

@@ -44,7 +44,9 @@ TRAINERS = {"stock": (GRPOTrainer, GRPOConfig), "ours": (EfficientGRPOTrainer, E
 
 
 def empty_model(config, four_bit: bool, device: torch.device, auto=AutoModelForCausalLM):
-    """A model in bfloat16 whose weights are not filled; in 4 bits by bitsandbytes' own quantization, layer by layer."""
+    """A model in bfloat16 whose weights are not filled; in 4 bits by bitsandbytes' own quantization, layer by
+    layer.
+    """
     quantizer = None
     with torch.device("meta"):
         model = auto.from_config(config, dtype=torch.bfloat16)
@@ -189,8 +191,8 @@ def measure(contestant: str, point: Point, limit: int | None = None) -> dict[str
 def measure_rank(point: Point, prefix_sharing: str) -> dict:
     """Bytes of a rank of an FSDP2 launch: `base` by kind, `held` with the adapter, `gathered`, then as [`measure`].
 
-    Every rank builds the whole 4-bit base on its device and gives it up to FSDP2 before anything is measured; in a run the
-    first rank of a node reads it into host memory instead.
+    Every rank builds the whole 4-bit base on its device and gives it up to FSDP2 before anything is measured; in a run
+    the first rank of a node reads it into host memory instead.
     """
     device = PartialState().device
     trainer = make_trainer("ours", point, device, prefix_sharing=prefix_sharing)
@@ -250,7 +252,8 @@ def largest_groups(contestant: str, series: Point, cards: list[int]) -> Iterator
     """The largest group of a series on each card of `cards` GiB that the device is large enough to stand for.
 
     Yields:
-        the card, and its `largest` (0 where two completions do not fit) and `tried` (whether each group that was run fits).
+        the card, and its `largest` (0 where two completions do not fit) and `tried` (whether each group that was run
+        fits).
     """
     few, many = (measured(contestant, replace(series, group=group)).get("step") for group in MEASURED_GROUPS)
     for card in cards:

@@ -1,14 +1,18 @@
-"""Whether memory grows with the group, once prompts are computed once per optimizer step: bytes, resident memory, CPU seconds.
+"""Whether memory grows with the group, once prompts are computed once per optimizer step: bytes, resident memory, CPU
+seconds.
 
-    python benchmarks/group_memory.py                          # bytes saved for backward, and seconds of a cut micro-batch
-    python benchmarks/group_memory.py --model DIR              # and the peak resident memory of a real model, by process
+    python benchmarks/group_memory.py                          # bytes saved for backward, and seconds of a cut
+    micro-batch python benchmarks/group_memory.py --model DIR              # and the peak resident memory of a real
+    model, by process
 
 Through the trainers, on given completions (see `any_batch_size.py`), LoRA, float32, one thread.
 
-- Bytes: the distinct storages saved for backward that are alive at once, at most, in a step of micro-batches of one row.
-- Resident memory: the peak (VmHWM) of a process in its first optimizer step, the comparison with stock included. Each case
-  runs in a fork of its own, so that no case finds memory that another one freed.
-- Seconds: a group in one micro-batch that `tokens_per_pass` cuts, next to the same group in one pass with gradient checkpointing.
+- Bytes: the distinct storages saved for backward that are alive at once, at most, in a step of micro-batches of one
+  row.
+- Resident memory: the peak (VmHWM) of a process in its first optimizer step, the comparison with stock included. Each
+  case runs in a fork of its own, so that no case finds memory that another one freed.
+- Seconds: a group in one micro-batch that `tokens_per_pass` cuts, next to the same group in one pass with gradient
+  checkpointing.
 """
 
 import argparse

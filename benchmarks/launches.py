@@ -1,23 +1,29 @@
-"""What a GPU would wait for: kernel launches, waits of the host and bytes moved, stock TRL's pass next to this package's.
+"""What a GPU would wait for: kernel launches, waits of the host and bytes moved, stock TRL's pass next to this
+package's.
 
-    python benchmarks/launches.py [--only Qwen3-4B ...] [--output benchmarks/results/launches.json] [--next_to benchmarks/results/launches.json]
+    python benchmarks/launches.py [--only Qwen3-4B ...] [--output benchmarks/results/launches.json] [--next_to
+    benchmarks/results/launches.json]
 
-Runs on a GPU, or on an emulated one on which no kernel runs (docs/gpu.md): torch's own host code is the CUDA build's there, so
-launches and waits are real and nothing takes time. The models have their real shapes and no numbers. Counted is the second
-optimizer step on one group: `compute_loss`, the backward, clipping with the fused AdamW, and one step of decoding for the
-group, each trainer with its defaults (gradient checkpointing is one of them: the backward computes every layer again).
+Runs on a GPU, or on an emulated one on which no kernel runs (docs/gpu.md): torch's own host code is the CUDA build's
+there, so launches and waits are real and nothing takes time. The models have their real shapes and no numbers. Counted
+is the second
+optimizer step on one group: `compute_loss`, the backward, clipping with the fused AdamW, and one step of decoding for
+the group, each trainer with its defaults (gradient checkpointing is one of them: the backward computes every layer
+again).
 
-    launches    kernels and copies on the device that the host asks for. On an emulated device: calls of the CUDA runtime's launch
-                functions, of cuBLAS (one each; some products take two kernels on a card), of Triton kernels, and copies. On a
+    launches    kernels and copies on the device that the host asks for. On an emulated device: calls of the CUDA
+                runtime's launch functions, of cuBLAS (one each; some products take two kernels on a card), of Triton
+                kernels, and copies. On a
                 card: what torch's profiler saw on the device.
     waits       operations during which the host waited for the device.
     bytes       what each operation reads and writes, each tensor once: no cache helps, no kernel is fused that is not.
     operations  of matrix products and attention, two per multiplication and addition; attention without causality.
-    seconds     an estimate, not a measurement: launches at 5 microseconds each, and next to it what the device needs, each
-                operation as long as its bytes take or its products at the card's peak, whichever is longer. A step takes
-                at least the longer of both.
+    seconds     an estimate, not a measurement: launches at 5 microseconds each, and next to it what the device needs,
+                each operation as long as its bytes take or its products at the card's peak, whichever is longer. A
+                step takes at least the longer of both.
 
-On a card every phase is run once more and timed, and `--next_to` prints what was counted on an emulated device next to it.
+On a card every phase is run once more and timed, and `--next_to` prints what was counted on an emulated device next to
+it.
 
 Experts are given their tokens evenly, since a router without numbers would send all to the same ones. Each model and
 contestant has a process of its own; the file is written after each.
@@ -123,7 +129,7 @@ MODELS = {
 }
 
 
-# --- counting ----------------------------------------------------------------------------------------------------------
+# --- counting --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -277,7 +283,7 @@ class Profiled:
                 into.counts.launches += 1
 
 
-# --- what is counted ---------------------------------------------------------------------------------------------------
+# --- what is counted -------------------------------------------------------------------------------------------------
 
 
 def route_evenly(model: torch.nn.Module) -> None:
@@ -338,7 +344,9 @@ def make_trainer(name: str, contestant: str, device: torch.device, layers: int |
 
 
 def decoding(model, device: torch.device):
-    """One token for every completion of the group behind a prompt in the cache, as a function of its place; no sampling."""
+    """One token for every completion of the group behind a prompt in the cache, as a function of its place; no
+    sampling.
+    """
     from transformers import DynamicCache
 
     model.eval()
@@ -416,7 +424,7 @@ def measure(name: str, contestant: str, layers: int | None) -> dict:
     return {"phases": found, "operations": operations}
 
 
-# --- the table ---------------------------------------------------------------------------------------------------------
+# --- the table -------------------------------------------------------------------------------------------------------
 
 
 def seconds(counts: dict, card: str) -> float:
@@ -444,7 +452,9 @@ def table(rows: dict) -> str:
 
 
 def side_by_side(measured: dict, counted: dict, device: str) -> str:
-    """What a card did next to what was counted without one, as Markdown; a row for each model, contestant and phase of both."""
+    """What a card did next to what was counted without one, as Markdown; a row for each model, contestant and phase of
+    both.
+    """
     card = next((card for card in CARDS if card.split()[1 if "RTX" in card else 0] in device), "H100 SXM")
     lines = [f"| {device} | launches, counted | measured | s, at least, as on {card} | measured |", "|---" * 5 + "|"]
     for name, contestant, phase in product(measured, CONTESTANTS, PHASES):

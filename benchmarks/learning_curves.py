@@ -1,15 +1,20 @@
-"""What a real model learns per second: this package's trainers and stock TRL's on problems of reasoning-gym, picture and table.
+"""What a real model learns per second: this package's trainers and stock TRL's on problems of reasoning-gym, picture
+and table.
 
-    python benchmarks/learning_curves.py run --method grpo --seed 0 --model HuggingFaceTB/SmolLM2-135M-Instruct --seconds 250
-    python benchmarks/learning_curves.py report       # of every run in --runs: the table, the JSON and the picture
+    python benchmarks/learning_curves.py run --method grpo --seed 0 --model HuggingFaceTB/SmolLM2-135M-Instruct
+    --seconds 250 python benchmarks/learning_curves.py report       # of every run in --runs: the table, the JSON and
+    the picture
 
-Every trainer has the settings of recipes/SmolLM2-135M-Instruct/grpo/config_basic_arithmetic.yaml, the same prompts in the same order and
-the same reward. Seconds are the training process's own on a processor (`time.process_time`) with one thread, from the
-beginning of an optimizer step to its end, rollouts included, measuring and saving not: on a machine with other work on it they say what a
-step costs, and wall seconds say what else ran. Both are kept. A*-PO's seconds include its first stage.
+Every trainer has the settings of recipes/SmolLM2-135M-Instruct/grpo/config_basic_arithmetic.yaml, the same prompts in
+the same order and the same reward. Seconds are the training process's own on a processor (`time.process_time`) with
+one thread, from the
+beginning of an optimizer step to its end, rollouts included, measuring and saving not: on a machine with other work on
+it they say what a step costs, and wall seconds say what else ran. Both are kept. A*-PO's seconds include its first
+stage.
 
-What is measured, every `--every` seconds: 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is chosen by it:
-the settings are the same for all, and a curve ends where its seconds end. A run that was interrupted goes on with the same line.
+What is measured, every `--every` seconds: 300 held-out problems, greedily, by Transformers' own `generate`. Nothing is
+chosen by it: the settings are the same for all, and a curve ends where its seconds end. A run that was interrupted
+    goes on with the same line.
 """
 
 import argparse
@@ -57,8 +62,9 @@ METHODS = {
     "history_64": "GRPO, 8 prompts a step by history",
     "history_32": "GRPO, 4 prompts a step by history",
 }
-# What each method changes of GRPO's settings. Stock TRL gets the 128 rows of a step in four parts, as it takes 10.5 GB for one of them (this
-# package 3.4 for all at once); generation is not cut. A*-PO draws one completion per prompt, and values of 512 prompts beforehand, and takes fewer prompts a step.
+# What each method changes of GRPO's settings. Stock TRL gets the 128 rows of a step in four parts, as it takes 10.5 GB
+# for one of them (this package 3.4 for all at once); generation is not cut. A*-PO draws one completion per prompt, and
+# values of 512 prompts beforehand, and takes fewer prompts a step.
 CHANGES: dict[str, dict[str, Any]] = {
     "stock": {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4},
     "history": {"prompt_selection": "history"},
@@ -83,7 +89,9 @@ KEPT = (
 
 
 def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
-    """Greedy completions: right ones by the verifier on the first line (strict), and with the answer among the numbers (lenient)."""
+    """Greedy completions: right ones by the verifier on the first line (strict), and with the answer among the numbers
+    (lenient).
+    """
     prompts = [tokenizer(text)["input_ids"] for text in problems["prompt"]]
     # The solved problems are computed once: all prompts begin with them.
     shared = next(n for n, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
@@ -110,7 +118,9 @@ def measure(model: torch.nn.Module, tokenizer, problems) -> dict[str, int]:
 
 
 class Curve(TrainerCallback, ExportableState):
-    """Measures every so many seconds of training, and stops it when they are spent; or by steps, if `every_steps` is given."""
+    """Measures every so many seconds of training, and stops it when they are spent; or by steps, if `every_steps` is
+    given.
+    """
 
     def __init__(
         self,
@@ -193,8 +203,8 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     settings = {
         "output_dir": str(folder), "seed": seed, "per_device_train_batch_size": 128, "num_generations": 8,
         "max_completion_length": LENGTH, "learning_rate": 2e-4, "lr_scheduler_type": "constant", "beta": 0.0,
-        "max_steps": 10_000, "temperature": 0.7, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1,
-        "save_steps": 10, "save_total_limit": 1, "report_to": "none", "disable_tqdm": True,
+        "max_steps": 10_000, "temperature": 0.7, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "logging_steps": 1, "save_steps": 10, "save_total_limit": 1, "report_to": "none", "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "float32"},
     }  # fmt: skip
     settings.update(CHANGES.get(method, {}))
@@ -261,7 +271,8 @@ def percent(point: dict[str, Any]) -> str:
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
     lines = [
-        f"| method | seed | steps | CPU seconds | completions drawn | tokens in the loss | greedy accuracy, n={MEASURED} |",
+        "| method | seed | steps | CPU seconds | completions drawn | tokens in the loss | greedy accuracy, "
+        f"n={MEASURED} |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in runs:
@@ -273,8 +284,8 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         )
         drawn = rows * last["step"] + (8 * 512 if each["method"] == "a_star_po" else 0)
         lines.append(
-            f"| {METHODS[each['method']]} | {each['seed']} | {last['step']} | {last['cpu']:.0f} | {drawn:,} | {share} | "
-            f"{percent(first)} → {percent(last)} |"
+            f"| {METHODS[each['method']]} | {each['seed']} | {last['step']} | {last['cpu']:.0f} | {drawn:,} | "
+            f"{share} | {percent(first)} → {percent(last)} |"
         )
     return lines
 

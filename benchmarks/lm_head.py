@@ -3,10 +3,11 @@
     python benchmarks/lm_head.py [--threads 2] [--device cpu] [--dtype float32] [--tokens 1024] [--hidden 896]
                                  [--vocabularies 49152 151936] [--rounds 3] [--output benchmarks/results/lm_head.json]
 
-Both get the same hidden states and targets, so nothing is won here by projecting fewer positions (on a CPU stock TRL projects every
-position of the padded batch, prompts included). Rounds alternate and the figure is the ratio of the medians. Peak bytes are those
-allocated above what was there before the forward, as the allocator reports them. A kernel for which the GPU's memory is not enough
-says so and leaves the point to the other; the file is written after every point.
+Both get the same hidden states and targets, so nothing is won here by projecting fewer positions (on a CPU stock TRL
+projects every position of the padded batch, prompts included). Rounds alternate and the figure is the ratio of the
+medians. Peak bytes are those allocated above what was there before the forward, as the allocator reports them. A
+kernel for which the GPU's memory is not enough says so and leaves the point to the other; the file is written after
+every point.
 """
 
 import argparse
@@ -78,7 +79,9 @@ def compare(tokens: int, hidden: int, vocabulary: int, rounds: int, device: str,
 
 
 def first_calls(scores: dict, arguments: tuple, row: dict) -> dict:
-    """Call each kernel once, which compiles it; its values are what is compared. One that cannot run leaves `scores`."""
+    """Call each kernel once, which compiles it; its values are what is compared. One that cannot run leaves
+    `scores`.
+    """
     results = {}
     for name, score in list(scores.items()):
         found = unless_out_of_memory(name, lambda score=score: forward_backward(score, *arguments))

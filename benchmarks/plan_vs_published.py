@@ -2,11 +2,12 @@
 
     python benchmarks/plan_vs_published.py     # the table of docs/plan.md; needs no weights, no GPU, under a minute
 
-The notebook's settings: nf4 with double quantization, dtype float32, LoRA r=32 on seven layers, eight rows = one group, completions of
-up to 256 tokens, gradient checkpointing, paged 8-bit AdamW, transformers generates. It prints what torch's allocator has reserved,
-which knows no CUDA context, so the plan's is left out. Its prompts (a system prompt and a problem of NuminaMath-TIR) have no limit:
-the plan is for 256 tokens. With float32, embeddings and head of Qwen2-7B and its 4-bit weights alone are 7.2 GiB, and the notebook
-printed 6.77 before training: that run had them in 16 bits, so this is planned as well.
+The notebook's settings: nf4 with double quantization, dtype float32, LoRA r=32 on seven layers, eight rows = one
+group, completions of up to 256 tokens, gradient checkpointing, paged 8-bit AdamW, transformers generates. It prints
+what torch's allocator has reserved, which knows no CUDA context, so the plan's is left out. Its prompts (a system
+prompt and a problem of NuminaMath-TIR) have no limit: the plan is for 256 tokens. With float32, embeddings and head of
+Qwen2-7B and its 4-bit weights alone are 7.2 GiB, and the notebook printed 6.77 before training: that run had them in
+16 bits, so this is planned as well.
 """
 
 import argparse

@@ -1,11 +1,12 @@
 """Time and saved bytes of `compute_loss` + backward: this package against stock TRL.
 
-    python benchmarks/prefix_sharing_speedup.py                 # the table of the documentation, two CPU threads, minutes
-    python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and completions
+    python benchmarks/prefix_sharing_speedup.py                 # the table of the documentation, two CPU threads,
+    minutes python benchmarks/prefix_sharing_speedup.py --device cuda   # bf16, 0.5B shape, longer prompts and
+    completions
 
 Everything runs through the real trainers on the same batch and in one process; runs of the contestants alternate and
-medians are compared. A point that does not fit into the GPU's memory says so, and what was measured is written after every point.
-Stock TRL on CPU projects every position through the LM head, prompts included, where on CUDA it
+medians are compared. A point that does not fit into the GPU's memory says so, and what was measured is written after
+every point. Stock TRL on CPU projects every position through the LM head, prompts included, where on CUDA it
 projects completions only: that flatters this package on CPU, so the vocabulary is small by default (`--vocabulary`).
 Saved bytes are those of the distinct storages that autograd keeps for backward (parameters excluded).
 """

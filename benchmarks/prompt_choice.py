@@ -1,13 +1,17 @@
-"""Which prompts completions are drawn for: prompt_selection, groups that grow and dynamic sampling at equal steps, on the small base model.
+"""Which prompts completions are drawn for: prompt_selection, groups that grow and dynamic sampling at equal steps, on
+the small base model.
 
     trl-fsdp-qlora small-base runs/small-base
-    python benchmarks/prompt_choice.py run --model runs/small-base --seed 0    # every method, one thread, a few minutes
-    python benchmarks/prompt_choice.py report                                  # table, JSON and picture of all seeds
+    python benchmarks/prompt_choice.py run --model runs/small-base --seed 0    # every method, one thread, a few
+    minutes python benchmarks/prompt_choice.py report                                  # table, JSON and picture of all
+    seeds
 
-Two-digit sums by a model that drops most carries: sums without a carry it has known from the start, so about half of the groups are
-equal, and a column `carry` tells which. Settings are those of recipes/small-base/grpo/config_quickstart.yaml but for the choice, and a learning rate of 1e-4, a fifth, at which a step can be seen. Seconds are the training process's
-own on a processor (`time.process_time`), from the beginning of an optimizer step to its end; on a busy machine they are longer for all, so a row
-also has the completions drawn, which are not.
+Two-digit sums by a model that drops most carries: sums without a carry it has known from the start, so about half of
+the groups are equal, and a column `carry` tells which. Settings are those of
+recipes/small-base/grpo/config_quickstart.yaml but for the choice, and a learning rate of 1e-4, a fifth, at which a
+step can be seen. Seconds are the training process's own on a processor (`time.process_time`), from the beginning of an
+optimizer step to its end; on a busy machine they are longer for all, so a row also has the completions drawn, which
+are not.
 """
 
 import argparse
@@ -100,10 +104,10 @@ def run(
     train = train if carries is None else mostly_known(train, carries)
     test = to_prompts(read_problems("addition", "test")).select(range(500))
     settings = {
-        "output_dir": str(folder / f"{method}-{seed}"), "seed": seed, "per_device_train_batch_size": 128, "num_generations": 8,
-        "max_completion_length": 6, "learning_rate": 1e-4, "lr_scheduler_type": "constant", "max_steps": steps, "use_cpu": True,
-        "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
-        "disable_tqdm": True,
+        "output_dir": str(folder / f"{method}-{seed}"), "seed": seed, "per_device_train_batch_size": 128,
+        "num_generations": 8, "max_completion_length": 6, "learning_rate": 1e-4, "lr_scheduler_type": "constant",
+        "max_steps": steps, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model)
     trainer = EfficientGRPOTrainer(
@@ -146,8 +150,8 @@ def percent(runs: list[dict[str, Any]], index: int) -> str:
 def table(runs: list[dict[str, Any]]) -> list[str]:
     steps = [point["step"] for point in runs[0]["points"]]
     lines = [
-        f"| prompts | seeds | greedy accuracy, %, at step {', '.join(map(str, steps[1:]))} | equal groups | information per completion "
-        "drawn | completions drawn | CPU seconds |",
+        f"| prompts | seeds | greedy accuracy, %, at step {', '.join(map(str, steps[1:]))} | equal groups | "
+        "information per completion drawn | completions drawn | CPU seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for method, (name, _) in METHODS.items():
@@ -158,7 +162,8 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
             information = fmean(step["groups/information"] for each in ours for step in each["steps"])
             drawn, cpu = (fmean(each["points"][-1][key] for each in ours) for key in ("drawn", "cpu"))
             lines.append(
-                f"| {name} | {len(ours)} | {accuracy} | {100 * equal:.0f}% | {information:.2f} | {drawn:,.0f} | {cpu:.0f} |"
+                f"| {name} | {len(ours)} | {accuracy} | {100 * equal:.0f}% | {information:.2f} | {drawn:,.0f} | "
+                f"{cpu:.0f} |"
             )
     return lines
 

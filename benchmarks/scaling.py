@@ -1,13 +1,15 @@
-"""Bytes on each link per optimizer step: a formula, checked against counters of real runs, and what it says of large models.
+"""Bytes on each link per optimizer step: a formula, checked against counters of real runs, and what it says of large
+models.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py [--measure] [--output benchmarks/results/scaling.json]
 
-With `--measure` four gloo processes stand for two nodes of two GPUs: the 4-bit base as 2 x 2 (HSDP) and 1 x 4 (FSDP2 over both
-nodes), and a whole base under DDP. Each does an optimizer step and a generation's gather; counters and formula have to agree to
-the byte, or this ends with the difference. Without it only the tables are printed, from the formula.
+With `--measure` four gloo processes stand for two nodes of two GPUs: the 4-bit base as 2 x 2 (HSDP) and 1 x 4 (FSDP2
+over both nodes), and a whole base under DDP. Each does an optimizer step and a generation's gather; counters and
+formula have to agree to the byte, or this ends with the difference. Without it only the tables are printed, from the
+formula.
 
-Links are counted as rings over ranks in order, see `trl_fsdp_qlora.fsdp2_qlora.communication`: "network" is what one node's link
-carries in one direction, "inside" what each rank receives and sends.
+Links are counted as rings over ranks in order, see `trl_fsdp_qlora.fsdp2_qlora.communication`: "network" is what one
+node's link carries in one direction, "inside" what each rank receives and sends.
 """
 
 import argparse
@@ -96,7 +98,8 @@ def packed_bytes(out_features: int, in_features: int, double: bool = True) -> in
 
 
 def units_of(model: PreTrainedModel, rank: int, compute_bytes: int, double: bool = True) -> list[Unit]:
-    """The units that accelerate makes of a model with LoRA of `rank` on every linear layer: embedding, layers, norm and head.
+    """The units that accelerate makes of a model with LoRA of `rank` on every linear layer: embedding, layers, norm
+    and head.
 
     Args:
         model: unquantized and without adapter; on the meta device it costs nothing.
@@ -142,8 +145,8 @@ def sharded_step(units: list[Unit], replicas: int, shards: int, per_node: int, m
         chunk = sum(gradient.chunk(shards) for gradient in unit.gradients)
         scattered += (shards - 1) * chunk
         summed += ring_all_reduce(chunk, replicas) if chunk else 0
-    # A ring leaves a node once where its ranks span nodes, and never where they do not; of the rings between the replicas
-    # every rank of a node has one.
+    # A ring leaves a node once where its ranks span nodes, and never where they do not; of the rings between the
+    # replicas every rank of a node has one.
     spans = shards > per_node
     several = replicas * shards > per_node
     return {
@@ -180,7 +183,7 @@ def tables() -> list[dict]:
     return rows
 
 
-# --- four processes ----------------------------------------------------------------------------------------------------
+# --- four processes --------------------------------------------------------------------------------------------------
 
 
 def worker(path: str, out: str, layout: str) -> None:
@@ -219,7 +222,9 @@ def worker(path: str, out: str, layout: str) -> None:
 
 
 def use_mesh(accelerator: Accelerator, replicas: int, shards: int) -> None:
-    """What `accelerate launch` and the accelerator do with `parallelism_config` on GPUs; on the CPU accelerate refuses it."""
+    """What `accelerate launch` and the accelerator do with `parallelism_config` on GPUs; on the CPU accelerate refuses
+    it.
+    """
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(replicas)
     os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(shards)
@@ -315,8 +320,8 @@ def report(rows: list[dict]) -> None:
         ]
         inside = row["hsdp"]["generation_gathered"] + row["hsdp"]["training_gathered"]
         print(
-            f"{row['model']:5s}{row['nodes']:6d}{network[0] / mib:10.1f} MiB{network[1] / mib:8.1f} MiB{network[2] / gib:8.1f} GiB"
-            f"   {inside / gib:8.1f} GiB"
+            f"{row['model']:5s}{row['nodes']:6d}{network[0] / mib:10.1f} MiB{network[1] / mib:8.1f} "
+            f"MiB{network[2] / gib:8.1f} GiB   {inside / gib:8.1f} GiB"
         )
 
 

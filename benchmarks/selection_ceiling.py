@@ -4,12 +4,14 @@
     python benchmarks/selection_ceiling.py --name "step 150" --model runs/smollm2-svamp-sft \
         --adapter runs/smollm2-svamp-grpo/checkpoint-150 --dataset SVAMP.json
 
-Measures 100 validation problems, which nothing trains on, and 100 of the training problems, spread over all of them; the held-out
-problems are not looked at. Data, prompt and lengths are the recipe's. Adds what it found to `--output` under `--name`, with the right
-completions of every problem, and prints all that is there, and each policy against the first one, problem by problem.
+Measures 100 validation problems, which nothing trains on, and 100 of the training problems, spread over all of them;
+the held-out problems are not looked at. Data, prompt and lengths are the recipe's. Adds what it found to `--output`
+under `--name`, with the right completions of every problem, and prints all that is there, and each policy against the
+first one, problem by problem.
 
-pass@k is the unbiased estimate from 16 samples at temperature 1 (Chen et al., arXiv 2107.03374). "equal groups" is the share of groups
-of 8 whose rewards are all equal, which GRPO learns nothing from: over all ways to take 8 of a problem's 16. Intervals are 95%, over
+pass@k is the unbiased estimate from 16 samples at temperature 1 (Chen et al., arXiv 2107.03374). "equal groups" is the
+share of groups of 8 whose rewards are all equal, which GRPO learns nothing from: over all ways to take 8 of a
+problem's 16. Intervals are 95%, over
 problems: Wilson's for counts, the normal one for means.
 """
 
@@ -42,7 +44,9 @@ KS = (1, 2, 4, 8, 16)
 
 
 def equal_share(samples: int, hits: int, group: int) -> float:
-    """The share of all ways to take `group` of `samples` completions, `hits` of them right, that are all right or all wrong."""
+    """The share of all ways to take `group` of `samples` completions, `hits` of them right, that are all right or all
+    wrong.
+    """
     return (math.comb(hits, group) + math.comb(samples - hits, group)) / math.comb(samples, group)
 
 
@@ -57,7 +61,8 @@ def measure(model: Any, tokenizer: Any, prompts: Any, answer_format: str, max_ne
     """What `model` gives for every problem of `prompts`: the greedy answer, and `SAMPLES` drawn at temperature 1.
 
     Returns:
-        Lists over the problems: `greedy` (0 or 1), `hits` (right samples), `majority` (0 or 1), `answers` (different ones).
+        Lists over the problems: `greedy` (0 or 1), `hits` (right samples), `majority` (0 or 1), `answers` (different
+            ones).
     """
     greedy, sampled = generation_configs(model, tokenizer, max_new_tokens, 1.0, 1.0)
     golds = [parse_gold(answer, row) for row, answer in enumerate(prompts["answer"])]
@@ -91,7 +96,9 @@ def summary(found: dict[str, list[int]]) -> dict[str, tuple[float, float, float]
 
 
 def table(policies: dict[str, dict]) -> list[str]:
-    """Markdown: one row per policy and set of problems; shares in percent, with intervals where they decide something."""
+    """Markdown: one row per policy and set of problems; shares in percent, with intervals where they decide
+    something.
+    """
     columns = ("greedy", "pass@1", "pass@2", "pass@4", "pass@8", "pass@16", f"majority@{SAMPLES}", "equal groups")
     lines = [f"| problems | policy | {' | '.join(columns)} |", "|" + "---|" * (2 + len(columns))]
     for split in ("validation", "training"):

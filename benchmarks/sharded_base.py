@@ -213,21 +213,22 @@ def report(rank0: dict, rank1: dict) -> None:
     for name in ("double", "single"):
         base = rank1[f"base_{name}"]
         print(
-            f"{name} quantization: {base['quantized_local'] / mib:.2f} of {base['quantized_full'] / mib:.2f} MiB per rank, "
-            f"ratio {base['ratio']:.3f}, state {base['state_share']:.1%}"
+            f"{name} quantization: {base['quantized_local'] / mib:.2f} of {base['quantized_full'] / mib:.2f} MiB "
+            f"per rank, ratio {base['ratio']:.3f}, state {base['state_share']:.1%}"
         )
     base = rank1["base_double"]
     shard = base["quantized_local"] + base["other_local"]
     print(
-        f"loading: rank 0 peaks at {rank0['peak_loading'] / mib:.1f} MiB, rank 1 at {rank1['peak_loading'] / mib:.1f} MiB "
-        f"for a shard of {shard / mib:.1f} MiB"
+        f"loading: rank 0 peaks at {rank0['peak_loading'] / mib:.1f} MiB, rank 1 at "
+        f"{rank1['peak_loading'] / mib:.1f} MiB for a shard of {shard / mib:.1f} MiB"
     )
     bf16 = rank0["moved_bf16"]["gathered_bytes"]
     for name in ("moved_bf16", "moved_4bit", "moved_4bit_kept"):
         row = rank0[name]
         print(
-            f"{name:16s} {MICRO_BATCHES} micro-batches: {row['gathers']:4d} gathers, {row['gathered_bytes'] / mib:8.2f} MiB "
-            f"received ({row['gathered_bytes'] / bf16:.3f} of bf16), {row['reduced_bytes'] / mib:.2f} MiB of gradients sent"
+            f"{name:16s} {MICRO_BATCHES} micro-batches: {row['gathers']:4d} gathers, "
+            f"{row['gathered_bytes'] / mib:8.2f} MiB received ({row['gathered_bytes'] / bf16:.3f} of bf16), "
+            f"{row['reduced_bytes'] / mib:.2f} MiB of gradients sent"
         )
     replicated = rank0["seconds"]["replicated"]
     for name, seconds in rank0["seconds"].items():

@@ -1,11 +1,13 @@
-"""CPU seconds of a loss with its backward: TRL's own DPO, RLOO and GRPO trainers, as they are and after `share_prompts`.
+"""CPU seconds of a loss with its backward: TRL's own DPO, RLOO and GRPO trainers, as they are and after
+`share_prompts`.
 
-    python benchmarks/share_prompts_speedup.py            # the table of docs/share_prompts.md, one thread, some minutes
+    python benchmarks/share_prompts_speedup.py            # the table of docs/share_prompts.md, one thread, some
+    minutes
 
-Both contestants are the same trainer class of TRL on the same batch in one process; runs alternate and medians of the process's
-CPU time are compared, so that other work on the machine counts little. `one level` is the same with at most one shared
-segment per row, the one that saves most, for the batches whose groups have a beginning in common. (Before, this package shared whole
-prompts within their groups, which computes more.)
+Both contestants are the same trainer class of TRL on the same batch in one process; runs alternate and medians of the
+process's CPU time are compared, so that other work on the machine counts little. `one level` is the same with at most
+one shared segment per row, the one that saves most, for the batches whose groups have a beginning in common. (Before,
+this package shared whole prompts within their groups, which computes more.)
 
 What flatters us: on a CPU stock TRL projects every position through the LM head, prompts included, where on CUDA it
 projects completions only; so the vocabulary is small.
@@ -30,7 +32,8 @@ from trl_fsdp_qlora import share_prompts
 from trl_fsdp_qlora.prefix_sharing import forest
 from trl_fsdp_qlora.prefix_sharing.door import causal_language_model
 
-# name: trainer, tokens that all groups have in common, tokens of each prompt's own, of a completion, groups, rows of a group
+# name: trainer, tokens that all groups have in common, tokens of each prompt's own, of a completion, groups, rows of a
+# group
 POINTS = {
     "DPO 512/256": ("dpo", 0, 512, 256, 2, 2),
     "RLOO 512/256/8": ("rloo", 0, 512, 256, 1, 8),
@@ -39,7 +42,8 @@ POINTS = {
     "GRPO 768+64/64, 8 groups of 4": ("grpo", 768, 64, 64, 8, 4),
     "GRPO 1300+100/128, 16 groups of 8": ("grpo", 1300, 100, 128, 16, 8),
 }
-# Of a larger batch stock computes one group at a time: its gradients add up to the same, and it would not fit into memory.
+# Of a larger batch stock computes one group at a time: its gradients add up to the same, and it would not fit into
+# memory.
 STOCK_TOKENS = 50_000
 
 

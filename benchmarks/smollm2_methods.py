@@ -1,14 +1,17 @@
-"""GRPO, S-GRPO, T-SPMO and A*-PO from one supervised start at equal seconds: table, picture and raw metrics of finished runs.
+"""GRPO, S-GRPO, T-SPMO and A*-PO from one supervised start at equal seconds: table, picture and raw metrics of
+finished runs.
 
-    python benchmarks/smollm2_methods.py [--runs runs] [--seconds 1800] [--stage_one SECONDS] [--note "one thread"] [--write]
+    python benchmarks/smollm2_methods.py [--runs runs] [--seconds 1800] [--stage_one SECONDS] [--note "one thread"]
+    [--write]
 
-Reads what recipes/SmolLM2-135M-Instruct/curve.sh left in `--runs`: `metrics.json`, or the newest checkpoint's `trainer_state.json` where
-a run has not ended. A method's row is its last measured accuracy within `--seconds` of training, by default those of the shortest of
-the runs that a limit ended; GRPO has a second row for its whole run. Seconds are those of the optimizer steps (rollouts included, not
-what is measured or saved between them); A*-PO's first stage is counted apart, and known from its log only: `--stage_one`.
+Reads what recipes/SmolLM2-135M-Instruct/curve.sh left in `--runs`: `metrics.json`, or the newest checkpoint's
+`trainer_state.json` where a run has not ended. A method's row is its last measured accuracy within `--seconds` of
+training, by default those of the shortest of the runs that a limit ended; GRPO has a second row for its whole run.
+Seconds are those of the optimizer steps (rollouts included, not what is measured or saved between them); A*-PO's first
+stage is counted apart, and known from its log only: `--stage_one`.
 
-Prints the table. `--write` puts it into recipes/SmolLM2-135M-Instruct/README.md between its markers, and everything into
-benchmarks/results/smollm2_svamp_methods.json and .png.
+Prints the table. `--write` puts it into recipes/SmolLM2-135M-Instruct/README.md between its markers, and everything
+into benchmarks/results/smollm2_svamp_methods.json and .png.
 """
 
 import argparse
@@ -105,8 +108,8 @@ def table(runs: dict[str, dict[str, Any]], seconds: float, stage_one: float | No
     """Markdown, a line per method, and one more for GRPO's whole run."""
     n = next((point["n"] for run in runs.values() for point in points(run)), 0)
     lines = [
-        f"| method | seconds of training | steps | tokens in the loss | greedy pass@1, held-out (n={n}, 95% interval) | "
-        "reward, first → last 25 steps |",
+        f"| method | seconds of training | steps | tokens in the loss | greedy pass@1, held-out (n={n}, 95% "
+        "interval) | reward, first → last 25 steps |",
         "|---|---|---|---|---|---|",
     ]
     for key, name in METHODS.items():

@@ -173,7 +173,9 @@ def step(trainer, batch, device) -> tuple[float, float]:
 
 
 def unless_out_of_memory(what: str, run: Callable[[], T]) -> T | None:
-    """`run()`, or `None` where the GPU's memory is not enough, which is said with `what` and gives back what it had taken."""
+    """`run()`, or `None` where the GPU's memory is not enough, which is said with `what` and gives back what it had
+    taken.
+    """
     try:
         return run()
     except torch.OutOfMemoryError as error:

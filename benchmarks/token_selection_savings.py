@@ -6,8 +6,9 @@ Qwen3-like, hidden 256 × 4 layers, vocabulary 32k, LoRA on all linear layers (s
 completions of 512, groups of 8. Every variant is the same `EfficientGRPOTrainer` with packed rows; runs alternate,
 each with the draw of another step. Seconds are wall seconds, medians over the runs, so nothing else should run; bytes
 and shares are means. LM-head time is that of the calls that score positions; with a frozen head these do the
-backward's projection too. Saved bytes are the distinct storages that autograd keeps, parameters excluded. A variant for which
-the GPU's memory is not enough says so and leaves the others to go on; the file is written after every run of all of them.
+backward's projection too. Saved bytes are the distinct storages that autograd keeps, parameters excluded. A variant
+for which the GPU's memory is not enough says so and leaves the others to go on; the file is written after every run of
+all of them.
 """
 
 import argparse
@@ -54,7 +55,9 @@ TARGETS = {
 
 
 class HeadClock:
-    """Seconds spent in `logprobs.score_positions`; for trainers that are made afterwards, whose models keep the function."""
+    """Seconds spent in `logprobs.score_positions`; for trainers that are made afterwards, whose models keep the
+    function.
+    """
 
     def __init__(self):
         self.seconds, score = 0.0, logprobs.score_positions

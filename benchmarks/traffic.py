@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 class Traffic:
     """What this rank moved since the counters were last taken.
 
-    Collectives are counted as rings, in which a rank receives from the one before it and sends to the one after it. What
-    crosses to or from another node is therefore exact for a ring over ranks in order, and summed over a node's ranks it is
-    what that node's link carries in one direction.
+    Collectives are counted as rings, in which a rank receives from the one before it and sends to the one after it.
+    What crosses to or from another node is therefore exact for a ring over ranks in order, and summed over a node's
+    ranks it is what that node's link carries in one direction.
 
     Attributes:
         gathers: all-gathers of weights.

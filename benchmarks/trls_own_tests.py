@@ -6,8 +6,8 @@
     WITH=efficient python -m pytest -p trls_own_tests ../trl/tests/test_grpo_trainer.py        # EfficientGRPOTrainer
     python -m pytest ../trl/tests/test_dpo_trainer.py                                          # stock
 
-The tests fetch their tiny models and data from the Hub (`trl-internal-testing/...`), or from a folder of that name in which
-pytest is started. The last line says how many passes ran packed and why others did not.
+The tests fetch their tiny models and data from the Hub (`trl-internal-testing/...`), or from a folder of that name in
+which pytest is started. The last line says how many passes ran packed and why others did not.
 """
 
 import collections

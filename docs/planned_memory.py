@@ -1,8 +1,10 @@
-"""Writes docs/planned_memory.md: the largest group that each of twenty models trains with, by `plan`. No weight, no GPU.
+"""Writes docs/planned_memory.md: the largest group that each of twenty models trains with, by `plan`. No weight, no
+GPU.
 
     python docs/planned_memory.py [--only Qwen3-8B ...]
 
-Rerun it when `plan` has changed. Half a minute of a core for each model; the page is written after each, `--only` keeps the other rows.
+Rerun it when `plan` has changed. Half a minute of a core for each model; the page is written after each, `--only`
+keeps the other rows.
 """
 
 import argparse
@@ -85,7 +87,9 @@ def has_experts(folder: str) -> bool:
 
 
 def plan_of(folder: str, adapter: str, cards: str, group: int = 2) -> Plan:
-    """The plan of a step of one group with LoRA of rank 16 on every linear layer; everything else is a default or in PAGE's text."""
+    """The plan of a step of one group with LoRA of rank 16 on every linear layer; everything else is a default or in
+    PAGE's text.
+    """
     words = f"""--model_name_or_path {folder} --output_dir runs/x --dtype bfloat16 --bf16 true --use_peft true --lora_r 16
         --lora_target_modules all-linear --load_in_4bit {adapter == "QLoRA"} --use_bnb_nested_quant true
         --max_completion_length {COMPLETION} --per_device_train_batch_size {group} --num_generations {group}"""
@@ -99,7 +103,8 @@ def plan_of(folder: str, adapter: str, cards: str, group: int = 2) -> Plan:
 def largest_group(folder: str, adapter: str, cards: str, few: Plan, many: Plan) -> int:
     """The most completions of one prompt that a rank of `cards` trains with in one micro-batch; 0 if not even two fit.
 
-    Each phase's bytes grow by the same with every completion, so that the answer lies on the line through `few` and `many`. Where it is
+    Each phase's bytes grow by the same with every completion, so that the answer lies on the line through `few` and
+    `many`. Where it is
     below `few`, it is planned itself: there the comparison of the first packed pass may count more.
     """
     capacity = read_hardware(cards).memory

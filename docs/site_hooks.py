@@ -1,7 +1,8 @@
-"""What mkdocs.yml cannot say: the navigation is docs/index.md's, and links lead out of docs/ as they do in the repository.
+"""What mkdocs.yml cannot say: the navigation is docs/index.md's, and links lead out of docs/ as they do in the
+repository.
 
-Pages of the repository that docs/ links (README.md, examples/README.md, ...) and pictures become files of the site; a link to
-any other file leads to the repository if `repo_url` is set, and is plain text otherwise.
+Pages of the repository that docs/ links (README.md, examples/README.md, ...) and pictures become files of the site; a
+link to any other file leads to the repository if `repo_url` is set, and is plain text otherwise.
 """
 
 import posixpath
@@ -76,7 +77,8 @@ def on_page_markdown(markdown, page, config, files, **_):
         name, hash_sign, fragment = target.partition("#")
         path = posixpath.normpath(posixpath.join(folder, name))
         if files.get_file_from_path(place(path)) is not None and (ROOT / path).is_file():
-            return f"{picture}[{label}]({posixpath.relpath(place(path), posixpath.dirname(here) or '.')}{hash_sign}{fragment})"
+            target = posixpath.relpath(place(path), posixpath.dirname(here) or ".")
+            return f"{picture}[{label}]({target}{hash_sign}{fragment})"
         if not (ROOT / path).exists():
             return match[0]  # mkdocs reports it
         if config.repo_url:

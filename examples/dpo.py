@@ -1,6 +1,7 @@
 """TRL's own DPO trainer, with each prompt computed once: `python examples/dpo.py --model Qwen/Qwen3-0.6B`.
 
-One line, `share_prompts(trainer.model)`, whatever TRL's trainer is: a chosen and a rejected answer have their prompt in common.
+One line, `share_prompts(trainer.model)`, whatever TRL's trainer is: a chosen and a rejected answer have their prompt
+in common.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """A loop without a trainer: draw, reward, score, step. `python examples/loop.py --model Qwen/Qwen3-0.6B`.
 
-`share_prompts(model, outputs=("log_probs",))` gives any causal language model of transformers TRL's head: a forward with
-`labels` and `fused_lm_head=True` returns the log-probability of every labelled token, each shared token computed once.
+`share_prompts(model, outputs=("log_probs",))` gives any causal language model of transformers TRL's head: a forward
+with `labels` and `fused_lm_head=True` returns the log-probability of every labelled token, each shared token computed
+once.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A model that sees: `python examples/pictures.py --model Qwen/Qwen2.5-VL-3B-Instruct`.
 
-A column `images` holds a list of pictures for each prompt. The vision tower computes each picture once per prompt, not once per
-completion. Needs Pillow, and Qwen's processors torchvision: `pip install -e '.[vision]'`.
+A column `images` holds a list of pictures for each prompt. The vision tower computes each picture once per prompt, not
+once per completion. Needs Pillow, and Qwen's processors torchvision: `pip install -e '.[vision]'`.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """QLoRA, the base given as an object of your own: `python examples/qlora.py --model Qwen/Qwen2.5-7B-Instruct`.
 
-A 7B base takes 5.2 GiB in 4 bits. Needs `pip install -e '.[bitsandbytes]'`. On several GPUs whose memory does not hold the base,
-launch it with `trl-fsdp-qlora launch --config_file fsdp2_qlora` and hand the trainer the model's name instead of the object
-(`model=options.model, quantization_config=four_bits`): each rank then keeps its shard alone.
+A 7B base takes 5.2 GiB in 4 bits. Needs `pip install -e '.[bitsandbytes]'`. On several GPUs whose memory does not hold
+the base, launch it with `trl-fsdp-qlora launch --config_file fsdp2_qlora` and hand the trainer the model's name
+instead of the object (`model=options.model, quantization_config=four_bits`): each rank then keeps its shard alone.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     trl-fsdp-qlora launch --config_file ddp --num_processes 2 examples/two_processes.py                 # a GPU each
     trl-fsdp-qlora launch --config_file fsdp2_qlora --num_processes 2 examples/two_processes.py --four-bits
 
-Nothing of the script changes. The last line keeps half of the 4-bit base on each GPU; in the others each process keeps all of it.
-A step has `processes x per_device_train_batch_size x gradient_accumulation_steps` completions.
+Nothing of the script changes. The last line keeps half of the 4-bit base on each GPU; in the others each process keeps
+all of it. A step has `processes x per_device_train_batch_size x gradient_accumulation_steps` completions.
 """
 
 import argparse

@@ -49,8 +49,8 @@ def main() -> None:
     if script.stage == "estimate":
         report = trainer.estimate_values()
         say(
-            f"V* of {counted(report.prompts, 'prompt')} is in {config.value_cache}: {report.already_known} were there, "
-            f"{report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
+            f"V* of {counted(report.prompts, 'prompt')} is in {config.value_cache}: {report.already_known} "
+            f"were there, {report.prompts - report.already_known} are new ({report.seconds:.1f} s)"
         )
         return
     watch(trainer, plan)

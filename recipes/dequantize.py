@@ -1,10 +1,11 @@
-"""Write the dense weights that a 4-bit base computes with, for a vLLM server to hold while an adapter is trained on them.
+"""Write the dense weights that a 4-bit base computes with, for a vLLM server to hold while an adapter is trained on
+them.
 
     trl-fsdp-qlora dequantize --model_name_or_path Qwen/Qwen2.5-32B-Instruct --use_bnb_nested_quant true \
         --output models/qwen2.5-32b-nf4-dense
 
-Give it the quantization of the recipe (`--bnb_4bit_quant_type`, `--use_bnb_nested_quant`, `--dtype`). It loads the 4-bit model
-in host memory and writes bfloat16 (`--dense_dtype`), two bytes a weight. Prints the folder.
+Give it the quantization of the recipe (`--bnb_4bit_quant_type`, `--use_bnb_nested_quant`, `--dtype`). It loads the
+4-bit model in host memory and writes bfloat16 (`--dense_dtype`), two bytes a weight. Prints the folder.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word

@@ -2,8 +2,9 @@
 
     trl-fsdp-qlora evaluate --adapter runs/quickstart --accuracy_samples 4
 
-From the folder of a run it takes everything that the run measured with: base, data, prompt, length, dtype. Any option overrides
-that, and without such a folder `--model_name_or_path` and `--dataset` give it all. Options are called as in recipes/grpo.py.
+From the folder of a run it takes everything that the run measured with: base, data, prompt, length, dtype. Any option
+overrides that, and without such a folder `--model_name_or_path` and `--dataset` give it all. Options are called as in
+recipes/grpo.py.
 
 Prints n and the 95% Wilson interval, and writes a JSON file where `--output` names one.
 """

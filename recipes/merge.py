@@ -2,8 +2,9 @@
 
     trl-fsdp-qlora merge --adapter runs/quickstart --output runs/quickstart-merged
 
-The base is loaded in bfloat16 (`--dtype`) in host memory. An adapter that was trained on a 4-bit base was trained against
-that base's rounding: the merged model is close to the trained one, not equal to it. Measure it with `trl-fsdp-qlora evaluate`.
+The base is loaded in bfloat16 (`--dtype`) in host memory. An adapter that was trained on a 4-bit base was trained
+against that base's rounding: the merged model is close to the trained one, not equal to it. Measure it with
+`trl-fsdp-qlora evaluate`.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word

@@ -2,9 +2,10 @@
 
     trl-fsdp-qlora sft --config SmolLM2-135M-Instruct/sft/svamp
 
-TRL's `SFTTrainer` on SVAMP's equations or GSM8K's rationales, in the prompts of recipes/grpo.py, which takes the folder that this
-leaves as `model_name_or_path`. Every field of `SFTScriptArguments`, `trl.SFTConfig` and `trl.ModelConfig` can stand in the YAML
-file and be overridden on the command line; `trl-fsdp-qlora evaluate --model_name_or_path FOLDER` measures what came of it.
+TRL's `SFTTrainer` on SVAMP's equations or GSM8K's rationales, in the prompts of recipes/grpo.py, which takes the
+folder that this leaves as `model_name_or_path`. Every field of `SFTScriptArguments`, `trl.SFTConfig` and
+`trl.ModelConfig` can stand in the YAML file and be overridden on the command line;
+`trl-fsdp-qlora evaluate --model_name_or_path FOLDER` measures what came of it.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word
@@ -29,7 +30,9 @@ from trl_fsdp_qlora.run.ranks import on_main
 
 @dataclass
 class SFTScriptArguments(ScriptArguments):
-    """[`trl_fsdp_qlora.recipe.arguments.ScriptArguments`], how much is taught, and how long a measured answer may be."""
+    """[`trl_fsdp_qlora.recipe.arguments.ScriptArguments`], how much is taught, and how long a measured answer may
+    be.
+    """
 
     sft_problems: int | None = option(None, "Teach this many problems; all by default.")
     max_completion_length: int = option(256, "Length limit of a completion, for `evaluate`.")

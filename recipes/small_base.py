@@ -1,8 +1,9 @@
 """Build the small base model: trl-fsdp-qlora small-base DIR [--task addition|multiplication|shapes] [--seed N]
 
 A 0.6M-parameter Qwen3-architecture model with a character tokenizer, taught two-digit addition (the quickstart's) or
-two-digit multiplication by `trl.SFTTrainer` with most of the carries dropped; or a 0.5M-parameter LLaVA, taught to count
-coloured shapes with most of the answers one too small. About a minute on two cores for addition. An existing folder is kept.
+two-digit multiplication by `trl.SFTTrainer` with most of the carries dropped; or a 0.5M-parameter LLaVA, taught to
+count coloured shapes with most of the answers one too small. About a minute on two cores for addition. An existing
+folder is kept.
 """
 
 import trl_fsdp_qlora.run.importing  # noqa: F401  # before the libraries: Ctrl-C while they load is one word

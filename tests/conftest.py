@@ -7,8 +7,8 @@ import pytest
 
 from tests.distributed.launch import run_script
 
-# Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two cores
-# spend their time waiting for each other (docs/LOG.md), and sums do not depend on the number of cores.
+# Before torch is imported, and inherited by every process a test starts: two processes with two threads each on two
+# cores spend their time waiting for each other (docs/LOG.md), and sums do not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs the Hub; looking for it where there is no network takes seconds each time.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,7 +17,9 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def pytest_collection_modifyitems(items):
-    """Files with most slow tests first, so that the last minutes are short files, which pytest's workers share evenly."""
+    """Files with most slow tests first, so that the last minutes are short files, which pytest's workers share
+    evenly.
+    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return  # one process keeps the order that it was given
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

@@ -1,4 +1,6 @@
-"""`benchmarks/beside_unsloth.py` on a CPU, with a stand-in where Unsloth would be: what both sides get, and what is said."""
+"""`benchmarks/beside_unsloth.py` on a CPU, with a stand-in where Unsloth would be: what both sides get, and what is
+said.
+"""
 
 import argparse
 import sys
@@ -14,7 +16,9 @@ from tests.tiny import save_tiny_model
 
 
 class FastLanguageModel:
-    """Unsloth's two functions, with those of their arguments (2026.10.9) that the benchmark gives; any other is an error."""
+    """Unsloth's two functions, with those of their arguments (2026.10.9) that the benchmark gives; any other is an
+    error.
+    """
 
     @staticmethod
     def from_pretrained(model_name, max_seq_length, load_in_4bit, fast_inference, max_lora_rank):
@@ -28,7 +32,9 @@ class FastLanguageModel:
 
 
 def test_both_sides_train_on_the_same(tmp_path, monkeypatch):
-    """Prompts, settings and LoRA are equal; every completion has the length that was asked for; the warm-up is left out."""
+    """Prompts, settings and LoRA are equal; every completion has the length that was asked for; the warm-up is left
+    out.
+    """
     monkeypatch.setitem(sys.modules, "unsloth", types.SimpleNamespace(FastLanguageModel=FastLanguageModel))
     beside = benchmark("beside_unsloth")
     monkeypatch.setattr(beside, "version", lambda package: "0")

@@ -64,8 +64,8 @@ def test_only_what_a_part_wrote_is_copied(tmp_path):
 def test_every_part_has_a_command_and_a_tiny_one(tmp_path):
     full, tiny = (gpu.parts("model", "data.json", tmp_path, small, "python") for small in (False, True))
     assert list(full) == list(tiny) == [
-        "launches", "tests", "prefix_sharing", "prefix_sharing_2", "lm_head", "token_selection", "grpo", "qlora", "unsloth",
-        "slow_tests",
+        "launches", "tests", "prefix_sharing", "prefix_sharing_2", "lm_head", "token_selection", "grpo", "qlora",
+        "unsloth", "slow_tests",
     ]  # fmt: skip
     for name, found in full.items():
         script = next(word for word in found.command if word.endswith(".py") or word == "pytest")

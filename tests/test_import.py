@@ -61,8 +61,8 @@ def test_the_package_help_and_version_import_nothing_heavy():
 
 @pytest.mark.processes
 def test_recipes_and_plans_need_no_optional_package_and_no_private_module_of_fsdp(tmp_path):
-    """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first. FSDP2's private
-    modules are used by name where it is switched on, and nowhere else."""
+    """As in `make quickstart`'s environment: what the recipes import, and the plan that they make first. FSDP2's
+    private modules are used by name where it is switched on, and nowhere else."""
     base = save_tiny_model(tmp_path / "base")
     code = (
         "import runpy, sys, types, torch.distributed.fsdp\n"
@@ -75,8 +75,8 @@ def test_recipes_and_plans_need_no_optional_package_and_no_private_module_of_fsd
         "from trl_fsdp_qlora.planning.plan import plan_recipe\n"
         "from trl_fsdp_qlora import AStarPOTrainer, EfficientGRPOConfig, EfficientGRPOTrainer, TSPMOTrainer\n"
         "from trl_fsdp_qlora.compat import fsdp\n"
-        f"words = r'--model_name_or_path {base} --use_peft true --lora_target_modules all-linear --bf16 false'.split()\n"
-        "plan = plan_recipe([*words, '--use_cpu', 'true'], EfficientGRPOConfig, None, 'cpu')\n"
+        f"words = r'--model_name_or_path {base} --use_peft true --lora_target_modules all-linear --bf16 "
+        "false'.split()\nplan = plan_recipe([*words, '--use_cpu', 'true'], EfficientGRPOConfig, None, 'cpu')\n"
         "four = plan_recipe([*words, '--load_in_4bit', 'true'], EfficientGRPOConfig, None, '24GB')\n"
         "print(fsdp.misfit())\n"
         "print(plan.peak > 0, four.phases['generate']['base, 4-bit weights'] > 0)\n"

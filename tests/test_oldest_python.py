@@ -1,4 +1,6 @@
-"""`requires-python` is true on the oldest release that it allows, 3.11.0: newer syntax is ruff's job, newer library names are here."""
+"""`requires-python` is true on the oldest release that it allows, 3.11.0: newer syntax is ruff's job, newer library
+names are here.
+"""
 
 import ast
 import tomllib

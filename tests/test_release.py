@@ -35,7 +35,9 @@ def test_what_an_assistant_reads_is_a_page():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_agents_md_runs_or_is_there(command, tmp_path, monkeypatch):
-    """What trains, plans or lists is run; of what takes minutes (make, pytest) the target and the file are looked up."""
+    """What trains, plans or lists is run; of what takes minutes (make, pytest) the target and the file are looked
+    up.
+    """
     monkeypatch.chdir(tmp_path)
     name, *words = shlex.split(command.replace("MODEL", save_tiny_model(tmp_path / "tiny")))
     if name == "trl-fsdp-qlora":

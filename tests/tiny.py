@@ -59,7 +59,9 @@ def save_recipe_files(folder) -> None:
 
 
 def serve_by_onednn(monkeypatch, many_weights: int = 1) -> None:
-    """Let layers of `many_weights` and more be multiplied by oneDNN, whatever the processor; skips where torch has none."""
+    """Let layers of `many_weights` and more be multiplied by oneDNN, whatever the processor; skips where torch has
+    none.
+    """
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without oneDNN")
     monkeypatch.setattr(cpu_linear, "MANY_WEIGHTS", many_weights)
@@ -152,7 +154,8 @@ def tool_tokenizer():
 
 
 def save_tool_calling_model(folder, name: str, arguments: dict) -> str:
-    """A checkpoint in `folder` that answers every prompt with one call of a tool, and a tool's result with another one.
+    """A checkpoint in `folder` that answers every prompt with one call of a tool, and a tool's result with another
+    one.
 
     Taught in seconds. Its layers see 16 tokens back, so what stands in front of an assistant's turn changes nothing.
     """

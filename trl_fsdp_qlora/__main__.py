@@ -55,8 +55,8 @@ def _help() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that `argv` (the process's own by default) names; returns its exit status. How it ends otherwise is
-    [`~trl_fsdp_qlora.run.one_line.in_one_line`]'s."""
+    """Run the command that `argv` (the process's own by default) names; returns its exit status. How it ends otherwise
+    is [`~trl_fsdp_qlora.run.one_line.in_one_line`]'s."""
     with in_one_line():
         name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
         if name in ("--help", "-h", "--version"):
@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         if command is None:
             hint = did_you_mean(name.replace("_", "-"), COMMANDS, 0.5) or f"; there are {', '.join(COMMANDS)}"
             raise UserError(f"trl-fsdp-qlora has no command {name!r}{hint}")
-        # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any command.
+        # Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package: no answer to any
+        # command.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         stop_at_once()
         function = getattr(import_module(f".{command.module}", __package__), command.function)

@@ -1,4 +1,6 @@
-"""The class of error whose text is all that a user needs; of others commands and recipes keep the traceback in a file."""
+"""The class of error whose text is all that a user needs; of others commands and recipes keep the traceback in a
+file.
+"""
 
 import difflib
 from collections.abc import Iterable

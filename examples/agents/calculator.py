@@ -2,7 +2,8 @@
 
     trl-fsdp-qlora grpo --config SmolLM2-135M-Instruct/grpo/calculator --accelerate_config cpu
 
-Copy this file to begin with an environment of your own; docs/agents.md goes through it. A recipe names its parts by import path:
+Copy this file to begin with an environment of your own; docs/agents.md goes through it. A recipe names its parts by
+import path:
 `dataset: examples/agents/calculator.py:load`, `environment: ...:Calculator`, `tool_format: ...:json_calls`.
 """
 
@@ -11,7 +12,7 @@ import json
 import operator
 import random
 
-# --- the problems -----------------------------------------------------------------------------------------------------
+# --- the problems ----------------------------------------------------------------------------------------------------
 
 KINDS = {
     "Multiply {a} by {b}.": "{a} * {b}",
@@ -33,13 +34,15 @@ def load() -> list[dict]:
     return [{"problem": question, "answer": answer} for question, answer in answers.items()]
 
 
-# --- the environment --------------------------------------------------------------------------------------------------
+# --- the environment -------------------------------------------------------------------------------------------------
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def evaluate(expression: str) -> int | float:
-    """The value of an arithmetic expression. A model writes it, so Python's own `eval` would run whatever it writes."""
+    """The value of an arithmetic expression. A model writes it, so Python's own `eval` would run whatever it
+    writes.
+    """
 
     def value(node: ast.expr) -> int | float:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -68,7 +71,7 @@ class Calculator:
         return str(evaluate(expression))  # what a tool raises, the model reads as {'error': ...}
 
 
-# --- how calls are written --------------------------------------------------------------------------------------------
+# --- how calls are written -------------------------------------------------------------------------------------------
 
 
 def call(expression: str) -> list[dict]:
@@ -125,7 +128,9 @@ RESPONSE_TEMPLATE = {
 
 
 def json_calls(tokenizer):
-    """Gives `tokenizer` (of a model that was tuned with ChatML) a chat template with tools, and what reads its calls."""
+    """Gives `tokenizer` (of a model that was tuned with ChatML) a chat template with tools, and what reads its
+    calls.
+    """
     tokenizer.chat_template = "{%- set episodes = " + json.dumps(EPISODES) + " %}" + CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer

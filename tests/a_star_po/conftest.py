@@ -18,7 +18,9 @@ def model_dir(tmp_path):
 
 @pytest.fixture
 def make_trainer(tmp_path, model_dir):
-    """Makes trainers that share a cache; `drawn` of each has prompt and count of the completions that its stage 1 drew."""
+    """Makes trainers that share a cache; `drawn` of each has prompt and count of the completions that its stage 1
+    drew.
+    """
 
     def make(full=False, rewards=has_digit, rows=24, model=None, evaluate_on=None, adapter=None, **changes):
         settings = {"num_generations": 1, "max_completion_length": 8, "max_steps": 2, "optim": "adamw_torch"}

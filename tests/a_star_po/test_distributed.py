@@ -1,4 +1,5 @@
-"""Two real gloo processes against one: plain data parallelism, and FSDP2 with sharded parameters; and the recipe as a command.
+"""Two real gloo processes against one: plain data parallelism, and FSDP2 with sharded parameters; and the recipe as a
+command.
 
 As a script it is one rank of such a run: stage 1, evaluation and two steps; rank 0 writes the results.
 """
@@ -93,7 +94,8 @@ def test_stage_one_alone_and_then_a_run_that_finds_its_values(tmp_path):
 def rank(model, cache, out, batch, kind):
     force_fsdp()
     args = config(
-        AStarPOConfig, tempfile.mkdtemp(), num_generations=1, per_device_train_batch_size=int(batch), max_completion_length=8,
+        AStarPOConfig, tempfile.mkdtemp(), num_generations=1, per_device_train_batch_size=int(batch),
+        max_completion_length=8,
         value_cache=cache, value_batch_size=3, max_steps=2, per_device_eval_batch_size=4, seed=3, optim="adamw_torch",
     )  # fmt: skip
     adapter = None if kind == "full" else LoraConfig(r=4, target_modules="all-linear")

@@ -1,4 +1,6 @@
-"""V*, its interval and the losses against closed forms, brute force and formulas written out in float64; a config's checks."""
+"""V*, its interval and the losses against closed forms, brute force and formulas written out in float64; a config's
+checks.
+"""
 
 import dataclasses
 import math

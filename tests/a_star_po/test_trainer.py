@@ -18,7 +18,9 @@ from .tiny import has_digit, problems
 
 
 def test_a_second_run_and_a_resumed_one_sample_nothing_and_train_the_same(make_trainer):
-    """The first run's sampling must not move the random state of stage 2, whose batches serve two optimizer steps each."""
+    """The first run's sampling must not move the random state of stage 2, whose batches serve two optimizer steps
+    each.
+    """
     settings = {"max_steps": 4, "steps_per_generation": 2, "save_strategy": "steps", "save_steps": 2}
     whole = make_trainer(**settings)
     whole.train()

@@ -61,8 +61,8 @@ def items(values: ReferenceValues, n: int) -> dict[str, Item]:
 
 
 def work(folder: str, seconds: float, n: int) -> None:
-    """A process of stage 1 that is killed. It notes each drawing, before its samples are stored, as a line of `FOLDER.log`: the
-    prompt, how many samples were stored, how many are drawn, and its own number."""
+    """A process of stage 1 that is killed. It notes each drawing, before its samples are stored, as a line of
+    `FOLDER.log`: the prompt, how many samples were stored, how many are drawn, and its own number."""
 
     def draw(asked, counts, seed):
         time.sleep(seconds)
@@ -327,7 +327,10 @@ def test_a_reward_of_this_package_counts_by_all_code_beside_it_and_by_versions(t
 
 def test_a_helper_that_a_reward_was_built_with_counts_by_the_text_of_its_own_file(tmp_path):
     def described(factor):
-        text = f"class Helper:\n    def __call__(self, text):\n        return {factor} * len(text)\n\ndef helper(text): ..."
+        text = (
+            f"class Helper:\n    def __call__(self, text):\n        return {factor} * len(text)\n\ndef "
+            "helper(text): ..."
+        )
         (tmp_path / "user_helper.py").write_text(text)
         sys.modules["user_helper"] = module = ModuleType("user_helper")
         module.__file__ = str(tmp_path / "user_helper.py")
@@ -341,7 +344,10 @@ def test_a_helper_that_a_reward_was_built_with_counts_by_the_text_of_its_own_fil
 
 def test_the_text_of_the_file_that_defines_a_reward_counts_and_one_without_is_named(tmp_path, caplog):
     def described(helper):
-        text = f"def helper(text):\n    return {helper}\n\ndef reward(completions, **_):\n    return [*map(helper, completions)]\n"
+        text = (
+            f"def helper(text):\n    return {helper}\n\ndef reward(completions, **_):\n    return [*map(helper, "
+            "completions)]\n"
+        )
         (tmp_path / "user_rewards.py").write_text(text)
         return describe_reward(runpy.run_path(str(tmp_path / "user_rewards.py"))["reward"], "reward", None)
 

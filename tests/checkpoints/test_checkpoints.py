@@ -144,7 +144,9 @@ def test_a_checkpoint_without_digests_stays_readable_and_a_zeroed_file_in_it_doe
 
 
 def test_no_flipped_bit_of_a_checkpoint_goes_unseen_or_raises(tmp_path):
-    """In any file; in the manifest itself only where it does not matter: the settings of the run, which are compared alone."""
+    """In any file; in the manifest itself only where it does not matter: the settings of the run, which are compared
+    alone.
+    """
     folder = make(tmp_path, 2)
     for path in (folder / "weights.bin", folder / "deep" / "more.bin", folder / "manifest.json"):
         content = path.read_bytes()
@@ -157,7 +159,8 @@ def test_no_flipped_bit_of_a_checkpoint_goes_unseen_or_raises(tmp_path):
         if path.name != "manifest.json":
             assert unseen == []
             continue
-        # "digests" under another name is an older checkpoint's manifest; else only whitespace and the run's settings are left.
+        # "digests" under another name is an older checkpoint's manifest; else only whitespace and the run's settings
+        # are left.
         text = content.decode()
         harmless = {
             *range(text.index('"digests"'), text.index('"digests"') + 9),

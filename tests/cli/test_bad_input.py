@@ -1,5 +1,5 @@
-"""What a user mistypes, does not have or has in pieces, command by command: one line with the nearest known name, exit status 2,
-and nothing is left."""
+"""What a user mistypes, does not have or has in pieces, command by command: one line with the nearest known name, exit
+status 2, and nothing is left."""
 
 import shutil
 

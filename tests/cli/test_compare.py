@@ -26,18 +26,20 @@ def place(tmp_path_factory):
     rows = [json.dumps({"question": f"{i}+{3 * i}=", "answer": str(4 * i)}) for i in range(10)]  # few: they begin anew
     (folder / "sums.jsonl").write_text("\n".join(rows))
     (folder / "mine.yaml").write_text(
-        "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/mine\nrewards: ['my_rewards.py:many']\n"
-        "use_peft: true\nlora_target_modules: [all-linear]\nlora_r: 4\nper_device_train_batch_size: 8\nbeta: 0.1\n"
-        "gradient_accumulation_steps: 2\nnum_generations: 4\nmax_completion_length: 6\nlearning_rate: 1e-2\nlogging_steps: 1\n"
-        "gradient_checkpointing: false\nbf16: false\nuse_cpu: true\n"
+        "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/mine\nrewards: "
+        "['my_rewards.py:many']\nuse_peft: true\nlora_target_modules: [all-linear]\nlora_r: "
+        "4\nper_device_train_batch_size: 8\nbeta: 0.1\ngradient_accumulation_steps: 2\nnum_generations: "
+        "4\nmax_completion_length: 6\nlearning_rate: 1e-2\nlogging_steps: 1\ngradient_checkpointing: false\nbf16: "
+        "false\nuse_cpu: true\n"
     )
     pairs = [{"prompt": f"{i}+{3 * i}=", "chosen": f" {4 * i}", "rejected": f" {4 * i + 1} or {i}"} for i in range(6)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (folder / "dpo.yaml").write_text(
-        "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/dpo\npairs: pairs.jsonl\nchat: false\n"
-        "use_peft: true\nlora_target_modules: [all-linear]\nlora_r: 4\nper_device_train_batch_size: 3\nbeta: 0.1\n"
-        "gradient_accumulation_steps: 2\nlearning_rate: 1e-2\nlogging_steps: 1\nprecompute_ref_log_probs: true\n"
-        "gradient_checkpointing: false\nbf16: false\nuse_cpu: true\n"
+        "model_name_or_path: base\ndataset: sums.jsonl\nheld_out: 4\noutput_dir: runs/dpo\npairs: "
+        "pairs.jsonl\nchat: false\nuse_peft: true\nlora_target_modules: [all-linear]\nlora_r: "
+        "4\nper_device_train_batch_size: 3\nbeta: 0.1\ngradient_accumulation_steps: 2\nlearning_rate: "
+        "1e-2\nlogging_steps: 1\nprecompute_ref_log_probs: true\ngradient_checkpointing: false\nbf16: "
+        "false\nuse_cpu: true\n"
     )
     kto = (folder / "dpo.yaml").read_text().replace("size: 3", "size: 4") + "desirable_weight: 1.5\n"
     (folder / "kto.yaml").write_text(kto)

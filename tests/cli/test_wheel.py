@@ -30,8 +30,8 @@ def build(what: str, folder: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """What `pip install` would have put among the packages, of a copy of the clone and without a network; and where the user is,
-    with a model and nothing else."""
+    """What `pip install` would have put among the packages, of a copy of the clone and without a network; and where
+    the user is, with a model and nothing else."""
     folder = tmp_path_factory.mktemp("build")
     (folder / "source").mkdir()
     for name in SOURCE:
@@ -142,7 +142,10 @@ def test_every_other_command_in_turn_and_the_one_in_every_head_finds_its_files(f
 
 def test_grpo_trains_with_data_and_rewards_of_ones_own(folders):
     installed, place = folders
-    data = "def load(split):\n    return [{'problem': f'{a}+1=', 'answer': a + 1} for a in range(40) if (a < 20) == (split == 'test')]\n"
+    data = (
+        "def load(split):\n    return [{'problem': f'{a}+1=', 'answer': a + 1} for a in range(40) if (a < 20) == "
+        "(split == 'test')]\n"
+    )
     (place / "my_data.py").write_text(data)
     reward = "def short(completions, **columns):\n    return [-float(len(one[0]['content'])) for one in completions]\n"
     (place / "my_rewards.py").write_text(reward)

@@ -1,4 +1,6 @@
-"""TRL's vLLM code where it differs, further arguments of its engine, and an engine that outlives its process groups."""
+"""TRL's vLLM code where it differs, further arguments of its engine, and an engine that outlives its process
+groups.
+"""
 
 import gc
 import subprocess

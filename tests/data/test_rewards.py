@@ -52,7 +52,8 @@ def test_tags_and_grades_follow_the_blog():
 # Of a user's own; tests/cli/test_wheel.py trains with some.
 FILES = {
     "own_helper.py": "UNIT = 'm'\n",
-    "own_rewards.py": "from own_helper import UNIT\nNOTF = 1\ndef has_unit(completions, **columns):\n    return [UNIT in c for c in completions]\n",
+    "own_rewards.py": "from own_helper import UNIT\nNOTF = 1\ndef has_unit(completions, **columns):\n    return "
+    "[UNIT in c for c in completions]\n",
     "own_broken.py": "1 / 0\n",
     "json.py": "",
 }

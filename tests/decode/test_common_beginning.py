@@ -1,4 +1,6 @@
-"""A beginning that all prompts have in common is prefilled once: tokens against `generate`'s, and what each forward is given."""
+"""A beginning that all prompts have in common is prefilled once: tokens against `generate`'s, and what each forward is
+given.
+"""
 
 import pytest
 import torch
@@ -77,7 +79,9 @@ def test_where_the_cache_is_repeated_for_the_rows(name):
     "changes", [{"prefill_chunk_size": 4}, {"repetition_penalty": 1.3}, {"max_new_tokens": 100}], ids=str
 )
 def test_chunks_processors_and_rests_of_equal_length(changes, rests):
-    """Without padding the model needs no mask of the library's making; processors look at the prompt as it was given."""
+    """Without padding the model needs no mask of the library's making; processors look at the prompt as it was
+    given.
+    """
     prompts = [BEGINNING + rest for rest in rests]
     expected, completions, shapes, work = run(build(), prompts, greedy(**changes))
     assert completions == expected

@@ -1,4 +1,6 @@
-"""The compact decoding loop against transformers' own: greedy completions token by token, and what is drawn whatever else runs."""
+"""The compact decoding loop against transformers' own: greedy completions token by token, and what is drawn whatever
+else runs.
+"""
 
 import copy
 
@@ -34,8 +36,9 @@ from trl_fsdp_qlora.decode.decoding import Decoding, why_stock
 
 VOCABULARY, PAD, EOS = 64, 0, [3, 5, 7, 11, 13]
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": PAD,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "initializer_range": 0.2, "pad_token_id": PAD,
 }  # fmt: skip
 ROTARY = {"rope_theta": 1e4, "factor": 2.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
@@ -171,7 +174,9 @@ def test_models_with_a_cache_of_their_own_or_none_are_refused(name):
 
 
 def test_recurrent_gemma_keeps_transformers_loop():
-    """Its recurrent states are attributes of its layers: repeating a cache does not repeat them, and it returns none."""
+    """Its recurrent states are attributes of its layers: repeating a cache does not repeat them, and it returns
+    none.
+    """
     sizes = {
         name: value for name, value in SIZES.items() if name not in ("max_position_embeddings", "initializer_range")
     }

@@ -45,7 +45,9 @@ def test_a_rows_numbers_are_its_own_and_uniform():
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}])
 @torch.no_grad()
 def test_completions_are_drawn_from_the_models_distribution(settings):
-    """Each token is the inverse of whole rows' scores, which transformers' own processors shaped, at the row's next number."""
+    """Each token is the inverse of whole rows' scores, which transformers' own processors shaped, at the row's next
+    number.
+    """
     model, config = build(), sampled(max_new_tokens=12, **settings)
     prompts = [PROMPTS[0]] * 16
     torch.manual_seed(9)

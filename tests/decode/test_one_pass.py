@@ -1,4 +1,6 @@
-"""vLLM's importance weights without a pass for old log-probabilities: weights, losses and gradients are stock TRL's."""
+"""vLLM's importance weights without a pass for old log-probabilities: weights, losses and gradients are stock
+TRL's.
+"""
 
 import math
 from itertools import product

@@ -1,4 +1,6 @@
-"""Tools and environments that go wrong: what TRL makes of it, in both trainers alike; nothing hangs and nothing is lost."""
+"""Tools and environments that go wrong: what TRL makes of it, in both trainers alike; nothing hangs and nothing is
+lost.
+"""
 
 import asyncio
 import json

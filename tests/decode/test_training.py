@@ -96,7 +96,9 @@ def test_what_is_not_exact_runs_as_stock_and_says_so(tmp_path, changes, said):
 
 
 def test_a_generate_of_the_models_own_gets_every_row(tmp_path):
-    """As TRL's tests of tools replace it: once the trainer is built, by something that answers each row of stock's call."""
+    """As TRL's tests of tools replace it: once the trainer is built, by something that answers each row of stock's
+    call.
+    """
     made, stock = make(folder=tmp_path / "ours"), make(*STOCK, tmp_path / "stock")
     calls = []
     for each in (made, stock):

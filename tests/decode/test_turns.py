@@ -17,7 +17,8 @@ from trl_fsdp_qlora.decode.decoding import Decoding
 from trl_fsdp_qlora.decode.turns import KeptTurns, why_not_kept
 from trl_fsdp_qlora.small_base.text import CHAT_TEMPLATE, character_tokenizer
 
-# Whose next tokens, run one by one behind a cache, are not those of the whole text: transformers' own cache is 0.5% off there.
+# Whose next tokens, run one by one behind a cache, are not those of the whole text: transformers' own cache is 0.5%
+# off there.
 INEXACT_CACHE = ("zamba2",)
 GOES_ON_FROM_NO_STATE = ("mamba", "jamba")
 FULL = [name for name in MODELS if name not in LENGTH_DEPENDENT]

@@ -1,7 +1,8 @@
-"""A launcher in a child of the fork server, as on a shell: `agent.py torchrun ...`, `accelerate ...`, `trl-fsdp-qlora ...`.
+"""A launcher in a child of the fork server, as on a shell: `agent.py torchrun ...`, `accelerate ...`,
+`trl-fsdp-qlora ...`.
 
-The scripts that it starts are forks of it, with the environment, output and session that it gives them: they need not import
-torch and TRL anew, which takes each several seconds.
+The scripts that it starts are forks of it, with the environment, output and session that it gives them: they need not
+import torch and TRL anew, which takes each several seconds.
 """
 
 import gc
@@ -52,7 +53,9 @@ def _child(script: list[str], given: dict) -> None:
 
 
 def _leave_parent(given: dict) -> None:
-    """Nothing of the launcher but what it has imported: signals, open files, the environment and `Popen` are a script's own."""
+    """Nothing of the launcher but what it has imported: signals, open files, the environment and `Popen` are a
+    script's own.
+    """
     for number, handler in _SIGNALS.items():
         signal.signal(number, handler)
     if given["start_new_session"]:

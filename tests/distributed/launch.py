@@ -1,6 +1,7 @@
 """Start N gloo processes the way torchrun does, and end them all when one fails or hangs.
 
-Ranks are children of a fork server that has imported torch, transformers and TRL, which takes a process several seconds.
+Ranks are children of a fork server that has imported torch, transformers and TRL, which takes a process several
+seconds.
 """
 
 import multiprocessing
@@ -158,8 +159,9 @@ def run_launcher(
 ) -> subprocess.CompletedProcess:
     """`accelerate ...` (without `launch`), `torchrun ...` or `trl-fsdp-qlora ...`; what it has started ends with it.
 
-    Launcher and ranks have imported everything already, see agent.py. With `from_shell`, which is for accelerate alone, they
-    are started as a user's shell does: where a GPU is used, or the command line that the system knows of is asked for.
+    Launcher and ranks have imported everything already, see agent.py. With `from_shell`, which is for accelerate
+    alone, they are started as a user's shell does: where a GPU is used, or the command line that the system knows of
+    is asked for.
     """
     script, words = ("-m", ["accelerate.commands.launch", *words[1:]]) if from_shell else (AGENT, words)
     return _completed(script, words, rank_environment(environment), cwd, timeout)
@@ -182,10 +184,11 @@ def launch(
     environment: Mapping[str, str] | None = None,
     **how,
 ) -> list[tuple[int, str]]:
-    """`(exit code, output)` of a Python script on each of `processes` gloo ranks with torchrun's environment variables.
+    """`(exit code, output)` of a Python script on each of `processes` gloo ranks with torchrun's environment
+    variables.
 
-    When one fails, the others have `grace` seconds to end by themselves and are then killed, which gives a negative code. With
-    `check` a code that is not zero raises. `meanwhile` is called with the processes that were started.
+    When one fails, the others have `grace` seconds to end by themselves and are then killed, which gives a negative
+    code. With `check` a code that is not zero raises. `meanwhile` is called with the processes that were started.
     """
     port, starts = str(free_port()), []
     for rank in map(str, range(processes)):

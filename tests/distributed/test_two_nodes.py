@@ -62,7 +62,9 @@ def test_two_launchers_train_as_ranks_without_one(base, undisturbed, tmp_path, k
 
 
 def test_another_node_takes_the_place_of_one_that_dies(base, undisturbed, tmp_path):
-    """torchrun on two nodes; the second's agent and rank are killed in step 3, and an agent is started in its place."""
+    """torchrun on two nodes; the second's agent and rank are killed in step 3, and an agent is started in its
+    place.
+    """
     port, started = free_port(), []
     words = ["torchrun", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d", "--rdzv_id", "job"]
     words += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1", "--max_restarts", 3]

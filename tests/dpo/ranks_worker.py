@@ -1,4 +1,6 @@
-"""What one rank does in test_ranks.py: ranks_worker.py MODEL OUT label=scenario[:4bit] ...; weights and losses in a file."""
+"""What one rank does in test_ranks.py: ranks_worker.py MODEL OUT label=scenario[:4bit] ...; weights and losses in a
+file.
+"""
 
 import os
 import sys
@@ -61,7 +63,9 @@ def pairs() -> Dataset:
 
 
 def judged() -> Dataset:
-    """KTO takes the completion of the row before for its KL term, within a rank's batch: every fourth one is the same."""
+    """KTO takes the completion of the row before for its KL term, within a rank's batch: every fourth one is the
+    same.
+    """
     rows = []
     for i in range(0, 32, 4):
         prompt = f"add: {i}+{i * 3} is"
@@ -88,10 +92,10 @@ class FirstGradients(TrainerCallback):
 
 def settings(out):
     return {
-        "output_dir": str(out), "max_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True,
-        "per_device_train_batch_size": 8 // WORLD_SIZE, "bf16": False, "gradient_checkpointing": False,
-        "learning_rate": 5e-2, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
-        "dataloader_pin_memory": False, "save_strategy": "no",
+        "output_dir": str(out), "max_steps": 3, "logging_steps": 1, "report_to": [], "disable_tqdm": True,
+        "use_cpu": True, "per_device_train_batch_size": 8 // WORLD_SIZE, "bf16": False,
+        "gradient_checkpointing": False, "learning_rate": 5e-2, "optim": "sgd", "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0, "dataloader_pin_memory": False, "save_strategy": "no",
     }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ FAMILIES = ("qwen3", "gemma3", "qwen3_5")
 # PEFT refuses adapters on projections out of the state.
 TARGETS = {"qwen3_5": r".*(in_proj_qkv|q_proj|v_proj|up_proj)"}
 LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
-    "apo_down", "discopop", "sft", "sigmoid_norm",
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 )  # fmt: skip
 DEFAULTS = {
     "per_device_train_batch_size": 4, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [],

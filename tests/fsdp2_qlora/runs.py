@@ -11,8 +11,8 @@ WORKER = "tests/fsdp2_qlora/worker.py"
 
 
 def scenarios_of(model: str | Path, folder: Path, scenarios: dict[str, str], processes: int = 2, **more) -> list[dict]:
-    """What each rank found, by label; `scenarios` is `label: "name:option=value,..."`, with `{run}` for `folder` and `{root}`
-    for the one around it, and `more` is for [`launch`].
+    """What each rank found, by label; `scenarios` is `label: "name:option=value,..."`, with `{run}` for `folder` and
+    `{root}` for the one around it, and `more` is for [`launch`].
     """
     folder.mkdir()
     specifications = [

@@ -91,8 +91,14 @@ def check_accuracy(problems, quantized, out, recorded):
 
 def test_the_evaluation_script_measures_a_4_bit_base(problems, tmp_path, monkeypatch):
     out = tmp_path / "result.json"
-    arguments = f"--model_name_or_path {problems[0]} --load_in_4bit true --use_bnb_nested_quant true --dtype float32 --chat false"
-    arguments += f" --dataset {problems[1][True]} --held_out 10 --max_completion_length 3 --accuracy_batch_size 4 --output {out}"
+    arguments = (
+        f"--model_name_or_path {problems[0]} --load_in_4bit true --use_bnb_nested_quant true --dtype float32 "
+        "--chat false"
+    )
+    arguments += (
+        f" --dataset {problems[1][True]} --held_out 10 --max_completion_length 3 --accuracy_batch_size 4 "
+        f"--output {out}"
+    )
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments.split()])
     runpy.run_path(str(REPOSITORY / "recipes" / "evaluate.py"), run_name="__main__")
     held_out = to_prompts(hold_out(read_problems(problems[1][True], "train"), 10)[1], chat=False)
@@ -150,7 +156,9 @@ CONFIGS_OF_GPUS = ["fsdp2", "fsdp2_qlora", "fsdp2_qlora_offload", "zero2", "zero
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: NCCL and the bf16 of the configs themselves")
 @pytest.mark.parametrize("config", CONFIGS_OF_GPUS)
 def test_the_config_itself_trains_on_gpus(problems, tmp_path, config):
-    """On every GPU that there is; with the sharded base the recipe too: drawing, scoring, accuracy, and what is saved."""
+    """On every GPU that there is; with the sharded base the recipe too: drawing, scoring, accuracy, and what is
+    saved.
+    """
     if config.startswith("zero"):
         pytest.importorskip("deepspeed")
     model, out = tiny.make_checkpoint(tmp_path / "model"), tmp_path / "out"

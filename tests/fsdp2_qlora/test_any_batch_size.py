@@ -77,7 +77,9 @@ def test_a_rank_without_anything_to_learn_from(runs, run, scenario):
 
 
 def test_zero_2_shares_prompts_one_micro_batch_a_pass(runs, tmp_path):
-    """A micro-batch whose backward waits for a later one's ended the run, and the gradients of a cut one came behind the step."""
+    """A micro-batch whose backward waits for a later one's ended the run, and the gradients of a cut one came behind
+    the step.
+    """
     pytest.importorskip("deepspeed")
     model, expected = runs["model"], runs["one", "grpo"][0]
     out = tmp_path / "out"

@@ -30,9 +30,9 @@ from trl_fsdp_qlora.vllm.dequantized_base import dequantized_base
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
     "head_dim": 16, "max_position_embeddings": 128, "intermediate_size": 64, "moe_intermediate_size": 48,
-    "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 GATED_DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 NARROW = {"intermediate_size": 48}  # of the experts, where they have no size of their own
@@ -51,8 +51,9 @@ CONFIGS = {
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     },
     "nemotron_h": {  # its experts have no gate
-        "num_hidden_layers": 3, "layers_block_type": ["moe", "mamba", "attention"], "mamba_num_heads": 4, "n_groups": 2,
-        "moe_shared_expert_intermediate_size": 32, "mamba_head_dim": 16, "ssm_state_size": 16, "chunk_size": 16,
+        "num_hidden_layers": 3, "layers_block_type": ["moe", "mamba", "attention"], "mamba_num_heads": 4,
+        "n_groups": 2, "moe_shared_expert_intermediate_size": 32, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "chunk_size": 16,
     },
     # Sizes that no block of 64 weights divides: bitsandbytes fills the last one up.
     "small": {"model_type": "qwen3_moe", "hidden_size": 40, "moe_intermediate_size": 12},
@@ -74,8 +75,8 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(params=["one by one", "in groups", "in groups, Triton"])
 def way(request):
-    """How experts are computed: as on a CPU, and as on a GPU, where a product may dequantize some experts at once, but not all;
-    on most cards by a kernel, here in Triton's interpreter."""
+    """How experts are computed: as on a CPU, and as on a GPU, where a product may dequantize some experts at once, but
+    not all; on most cards by a kernel, here in Triton's interpreter."""
     if request.param == "one by one":
         yield None
         return
@@ -192,7 +193,8 @@ def test_groups_cost_as_many_calls_for_many_experts_as_for_few_and_the_host_read
             with patch.object(experts, "multiplies_groups", return_value=not one_by_one), Operations() as seen:
                 module(hidden, chosen.indices, chosen.values)
             counted.append(len(seen.names))
-            # `bincount` waits for the device and `tolist` of what it counted copies; `aten::_local_scalar_dense` is `item`.
+            # `bincount` waits for the device and `tolist` of what it counted copies; `aten::_local_scalar_dense` is
+            # `item`.
             assert one_by_one == bool({"aten::bincount", "aten::_local_scalar_dense"} & set(seen.names))
     loop_6, groups_6, loop_24, groups_24 = counted
     assert groups_6 == groups_24
@@ -244,7 +246,9 @@ def test_lora_on_experts(checkpoint, tmp_path, checkpointing, way):
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_packed_rows_with_packed_experts(tmp_path, beta, way):
-    """A GRPO loss with its router loss: packed rows route fewer tokens, and each expert computes those that it gets."""
+    """A GRPO loss with its router loss: packed rows route fewer tokens, and each expert computes those that it
+    gets.
+    """
     tokenizer = character_tokenizer()
     save(tmp_path / "model", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     adapted = ["experts.gate_up_proj", "experts.down_proj"]
@@ -315,7 +319,8 @@ def test_ranks_hold_their_part_of_the_experts_and_train_as_whole_ones(tmp_path):
     adapter = two["sft"]["adapter"]
     # A and B of two projections in two layers.
     assert len([name for name in adapter if "experts" in name]) == 2 * 2 * 2
-    # DDP has the same halves of a batch on each rank; one process has another router loss, a mean over the whole batch.
+    # DDP has the same halves of a batch on each rank; one process has another router loss, a mean over the whole
+    # batch.
     assert ddp["sft"]["loss"] == two["sft"]["loss"]
     for same in (ddp["sft"], two["offloaded"], two["resumed"]):
         assert difference(adapter, same["adapter"]) == 0

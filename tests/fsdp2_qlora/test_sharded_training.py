@@ -1,4 +1,6 @@
-"""Ranks with a sharded 4-bit base against one process with the whole one: two, and four as two replicas of two shards."""
+"""Ranks with a sharded 4-bit base against one process with the whole one: two, and four as two replicas of two
+shards.
+"""
 
 import signal
 
@@ -95,7 +97,9 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(root):
-    """By run and scenario what each rank found: in one process, on two ranks of DDP and of FSDP2, on a mesh of four."""
+    """By run and scenario what each rank found: in one process, on two ranks of DDP and of FSDP2, on a mesh of
+    four.
+    """
     found = {}
     for run, scenarios, processes, environment in (
         ("one", ALONE, 1, {}),
@@ -117,7 +121,8 @@ def test_parameters_are_dtensors_and_a_part_of_the_base_is_here(runs):
             assert found.get("adapter_dtypes", ["torch.float32"]) == ["torch.float32"]
     assert runs["one", "sft"][0]["base"] is None and runs["ddp", "bf16"][0]["base"] is None
     assert runs["two", "whole_base"][0]["base"] is None  # nothing in it is quantized
-    # A rank holds its part of the packed bytes and of the quantization state; without double quantization that is larger.
+    # A rank holds its part of the packed bytes and of the quantization state; without double quantization that is
+    # larger.
     for run, scenario, shards, most in (
         ("two", "sft", 2, 0.52),
         ("two", "by_name", 2, 0.52),
@@ -129,7 +134,8 @@ def test_parameters_are_dtensors_and_a_part_of_the_base_is_here(runs):
             assert base["world_size"] == shards and 1 / shards <= base["ratio"] <= most, (run, scenario)
 
 
-# Ranks sum the same float32 terms in another order, and AdamW carries the rounding on. One process is no reference for the
+# Ranks sum the same float32 terms in another order, and AdamW carries the rounding on. One process is no reference for
+# the
 # unquantized base: its larger batches round otherwise, and one of the gradients is ill-conditioned.
 @pytest.mark.parametrize(
     ("run", "scenario", "reference", "steps", "near"),
@@ -142,7 +148,8 @@ def test_parameters_are_dtensors_and_a_part_of_the_base_is_here(runs):
         ("two", "from_one", ("one", "sft"), 2, 1e-5),
         ("two", "lora_resumed", ("one", "lora"), 2, 1e-5),
         ("again", "from_two", ("two", "sft"), 2, 1e-5),
-        # Half of the vocabulary ends a completion: ranks wait for each other where each layer is gathered for every token.
+        # Half of the vocabulary ends a completion: ranks wait for each other where each layer is gathered for every
+        # token.
         *(("two", scenario, ("two", "by_name"), 2, 1e-5) for scenario in ("per_layer", "kept", "stored")),
         ("four", "pairs", ("one", "pairs"), 3, 1e-5),
         ("four", "from_one", ("one", "sft"), 2, 1e-5),

@@ -83,14 +83,18 @@ def make_problems(folder: str | Path, base: str, quantized: bool, rows: int = 24
 
 
 def without_repacking(model: PreTrainedModel) -> None:
-    """On CPUs with AVX512-BF16, bitsandbytes repacks the base in evaluation mode and its forward then has no backward."""
+    """On CPUs with AVX512-BF16, bitsandbytes repacks the base in evaluation mode and its forward then has no
+    backward.
+    """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def as_reference(model: PreTrainedModel) -> None:
-    """Undo two things that would make an unsharded reference another computation: repacking, and adapters in bfloat16."""
+    """Undo two things that would make an unsharded reference another computation: repacking, and adapters in
+    bfloat16.
+    """
     for parameter in model.parameters():
         if parameter.requires_grad:  # TRL casts the adapters of quantized models
             parameter.data = parameter.data.float()

@@ -1,7 +1,7 @@
 """What one rank does in the tests of this folder: several scenarios per launch, results in a file per rank.
 
-worker.py MODEL OUT label=scenario[:option=value,...] ...; a scenario is one of the functions below, and options in capitals
-are environment variables. What concerns one rank alone is asserted here. One by hand:
+worker.py MODEL OUT label=scenario[:option=value,...] ...; a scenario is one of the functions below, and options in
+capitals are environment variables. What concerns one rank alone is asserted here. One by hand:
 
     python tests/fsdp2_qlora/worker.py MODEL OUT kl=grpo:beta=0.1,evaluate=1
 """
@@ -104,7 +104,9 @@ def whole(tensor):
 
 
 class Record(TrainerCallback):
-    """First logits, gradients of every adapter weight at every optimizer step, and what FSDP2 moved in it (benchmarks/traffic.py)."""
+    """First logits, gradients of every adapter weight at every optimizer step, and what FSDP2 moved in it
+    (benchmarks/traffic.py).
+    """
 
     def __init__(self):
         self.gradients, self.steps, self.traffic = [], [], None
@@ -285,14 +287,18 @@ def by_name(path, out, base="", stored="", experts=0, gather="auto", keep=0):
 
 
 def killed(path, _out, kills, resume, into):
-    """A run of tests/grpo/resume_worker.py, of whose two ranks one dies of what `kills` says for it: "step+" or "+saving"."""
+    """A run of tests/grpo/resume_worker.py, of whose two ranks one dies of what `kills` says for it: "step+" or
+    "+saving".
+    """
     kill = kills.split("+")[RANK]
     trained = resume_worker.run(into, kill or None, resume or None, tiny.load(path))
     assert trained.base_bytes.ratio <= 0.52
 
 
 def recipe(_path, out, base, data, gather="auto", quantized=1):
-    """recipes/grpo.py itself, with accuracy before, during and after training, in batches that the ranks share unevenly."""
+    """recipes/grpo.py itself, with accuracy before, during and after training, in batches that the ranks share
+    unevenly.
+    """
     settings = f"""--model_name_or_path {base} --dtype float32 --dataset {data} --held_out 10 --eval_problems 9
         --chat false --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --optim adamw_torch
         --num_generations 8 --max_completion_length 3 --gradient_checkpointing false
@@ -337,7 +343,9 @@ def empty_rank(_path, out, base, quantized=1, sharing="auto"):
 
 
 def publish(path, out):
-    """`push_to_hub` with the real client and a Hub of each rank's own: rank 0 sends a plain adapter, and nobody else."""
+    """`push_to_hub` with the real client and a Hub of each rank's own: rank 0 sends a plain adapter, and nobody
+    else.
+    """
     constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = False, True
     model = tiny.load(path)
     model.name_or_path = model.config._name_or_path = "owner/tiny-base"
@@ -401,7 +409,9 @@ def recording_fails(path, out):
 
 
 def synced(path, out, reason, quantized=0):
-    """GRPO on completions of an engine that reads each published version of the adapter: it is the policy, rank by rank."""
+    """GRPO on completions of an engine that reads each published version of the adapter: it is the policy, rank by
+    rank.
+    """
     load = tiny.load if quantized else tiny.load_whole
     unset_hf_deepspeed_config()  # a scenario before may have left ZeRO-3's, under which a model is cut as it is loaded
     # An adapter of rank 3 is cut unevenly.
@@ -459,7 +469,9 @@ def gather_context(path, out):
 
 
 def memory(_path, out, big=""):
-    """Peak host memory of loading and sharding, above what the process held before, is near a shard where rank 1 receives."""
+    """Peak host memory of loading and sharding, above what the process held before, is near a shard where rank 1
+    receives.
+    """
     Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's high-water mark
     start = psutil.Process().memory_info().rss
     accelerator = Accelerator(cpu=True)

@@ -8,11 +8,13 @@ from tests.tiny import lora, prompts, trainer
 from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 from trl_fsdp_qlora.checkpoints import checkpoints
 
-# Generation cycles of 2 × 2 = 4 micro-steps and 4-step epochs: checkpoints fall inside a cycle and past an epoch's end.
+# Generation cycles of 2 × 2 = 4 micro-steps and 4-step epochs: checkpoints fall inside a cycle and past an epoch's
+# end.
 SETTINGS = {
-    "per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2,
-    "num_iterations": 2, "beta": 0.05, "max_steps": 9, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2,
-    "optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "linear",
+    "per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05, "max_steps": 9, "save_strategy": "steps",
+    "save_steps": 1, "save_total_limit": 2, "optim": "adamw_torch", "learning_rate": 1e-3,
+    "lr_scheduler_type": "linear",
 }  # fmt: skip
 
 

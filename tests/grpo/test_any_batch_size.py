@@ -1,4 +1,6 @@
-"""Micro-batches smaller than a group: each prompt is computed once per optimizer step, and what is trained is stock TRL's."""
+"""Micro-batches smaller than a group: each prompt is computed once per optimizer step, and what is trained is stock
+TRL's.
+"""
 
 import pytest
 
@@ -27,7 +29,9 @@ def steps(monkeypatch):
 
 
 def cut(rows: int, **changes) -> dict:
-    """Two groups of four in micro-batches of so many rows; a mean over completions does not ask which of them one falls into."""
+    """Two groups of four in micro-batches of so many rows; a mean over completions does not ask which of them one
+    falls into.
+    """
     return {
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": 8 // rows,

@@ -1,4 +1,5 @@
-"""Optimizer steps that are interrupted, cut short or changed: no stale key, value or gradient is used, and none is lost.
+"""Optimizer steps that are interrupted, cut short or changed: no stale key, value or gradient is used, and none is
+lost.
 
 Each run is compared with one that computes every micro-batch by itself (`tokens_per_pass=0`).
 """
@@ -46,8 +47,8 @@ def trained(made) -> dict[str, torch.Tensor]:
 
 
 def assert_as_alone(tmp_path, way, run=lambda made: made.train(), cls=EfficientGRPOTrainer, tolerance=1e-4, **changes):
-    """`run(trainer)` leaves the weights that it leaves if every micro-batch is computed by itself, up to a part of how far they
-    move; returns the trainer."""
+    """`run(trainer)` leaves the weights that it leaves if every micro-batch is computed by itself, up to a part of how
+    far they move; returns the trainer."""
     weights = []
     for alone in (True, False):
         made = make(tmp_path, way, cls, alone, **changes)

@@ -1,4 +1,5 @@
-"""Each feature on a CUDA device against stock TRL, or against itself run padded, on the same batch; and on two devices.
+"""Each feature on a CUDA device against stock TRL, or against itself run padded, on the same batch; and on two
+devices.
 
 Written without a device at hand; what "on the emulated device" means for these tests stands in docs/gpu.md.
 """
@@ -158,7 +159,8 @@ def test_flash_attention_2_shares_prompts(tmp_path):
     assert [row["prefix_sharing/policy/layers_cascade"] for row in losses_of_a_run(ours)] == [1.0] * 3
 
 
-# --- split over two devices: TRL loads a checkpoint by its name with `device_map="auto"` unless a launcher started the script --
+# --- split over two devices -----------------------------------------------------------------------------------------
+# TRL loads a checkpoint by its name with `device_map="auto"` unless a launcher started the script.
 
 TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 

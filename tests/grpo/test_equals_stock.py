@@ -1,4 +1,5 @@
-"""The drop-in against stock TRL: the same seed gives the same completions (without `compact_generation`), losses and weights.
+"""The drop-in against stock TRL: the same seed gives the same completions (without `compact_generation`), losses and
+weights.
 
 Where a generation batch is cut into several optimizer steps, stock puts other completions into the first of them (it
 scatters the groups), so such runs differ by design; test_token_budget.py compares the loss of a fixed batch.

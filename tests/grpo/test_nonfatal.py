@@ -55,8 +55,8 @@ def test_a_config_as_users_write_it_trains_saves_and_resumes(tmp_path, on_card, 
 # What fails at once; the last two would keep others from being reached.
 BESIDE = [
     ("publishing.card.changed_arguments", "publishing.logits.few_logits", "telemetry.phases.PeakMemory.read",
-     "telemetry.phases.TelemetryCallback._read_held", "telemetry.phases.PhaseTimer.drain_peaks", "telemetry.startup.first_prompt",
-     "telemetry.terminal.completion_lines"),
+     "telemetry.phases.TelemetryCallback._read_held", "telemetry.phases.PhaseTimer.drain_peaks",
+     "telemetry.startup.first_prompt", "telemetry.terminal.completion_lines"),
     ("telemetry.startup.startup_block", "telemetry.terminal._duration"),
 ]  # fmt: skip
 

@@ -19,8 +19,8 @@ from trl_fsdp_qlora.checkpoints import checkpoints
 from trl_fsdp_qlora.checkpoints.disk import CheckpointError
 
 SETTINGS = {
-    "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05, "save_strategy": "steps",
-    "save_steps": 1, "max_steps": 3, "learning_rate": 1e-3,
+    "per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05,
+    "save_strategy": "steps", "save_steps": 1, "max_steps": 3, "learning_rate": 1e-3,
 }  # fmt: skip
 
 

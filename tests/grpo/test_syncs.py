@@ -1,7 +1,7 @@
 """How often the host waits for the device in a micro-batch and in a step, beside stock TRL.
 
-A host that waits cannot queue what comes next, so the device idles. On the emulated device (docs/gpu.md) waits are real,
-though nothing takes time there.
+A host that waits cannot queue what comes next, so the device idles. On the emulated device (docs/gpu.md) waits are
+real, though nothing takes time there.
 """
 
 import sys
@@ -32,16 +32,20 @@ pytestmark = MARKS
 MICRO_BATCHES = 2
 
 aten = torch.ops.aten
-# Their sizes depend on the data. The emulated device (docs/gpu.md) runs these on the host alone, where torch cannot warn.
+# Their sizes depend on the data. The emulated device (docs/gpu.md) runs these on the host alone, where torch cannot
+# warn.
 _SIZED_BY_DATA = {
     aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_consecutive.default,
-    aten.unique_dim.default, aten.equal.default, aten.bincount.default, aten.repeat_interleave.Tensor, aten.multinomial.default,
+    aten.unique_dim.default, aten.equal.default, aten.bincount.default, aten.repeat_interleave.Tensor,
+    aten.multinomial.default,
 }  # fmt: skip
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 
 
 class Waits(TorchDispatchMode):
-    """While entered, a stack of Python for every time that the host waits: as torch warns of it, or sees it on the emulated device."""
+    """While entered, a stack of Python for every time that the host waits: as torch warns of it, or sees it on the
+    emulated device.
+    """
 
     def __init__(self):
         super().__init__()
@@ -59,7 +63,8 @@ class Waits(TorchDispatchMode):
     def _note(self, message, *_args, **_kwargs) -> None:
         if "synchronizing CUDA operation" in str(message):
             stack = traceback.extract_stack()
-            # The emulated device has Triton's kernels interpreted, on copies of their numbers; a compiled one is only queued.
+            # The emulated device has Triton's kernels interpreted, on copies of their numbers; a compiled one is only
+            # queued.
             if not any("/triton/runtime/interpreter.py" in frame.filename for frame in stack):
                 self.stacks.append(stack)
 

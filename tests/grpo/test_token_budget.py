@@ -158,7 +158,9 @@ def test_nothing_to_learn_is_counted_and_survived(tmp_path, sharing, loss_type, 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_the_entropy_of_completions_of_one_token_is_that_of_those_in_the_mask(tmp_path, beta):
-    """With a KL term nothing is skipped. TRL divides a sum over one column by all rows: 1.90 was logged for stock's 4.27."""
+    """With a KL term nothing is skipped. TRL divides a sum over one column by all rows: 1.90 was logged for stock's
+    4.27.
+    """
     ours = made(tmp_path, beta=beta, max_completion_length=1)
     batch = batch_of(ours)
     batch["completion_mask"][[1, 2, 3, 5, 6]] = 0
@@ -200,7 +202,9 @@ def test_scored_tokens_do_not_depend_on_how_many_ranks_share_a_batch(tmp_path):
 
 
 def expected_by_hand(ours, batch, keep, weight):
-    """Stock logps of all tokens, TRL's own loss on them, and the gradient of each token scaled before the chain rule."""
+    """Stock logps of all tokens, TRL's own loss on them, and the gradient of each token scaled before the chain
+    rule.
+    """
 
     def logps_of(self, *args, **kwargs):
         logps, entropies, aux = GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)

@@ -1,4 +1,6 @@
-"""Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit layers."""
+"""Planned activations against the same pass on real tensors: this package's packed pass, TRL's padded one, 4-bit
+layers.
+"""
 
 import contextlib
 
@@ -26,7 +28,9 @@ NEAR = 0.05
 
 @pytest.fixture(autouse=True)
 def touched_columns(monkeypatch):
-    """The buffer of TRL's kernel as wide as what of it is written to: a tracker counts the rest too, which no host gives."""
+    """The buffer of TRL's kernel as wide as what of it is written to: a tracker counts the rest too, which no host
+    gives.
+    """
     monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 1024)
     monkeypatch.setattr(logprobs, "VOCABULARY_TILE", 1024)
 
@@ -47,8 +51,8 @@ def built(run, base=None):
 
 
 def measured(run, model, packed: bool, grad: bool = True) -> int:
-    """Peak bytes of a pass on real tensors above the model, and gradients as micro-batches before it made them; of groups of equal
-    prompts and completions of full length."""
+    """Peak bytes of a pass on real tensors above the model, and gradients as micro-batches before it made them; of
+    groups of equal prompts and completions of full length."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad and grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)

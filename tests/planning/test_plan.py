@@ -1,5 +1,5 @@
-"""What a plan puts together, the command, and the other way round: what is found to fit was planned itself, and the next larger
-does not fit."""
+"""What a plan puts together, the command, and the other way round: what is found to fit was planned itself, and the
+next larger does not fit."""
 
 import json
 import re
@@ -144,7 +144,9 @@ def test_a_70b_from_its_config(tmp_path):
 
 
 def test_the_command_reads_a_recipe_as_its_script_does(tmp_path):
-    """The same run from the YAML, in which `off` is a truth value, and from the config that the script builds of it."""
+    """The same run from the YAML, in which `off` is a truth value, and from the config that the script builds of
+    it.
+    """
     given = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 40, "beta": 0.1}
     given |= {"bf16": False, "use_cpu": True, "report_to": "none", "prefix_sharing": "off"}
     args = EfficientGRPOConfig(str(tmp_path), **given)

@@ -1,4 +1,6 @@
-"""docs/planned_memory.py: its shapes are those of the models that it names, its line gives what plans themselves give."""
+"""docs/planned_memory.py: its shapes are those of the models that it names, its line gives what plans themselves
+give.
+"""
 
 import importlib.util
 import json

@@ -148,7 +148,9 @@ def planned(folder) -> str:
 
 
 def in_4_bit(folder) -> str:
-    """Whether the bytes that FSDP2 shards compute what bitsandbytes does, which is asserted; or what stays in 16 bit."""
+    """Whether the bytes that FSDP2 shards compute what bitsandbytes does, which is asserted; or what stays in 16
+    bit.
+    """
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = load_quantized_base(str(folder), config, dtype=torch.float32).train()  # no repacking for inference
     ids = torch.arange(3, 15)[None]
@@ -199,7 +201,10 @@ def page(rows: dict[str, list[str] | str]) -> str:
     count = sum(cells[0] in ("yes", "dense") for cells in trained.values())
     # What is said above the tables stays as it is, but for the figures.
     head = PAGE.read_text().partition("## All four")[0].rpartition("**")[0].rpartition("**")[0]
-    share = f"{count} of {len(trained)} classes that stock TRL trains in this form are packed** ({count / len(trained):.0%})."
+    share = (
+        f"{count} of {len(trained)} classes that stock TRL trains in this form are packed** "
+        f"({count / len(trained):.0%})."
+    )
     alike: dict[tuple, list[str]] = {}
     for name, cells in trained.items():
         if name not in whole:
@@ -210,7 +215,8 @@ def page(rows: dict[str, list[str] | str]) -> str:
         "## Not all\n\n| class | packed | decoded | planned | 4 bit |\n|---|---|---|---|---|",
         *(f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in alike.items()),
         "\n## Not looked at\n",
-        "Stock TRL does not train these in this form (an input besides text, no hidden states for its fused head), a library is missing here, or they could not be",
+        "Stock TRL does not train these in this form (an input besides text, no hidden states for its fused head), a "
+        "library is missing here, or they could not be",
         "made small.\n",
         listed([name for name, cells in rows.items() if isinstance(cells, str)]),
     ]

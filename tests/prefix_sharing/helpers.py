@@ -29,11 +29,12 @@ SMALL = {"is_decoder": True, "pad_token_id": 0} | {
         64: "max_position_embeddings mamba_d_ssm",
         24: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
         16: "mamba_d_head mamba_head_dim image_size num_position_embeddings",
-        8: "head_dim kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim mamba_d_state mamba_chunk_size "
-        "chunk_size ssm_state_size patch_size linear_key_head_dim linear_value_head_dim linear_head_dim",
-        4: "num_attention_heads rotary_dim decoder_attention_heads encoder_attention_heads num_experts num_local_experts "
-        "n_routed_experts index_topk keep_window_size mamba_n_heads mamba_num_heads num_heads linear_num_value_heads "
-        "linear_num_heads",
+        8: "head_dim kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim mamba_d_state "
+        "mamba_chunk_size chunk_size ssm_state_size patch_size linear_key_head_dim linear_value_head_dim "
+        "linear_head_dim",
+        4: "num_attention_heads rotary_dim decoder_attention_heads encoder_attention_heads num_experts "
+        "num_local_experts n_routed_experts index_topk keep_window_size mamba_n_heads mamba_num_heads num_heads "
+        "linear_num_value_heads linear_num_heads",
         2: "num_hidden_layers num_key_value_heads decoder_layers encoder_layers num_experts_per_tok bos_token_id "
         "linear_num_key_heads n_groups",
         1: "n_group topk_group first_k_dense_replace eos_token_id depth",
@@ -109,8 +110,8 @@ _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4,
 _QWEN_TOWER = {"patch_size": 4, "deepstack_visual_indexes": [0]}
 _GEMMA4 = _GEMMA | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 8, "head_dim": 8}
 _GEMMA4_TOWER = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 8, "position_embedding_size": 16,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 16,
 }  # fmt: skip
 
 
@@ -234,7 +235,9 @@ class Pass(NamedTuple):
 
 
 def one_pass(model, door, batch=None, scored_BC=None, completion=COMPLETION, **arguments) -> Pass:
-    """A pass over a batch as a trainer makes it: compared with stock's where it is the first of its kind, then scored."""
+    """A pass over a batch as a trainer makes it: compared with stock's where it is the first of its kind, then
+    scored.
+    """
     ids, mask = batch or awkward_batch()
     labels = completion_labels(ids, mask, completion)
     of_images = {name: arguments.pop(name, None) for name in ("num_images", "image_keys")}
@@ -315,8 +318,8 @@ def llava_processor(tokens):
     """Of a LLaVA that reads pictures of 16 x 16 pixels as four tokens `<image>`, which `tokens` knows."""
     reader = tf.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     chat = (
-        "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}"
-        "{% endfor %}{% endfor %}"
+        "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text "
+        "}}{% endif %}{% endfor %}{% endfor %}"
     )
     options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1, "chat_template": chat}
     return tf.LlavaProcessor(reader, tokens, patch_size=8, **options)
@@ -337,8 +340,8 @@ def make_trainer(cls, model, tmp_path, peft_config=None, processing_class=None, 
     """A GRPO trainer in fp32 without gradient checkpointing unless told otherwise; groups of 4 in batches of 8."""
     defaults = {
         "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "num_generations": 4,
-        "max_completion_length": COMPLETION, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [],
-        "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3,
+        "max_completion_length": COMPLETION, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3,
         "compact_generation": False,  # draws as stock does
     }  # fmt: skip
     trainer = cls(

@@ -1,4 +1,6 @@
-"""Run by test_self_check.py and test_images.py in two processes, under DDP and FSDP2; what is right comes from one process."""
+"""Run by test_self_check.py and test_images.py in two processes, under DDP and FSDP2; what is right comes from one
+process.
+"""
 
 import sys
 from itertools import product
@@ -45,11 +47,13 @@ def whole(model):
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients(model)]
 
 
-# --- what only rank 1 meets, both answer alike ------------------------------------------------------------------------
+# --- what only rank 1 meets, both answer alike -----------------------------------------------------------------------
 
 
 class Scene:
-    """A model under a wrapper that both ranks have alike; six rows of two groups on one, four that hardly share on the other."""
+    """A model under a wrapper that both ranks have alike; six rows of two groups on one, four that hardly share on the
+    other.
+    """
 
     def __init__(self, wrapper, name, choice="auto"):
         self.wrapper, self.base, reference = wrapper, build(name), with_stock_head(build(name))
@@ -229,7 +233,9 @@ def an_error_outside_of_attention(scene):
 
 
 def out_of_memory_on_one_rank(scene):
-    """In the packed forward, in the padded one, or in the packed backward: both ranks end. Under FSDP2 they meet in each."""
+    """In the packed forward, in the padded one, or in the packed backward: both ranks end. Under FSDP2 they meet in
+    each.
+    """
     if scene.wrapper == "fsdp2":
         return
 
@@ -316,7 +322,7 @@ def text() -> None:
     wrapped_below_a_recurrent_layer()
 
 
-# --- prompts with images on both ranks, and on one of them only -------------------------------------------------------
+# --- prompts with images on both ranks, and on one of them only ------------------------------------------------------
 
 # Of with_images(): rows 5 and 6 are a prompt without an image. The ranks' rows of each pass, in turn.
 TEXT = [5, 6, 5, 6]

@@ -21,7 +21,8 @@ def short_beginnings(monkeypatch):
 
 
 def groups(draw):
-    """Three prompts behind one system prompt, four completions of each, of which two begin alike; some tokens unlabelled.
+    """Three prompts behind one system prompt, four completions of each, of which two begin alike; some tokens
+    unlabelled.
 
     Each row is its tokens, which of them are labels, and how many are the prompt's.
     """

@@ -1,4 +1,6 @@
-"""An optimizer step in any number of passes: every loss's gradient is that of padded micro-batches, on every kind of layer."""
+"""An optimizer step in any number of passes: every loss's gradient is that of padded micro-batches, on every kind of
+layer.
+"""
 
 import itertools
 
@@ -21,10 +23,11 @@ COMPLETION_LENGTHS = [9, 1, 4, 7, 6, 9, 6, 9, 2, 3, 8, 5]
 FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "lfm2", "mamba2")
 # Micro-batches, and the passes of the whole step.
 CUTS = [(12, 1), (12, 2), (12, 3), (12, 12), (4, 2), (1, 2), (1, 3), (1, 12)]
-# Of the largest gradient, float32: sums in other orders (2e-6 but for VESPO, whose weights are exponentials, and gpt-oss: 2.4e-6),
-# most of all in the scans of recurrent layers.
+# Of the largest gradient, float32: sums in other orders (2e-6 but for VESPO, whose weights are exponentials, and
+# gpt-oss: 2.4e-6), most of all in the scans of recurrent layers.
 TOLERANCE = {"qwen3_5": 1e-5, "mamba2": 1e-5}
-# PEFT adapts these layers of Mamba-2 and no others. TRL takes a router loss of a mixture, which is each micro-batch's own.
+# PEFT adapts these layers of Mamba-2 and no others. TRL takes a router loss of a mixture, which is each micro-batch's
+# own.
 ADAPTED = {"mamba2": LoraConfig(r=4, target_modules=["in_proj"], init_lora_weights=False)}
 OPTIONS = {"gpt_oss": {"router_aux_loss_coef": 0.0}}
 
@@ -135,6 +138,8 @@ def test_what_a_batch_has_of_tools_and_of_an_engine(tmp_path, monkeypatch, extra
 
 
 def test_a_layer_that_attends_twice_in_a_forward(tmp_path, monkeypatch):
-    """Differential attention calls its function twice a layer: its prompts were not kept, and a pass without gradients failed."""
+    """Differential attention calls its function twice a layer: its prompts were not kept, and a pass without gradients
+    failed.
+    """
     trainer = trainer_of(small("DiffLlama"), tmp_path)
     assert_cuts_give_stock_gradients(trainer, monkeypatch, [(12, 12), (1, 12)], 5e-6)

@@ -1,4 +1,6 @@
-"""`share_prompts(model)`: what a fused call gives is what it gave, whatever the rows are and whoever wrapped the model."""
+"""`share_prompts(model)`: what a fused call gives is what it gave, whatever the rows are and whoever wrapped the
+model.
+"""
 
 import copy
 import logging
@@ -51,7 +53,9 @@ def groups(draw) -> list[tuple[torch.Tensor, list[int]]]:
 
 
 def awkward(draw) -> list[tuple[torch.Tensor, list[int]]]:
-    """A row that is another's beginning, one twice, one that leaves it half-way, holes in labels, none, labels from the start."""
+    """A row that is another's beginning, one twice, one that leaves it half-way, holes in labels, none, labels from
+    the start.
+    """
     system, completion = random_tokens(10, draw), random_tokens(9, draw)
     first, second = (torch.cat([system, random_tokens(n, draw)]) for n in (6, 3))
     whole = torch.cat([first, completion])
@@ -142,7 +146,8 @@ def test_rows_of_any_kind_in_any_order_equal_stock(name):
     share_prompts(model)
     for make_rows in (groups, awkward):
         for side in ("right", "left", "mixed"):
-            # What stands in other columns is another row where a model sees columns, and a mask of all pairs may not pay then.
+            # What stands in other columns is another row where a model sees columns, and a mask of all pairs may not
+            # pay then.
             figures = assert_shares(model, make_batch(make_rows, side), name in MASKED and side != "right")
             if make_rows is groups and (side == "right" or name.removesuffix(" (images)") not in COUNTING):
                 assert len(figures.levels) >= 2 or name in MASKED, (side, figures)
@@ -169,7 +174,9 @@ def test_the_router_counts_no_token_that_fills_a_row_up(monkeypatch):
 
 
 class Rows(TorchDispatchMode):
-    """While entered, how many rows come out of each embedding, product and activation: what a layer asks the allocator for."""
+    """While entered, how many rows come out of each embedding, product and activation: what a layer asks the allocator
+    for.
+    """
 
     ASKING = (torch.ops.aten.embedding, torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.silu)
 

@@ -1,4 +1,6 @@
-"""Log-probabilities, losses, gradients and whole runs equal stock TRL's: every family, loss type, option and precision."""
+"""Log-probabilities, losses, gradients and whole runs equal stock TRL's: every family, loss type, option and
+precision.
+"""
 
 import copy
 

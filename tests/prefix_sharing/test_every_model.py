@@ -1,4 +1,6 @@
-"""docs/models.md is true: each class of transformers, small, packed and equal to stock, decoded, planned, in 4 bit; or not."""
+"""docs/models.md is true: each class of transformers, small, packed and equal to stock, decoded, planned, in 4 bit; or
+not.
+"""
 
 import warnings
 

@@ -71,7 +71,9 @@ def batch_of(words, scored, offsets, width, seed=0) -> Rows:
 
 @st.composite
 def batches(draw):
-    """Rows that go on from any place of earlier ones, or are them; padded on any side, in any order, with any labels."""
+    """Rows that go on from any place of earlier ones, or are them; padded on any side, in any order, with any
+    labels.
+    """
     letters = draw(st.sampled_from([2, 3, LETTERS]))
     tails = st.lists(st.integers(0, letters - 1), max_size=draw(st.sampled_from([3, 25])))
     words = []
@@ -175,7 +177,9 @@ def test_no_row_is_longer_than_with_shared_prompts_or_one_shared_beginning_alone
 
 
 def best_of_one_level(words) -> int:
-    """Tokens, if each row may share one beginning with others: by trying every set of beginnings, from the longest on."""
+    """Tokens, if each row may share one beginning with others: by trying every set of beginnings, from the longest
+    on.
+    """
     trie = trie_of(words)
     shared = sorted(trie, key=len, reverse=True)
 

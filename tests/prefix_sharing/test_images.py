@@ -1,4 +1,6 @@
-"""Images in prompts, packed once per prompt, against TRL's padded pass over pixels that are there once per completion."""
+"""Images in prompts, packed once per prompt, against TRL's padded pass over pixels that are there once per
+completion.
+"""
 
 import functools
 import inspect
@@ -39,8 +41,9 @@ from .helpers import (
 )
 
 IMAGE, COMPLETION = 60, 7
-# Of each row: its group, the tokens of its prompt before, between and behind images, images' sizes, and its completion's length.
-# Groups 0 and 1 have the same text and sizes, and other pixels; group 2 no image; group 3 two images; group 4 is one row.
+# Of each row: its group, the tokens of its prompt before, between and behind images, images' sizes, and its
+# completion's length. Groups 0 and 1 have the same text and sizes, and other pixels; group 2 no image; group 3 two
+# images; group 4 is one row.
 TEXT = {0: (3, 4), 1: (3, 4), 2: (6,), 3: (2, 1, 3), 4: (1, 5)}
 ROWS = [(0, 7), (0, 1), (0, 5), (1, 4), (1, 7), (2, 3), (2, 6), (3, 2), (3, 7), (3, 0), (4, 6)]
 
@@ -81,7 +84,8 @@ MORE = {
     "idefics3": sees("Idefics3", scale_factor=2),
 }
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
-# An image of a size as `{argument: tensor with one entry per image or patch}`, sizes by group, and what tokens' types are called.
+# An image of a size as `{argument: tensor with one entry per image or patch}`, sizes by group, and what tokens' types
+# are called.
 FAMILIES = {
     **dict.fromkeys(QWEN, (patches, SIZES, "mm_token_type_ids")),
     **dict.fromkeys(("internvl", "llava", "smolvlm", "idefics3"), (squares(16), SIZES, None)),
@@ -315,7 +319,8 @@ def test_an_image_in_a_completion(name):
     text = is_token & (batch.input_ids != IMAGE)
     behind_two = torch.arange(text.shape[1]) >= first[:, None] + 2
     batch.labels = batch.input_ids.masked_fill(~(text & behind_two), -100)
-    # The third token, in front of the picture, is another one in two rows. So rows with one picture part in front of it.
+    # The third token, in front of the picture, is another one in two rows. So rows with one picture part in front of
+    # it.
     for row in (1, 4):
         batch.input_ids[row, first[row] + 2] = batch.labels[row, first[row] + 2] = 51
     with door.closed():

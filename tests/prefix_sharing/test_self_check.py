@@ -139,7 +139,9 @@ def test_another_release_of_torch_compares_log_probabilities_alone_under_fsdp2(m
 
 
 def test_each_kind_of_pass_is_compared_once():
-    """One padded pass for each of four rows, of levels and of a dense mask; again with gradients; not where nothing can be compared."""
+    """One padded pass for each of four rows, of levels and of a dense mask; again with gradients; not where nothing
+    can be compared.
+    """
     model, door = llama()
     ids, mask = awkward_batch()
     mask[:, -COMPLETION:] = 0
@@ -215,7 +217,9 @@ def test_an_attention_scaled_by_three_percent_is_caught_in_half_precision(fault,
 
 
 def test_ten_thousand_healthy_starts_in_half_precision(monkeypatch):
-    """Real rounding in bfloat16, resampled: each start is the sum over one to eight ranks, each with rounding of its own."""
+    """Real rounding in bfloat16, resampled: each start is the sum over one to eight ranks, each with rounding of its
+    own.
+    """
     starts = []
     monkeypatch.setattr(self_check, "verdict", lambda found, exact: starts.append(found))
     for family, seed in product(("llama", "qwen3"), range(6)):
@@ -293,6 +297,8 @@ def test_two_ranks_answer_together_what_one_of_them_meets_alone():
 
 @pytest.mark.processes
 def test_recurrent_layers_under_zero_3_run_as_stock():
-    """ZeRO-3 gathers in each call of a layer, which a packed row calls as often as its batch wants: ranks waited for each other."""
+    """ZeRO-3 gathers in each call of a layer, which a packed row calls as often as its batch wants: ranks waited for
+    each other.
+    """
     pytest.importorskip("deepspeed")
     launch(Path(__file__).with_name("zero3_worker.py"), timeout=120)

@@ -1,6 +1,7 @@
 """How often the host waits for the device in a pass through the door, next to the padded pass of stock TRL.
 
-`tests/grpo/test_syncs.py` counts whole steps of the trainers; these are the families of models, with and without images.
+`tests/grpo/test_syncs.py` counts whole steps of the trainers; these are the families of models, with and without
+images.
 """
 
 import functools
@@ -23,7 +24,9 @@ OF_IMAGES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "idefics3", "gemma4")
 
 @pytest.fixture(autouse=True)
 def computed_on_the_host(monkeypatch):
-    """What the emulated device has no code for: convolutions are cuDNN's, and products over a dimension compiled as they come."""
+    """What the emulated device has no code for: convolutions are cuDNN's, and products over a dimension compiled as
+    they come.
+    """
     if "emulate" not in sys.modules:
         return
     emulate = sys.modules["emulate"]

@@ -1,4 +1,6 @@
-"""Run by test_self_check.py in two processes: a hybrid model under DeepSpeed's ZeRO-3, with batches that share differently."""
+"""Run by test_self_check.py in two processes: a hybrid model under DeepSpeed's ZeRO-3, with batches that share
+differently.
+"""
 
 import deepspeed
 import torch

@@ -1,4 +1,6 @@
-"""The lines of docs/publishing.md that use an adapter run as they stand, on one that a run has left, and the merged folder answers alike."""
+"""The lines of docs/publishing.md that use an adapter run as they stand, on one that a run has left, and the merged
+folder answers alike.
+"""
 
 import re
 from pathlib import Path

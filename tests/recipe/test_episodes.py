@@ -1,4 +1,6 @@
-"""Episodes outside of training: token by token those of TRL's own loop, measured, and what tools and environments may do wrong."""
+"""Episodes outside of training: token by token those of TRL's own loop, measured, and what tools and environments may
+do wrong.
+"""
 
 import asyncio
 import sys
@@ -63,7 +65,8 @@ def loaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
-# The last one ends in the middle of a call; 106 and 107 tokens are an answer of the tool that ends with the budget, and one short of it.
+# The last one ends in the middle of a call; 106 and 107 tokens are an answer of the tool that ends with the budget,
+# and one short of it.
 @pytest.mark.parametrize(("length", "turns"), [(400, 2), (400, 0), (150, None), (60, None), (106, None), (107, None)])
 def test_an_episode_is_that_of_trls_loop(folder, loaded, tmp_path, length, turns):
     model, tokenizer = loaded

@@ -1,4 +1,6 @@
-"""The recipes for models that no test can load: each with a tiny model of its architecture, through recipes/grpo.py."""
+"""The recipes for models that no test can load: each with a tiny model of its architecture, through
+recipes/grpo.py.
+"""
 
 import json
 

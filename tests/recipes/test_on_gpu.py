@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 COMMON = (
-    "--held_out 20 --eval_problems 6 --lora_r 4 --max_steps 4 --max_completion_length 3 --logging_steps 1 --save_steps 2 "
-    "--save_total_limit 5 --bf16 true --use_cpu false --disable_tqdm true"
+    "--held_out 20 --eval_problems 6 --lora_r 4 --max_steps 4 --max_completion_length 3 --logging_steps 1 "
+    "--save_steps 2 --save_total_limit 5 --bf16 true --use_cpu false --disable_tqdm true"
 )
 SIZES = "--per_device_train_batch_size 16 --accuracy_steps 2 --accuracy_batch_size 8"
 A_STAR_PO = "--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --eval_steps 2 --value_samples 2"

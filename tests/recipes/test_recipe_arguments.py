@@ -44,8 +44,8 @@ def test_what_a_file_says_is_what_the_command_line_says_which_wins(tmp_path):
 
 
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}
-# Hidden size, layers, heads, heads of keys and values, inner size, vocabulary, tied head: their config.json; and the weights that
-# their model cards state, in billions.
+# Hidden size, layers, heads, heads of keys and values, inner size, vocabulary, tied head: their config.json; and the
+# weights that their model cards state, in billions.
 SHAPES = {
     "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, True, 0.49),
     "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, True, 1.54),
@@ -105,7 +105,8 @@ def test_a_recipe_fits_the_hardware_that_its_head_names(path, tmp_path):
     cls(
         architectures=[cls.__name__.replace("Config", "ForCausalLM")],
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
-        intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768, dtype="bfloat16",
+        intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768,
+        dtype="bfloat16",
         **more,
     ).save_pretrained(tmp_path)  # fmt: skip
     words = ["--config", str(path), "--model_name_or_path", str(tmp_path)]

@@ -1,4 +1,6 @@
-"""The recipes' scripts as commands: what a run leaves, prints and refuses from its first launch to the end of its life."""
+"""The recipes' scripts as commands: what a run leaves, prints and refuses from its first launch to the end of its
+life.
+"""
 
 import json
 import os
@@ -28,9 +30,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    "--dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear "
-    "--num_generations 8 --max_completion_length 3 --gradient_checkpointing false --bf16 false --use_cpu true --learning_rate 1e-2 "
-    "--accuracy_steps 2 --save_steps 2 --logging_steps 1 --report_to none --optim sgd --loss_type grpo --model_name_or_path base"
+    "--dataset data.jsonl --held_out 20 --eval_problems 6 --use_peft true --lora_r 4 --lora_dropout 0 "
+    "--lora_target_modules all-linear --num_generations 8 --max_completion_length 3 --gradient_checkpointing false "
+    "--bf16 false --use_cpu true --learning_rate 1e-2 --accuracy_steps 2 --save_steps 2 --logging_steps 1 "
+    "--report_to none --optim sgd --loss_type grpo --model_name_or_path base"
 )
 # Secrets, planted wherever a user can put one.
 TOKEN, AGAIN, URL = "hf_PLANTEDonTheCommandLine0123456789", "plantedInTheYamlWithoutAnyPrefix", "plantedPassw0rd"
@@ -214,7 +217,9 @@ def test_the_line_that_measures_a_run_gives_its_own_number(ended_run, planted, f
 
 
 def test_a_run_killed_after_its_last_step_is_saved_and_goes_on(copied_run, planted, folder, call):
-    """With a damaged record, and without a further step; a larger max_steps trains further. Nothing of it holds a secret."""
+    """With a damaged record, and without a further step; a larger max_steps trains further. Nothing of it holds a
+    secret.
+    """
     out, adapter = copied_run.out, (copied_run.out / "adapter_model.safetensors").read_bytes()
     (out / "adapter_model.safetensors").unlink()
     (out / "metrics.json").write_text("{ damaged")

@@ -1,4 +1,6 @@
-"""recipes/rloo.py and recipes/dpo.py on a small model: what they leave, pairs that are right and wrong, and going on."""
+"""recipes/rloo.py and recipes/dpo.py on a small model: what they leave, pairs that are right and wrong, and going
+on.
+"""
 
 import json
 import re
@@ -12,9 +14,10 @@ from trl_fsdp_qlora.data.answers import DatasetError, answers_match, extract_ans
 from trl_fsdp_qlora.recipe.pairs import _pairs, read_pairs, write_pairs
 
 COMMON = (
-    "--model_name_or_path base --dtype float32 --dataset sums.json --held_out 30 --output_dir out --max_completion_length 4 "
-    "--use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --gradient_checkpointing false --bf16 false "
-    "--use_cpu true --report_to none --disable_tqdm true --logging_steps 1 --resume_from_checkpoint auto"
+    "--model_name_or_path base --dtype float32 --dataset sums.json --held_out 30 --output_dir out "
+    "--max_completion_length 4 --use_peft true --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear "
+    "--gradient_checkpointing false --bf16 false --use_cpu true --report_to none --disable_tqdm true --logging_steps "
+    "1 --resume_from_checkpoint auto"
 )
 
 
@@ -30,7 +33,10 @@ def place(tmp_path, monkeypatch):
 
 
 def test_rloo_trains_measures_and_goes_on(place, called, capsys):
-    words = f"{COMMON} --chat false --per_device_train_batch_size 8 --num_generations 4 --save_strategy steps --save_steps 1"
+    words = (
+        f"{COMMON} --chat false --per_device_train_batch_size 8 --num_generations 4 --save_strategy steps "
+        "--save_steps 1"
+    )
     for steps in (1, 2):
         called("rloo", f"{words} --max_steps {steps}")
     assert "whole groups in every micro-batch" in capsys.readouterr().out

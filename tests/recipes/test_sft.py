@@ -69,9 +69,10 @@ def test_it_trains_and_a_stopped_run_goes_on(script, tmp_path, monkeypatch, call
     monkeypatch.chdir(tmp_path)
     words = (
         "--model_name_or_path base --dtype float32 --dataset sums.json --held_out 30 --prompt_template {question}+ "
-        "--output_dir out --per_device_train_batch_size 16 --learning_rate 1e-2 --save_strategy epoch --sft_problems 32 "
-        "--gradient_checkpointing false --bf16 false --use_cpu true --report_to none --disable_tqdm true --logging_steps 1 "
-        "--resume_from_checkpoint auto --max_completion_length 4 --answer_format hash"
+        "--output_dir out --per_device_train_batch_size 16 --learning_rate 1e-2 --save_strategy epoch "
+        "--sft_problems 32 --gradient_checkpointing false --bf16 false --use_cpu true --report_to none "
+        "--disable_tqdm true --logging_steps 1 --resume_from_checkpoint auto --max_completion_length 4 "
+        "--answer_format hash"
     )
     for epochs in (1, 2):
         called("sft", f"{words} --num_train_epochs {epochs}")

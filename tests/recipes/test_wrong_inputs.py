@@ -17,10 +17,12 @@ from trl_fsdp_qlora.small_base.text import character_tokenizer
 from .conftest import RECIPES
 
 COMMON = (
-    "--dataset data.jsonl --held_out 20 --use_peft true --lora_target_modules all-linear --bf16 false --use_cpu true --max_steps 1 "
-    "--max_completion_length 4 --report_to none --output_dir out --save_strategy no --per_device_train_batch_size 8 "
+    "--dataset data.jsonl --held_out 20 --use_peft true --lora_target_modules all-linear --bf16 false --use_cpu true "
+    "--max_steps 1 --max_completion_length 4 --report_to none --output_dir out --save_strategy no "
+    "--per_device_train_batch_size 8 "
 )
-# Commands that would train (or evaluate, or merge); a case is one change to them, and the beginning of the line it ends with.
+# Commands that would train (or evaluate, or merge); a case is one change to them, and the beginning of the line it
+# ends with.
 GOOD = {
     "grpo": f"--model_name_or_path base {COMMON}--num_generations 8",
     "t_spmo": f"--model_name_or_path base {COMMON}--num_generations 8",

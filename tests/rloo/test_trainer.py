@@ -1,4 +1,6 @@
-"""`EfficientRLOOTrainer` gives stock's batches, losses, gradients and runs, and goes on from a checkpoint to the bit."""
+"""`EfficientRLOOTrainer` gives stock's batches, losses, gradients and runs, and goes on from a checkpoint to the
+bit.
+"""
 
 import shutil
 
@@ -23,9 +25,10 @@ FAMILIES = ("qwen3", "gemma3", "qwen3_5")
 # PEFT refuses adapters on projections out of the state.
 TARGETS = {"qwen3_5": r".*(in_proj_qkv|q_proj|v_proj|up_proj)"}
 DEFAULTS = {
-    "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": COMPLETION, "use_cpu": True, "bf16": False,
-    "gradient_checkpointing": False, "report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True,
-    "optim": "sgd", "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "beta": 0.05,
+    "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": COMPLETION, "use_cpu": True,
+    "bf16": False, "gradient_checkpointing": False, "report_to": [], "logging_steps": 1, "save_strategy": "no",
+    "disable_tqdm": True, "optim": "sgd", "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0, "beta": 0.05,
 }  # fmt: skip
 
 

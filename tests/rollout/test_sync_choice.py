@@ -28,8 +28,8 @@ LORA = LoraConfig(r=16, target_modules="all-linear")
 def args(**changes):
     values = {
         "use_vllm": True, "vllm_mode": "colocate", "rollout_sync": "auto", "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "sequence_mask", "max_completion_length": 256, "top_p": 1.0, "top_k": 0, "min_p": None,
-        "generation_kwargs": None, "learning_rate": 1e-5, "vllm_engine_kwargs": None,
+        "vllm_importance_sampling_mode": "sequence_mask", "max_completion_length": 256, "top_p": 1.0, "top_k": 0,
+        "min_p": None, "generation_kwargs": None, "learning_rate": 1e-5, "vllm_engine_kwargs": None,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -171,7 +171,9 @@ def test_sampling_parameters():
 
 
 class Asleep:
-    """vLLM's `LLM` before 0.31, which has no `release_kv_cache_memory`: what is copied or drawn needs its memory to be there."""
+    """vLLM's `LLM` before 0.31, which has no `release_kv_cache_memory`: what is copied or drawn needs its memory to be
+    there.
+    """
 
     def __init__(self):
         self.there, self.llm_engine = {"weights", "kv_cache"}, self

@@ -1,4 +1,6 @@
-"""The difference between vLLM's log-probabilities and the trainer's: a metric, a warning, and an error where it is another model."""
+"""The difference between vLLM's log-probabilities and the trainer's: a metric, a warning, and an error where it is
+another model.
+"""
 
 import copy
 
@@ -117,7 +119,8 @@ def test_groups_of_chosen_prompts_that_grow_are_asked_for_whole_and_keep_their_l
     trainer.vllm_generation.generate = recorded
     found = differences(trainer)
     assert len(found) == 4 and max(found) < 1e-5
-    # Two of four completions of four prompts first; later others in the place of equal groups, and the rest of the others.
+    # Two of four completions of four prompts first; later others in the place of equal groups, and the rest of the
+    # others.
     assert asked[0] == (8, 2) and {count for _, count in asked} == {2} and len(asked) > 8
     assert [2 * sum(row[1:9]) for row in trainer.prompt_selection.history] == [rows for rows, _ in asked]
 

@@ -1,4 +1,6 @@
-"""An engine for trainers of any sharding where there is no vLLM: a whole model of the rank's own, under the adapter it was sent."""
+"""An engine for trainers of any sharding where there is no vLLM: a whole model of the rank's own, under the adapter it
+was sent.
+"""
 
 import torch
 from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
@@ -9,7 +11,9 @@ from trl_fsdp_qlora.vllm.engine import AdapterEngine
 
 
 class WholeEngine(AdapterEngine):
-    """Reads each version from its folder, as vLLM does; completions are of random tokens, scored by its own whole `policy`."""
+    """Reads each version from its folder, as vLLM does; completions are of random tokens, scored by its own whole
+    `policy`.
+    """
 
     end = 1  # what min_tokens bans; none of the random tokens
 
@@ -57,5 +61,7 @@ def is_sharded(parameter: torch.nn.Parameter) -> bool:
 
 
 def whole_bytes(parameter: torch.nn.Parameter) -> int:
-    """Of the parameter, also where a rank has a shard: a DTensor says so itself, ZeRO-3 keeps it under a name of its own."""
+    """Of the parameter, also where a rank has a shard: a DTensor says so itself, ZeRO-3 keeps it under a name of its
+    own.
+    """
     return getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()

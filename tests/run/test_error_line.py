@@ -17,7 +17,9 @@ FULL = "the disk is full: free some space or set another output_dir"
 
 @pytest.fixture
 def ended(monkeypatch, capsys, tmp_path):
-    """Exit status and standard error of a command that is ended by an exception; its traceback goes below `tmp_path`."""
+    """Exit status and standard error of a command that is ended by an exception; its traceback goes below
+    `tmp_path`.
+    """
     monkeypatch.setattr(sys, "argv", [__file__])  # the script itself: not a place that its user wrote
     monkeypatch.setattr(error_line.tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("RANK", raising=False)

@@ -5,8 +5,14 @@ import pytest
 
 from trl_fsdp_qlora.run.redaction import command_line, is_secret_name, portable, without_secrets
 
-SECRET = "hub_token token --hub_token --hub-token HF_TOKEN password db_password api_key WANDB_API_KEY client_secret private_key"
-PLAIN = "token_selection max_new_tokens eos_token pad_token tokenizer key sort_key hub_model_id secretary author monkey tokens"
+SECRET = (
+    "hub_token token --hub_token --hub-token HF_TOKEN password db_password api_key WANDB_API_KEY client_secret "
+    "private_key"
+)
+PLAIN = (
+    "token_selection max_new_tokens eos_token pad_token tokenizer key sort_key hub_model_id secretary author "
+    "monkey tokens"
+)
 
 
 def test_a_config_is_written_without_tokens_and_logins():

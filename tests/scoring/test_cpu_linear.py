@@ -1,4 +1,6 @@
-"""Linear layers on a CPU: outputs and gradients against float64 and the layers' own, nothing left behind, no more memory."""
+"""Linear layers on a CPU: outputs and gradients against float64 and the layers' own, nothing left behind, no more
+memory.
+"""
 
 import functools
 import json
@@ -17,8 +19,8 @@ from trl_fsdp_qlora.decode.completions import complete
 from trl_fsdp_qlora.scoring import cpu_linear
 from trl_fsdp_qlora.scoring.cpu_linear import fast_linears
 
-# Sums of up to 300 products of about one, in float32 and in any order: 20 units in the last place of a sum of about 20.
-# A wrong adapter or layer moves logits by tenths.
+# Sums of up to 300 products of about one, in float32 and in any order: 20 units in the last place of a sum of about
+# 20. A wrong adapter or layer moves logits by tenths.
 ROUNDING = {"rtol": 0, "atol": 4e-5}
 LAYERS = 4 * 7
 
@@ -176,7 +178,9 @@ def test_generation_takes_no_more_memory_than_stocks(ends, tmp_path):
 
 
 def test_no_weight_is_copied_per_row_of_a_batch_in_bfloat16():
-    """The last hidden states of a prefill are a view; torch multiplies such a batch by a copy of the weight per row."""
+    """The last hidden states of a prefill are a view; torch multiplies such a batch by a copy of the weight per
+    row.
+    """
     layer = nn.Linear(20, 30, bias=False).bfloat16().requires_grad_(False)
     last = torch.randn(4, 3, 20).bfloat16()[:, -1:]
     with fast_linears(layer), torch.no_grad(), torch.profiler.profile() as profile:

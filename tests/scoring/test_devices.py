@@ -1,7 +1,7 @@
 """Devices that cannot do all that is asked of them, on stand-ins.
 
-Apple's GPUs have no float64: the meta device refuses it. Below compute capability 8.0 torch sums no products of bf16 operands in
-float32, so they are cast; `tests/grpo/test_cuda.py` trains on such a device where there is one.
+Apple's GPUs have no float64: the meta device refuses it. Below compute capability 8.0 torch sums no products of bf16
+operands in float32, so they are cast; `tests/grpo/test_cuda.py` trains on such a device where there is one.
 """
 
 import pytest
@@ -58,7 +58,9 @@ def test_token_selection_is_drawn_on_the_host(strategy, monkeypatch):
 
 @pytest.mark.parametrize("capability, casts", [((7, 0), True), ((7, 5), True), ((8, 6), False)])
 def test_bf16_operands_are_cast_where_they_have_to_be(capability, casts, monkeypatch):
-    """A product of this package's frozen head and one of TRL's, on fake tensors; TRL's function is replaced inside alone."""
+    """A product of this package's frozen head and one of TRL's, on fake tensors; TRL's function is replaced inside
+    alone.
+    """
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -33,10 +33,10 @@ def gradient(log_probs_N, hidden_NH, upstream_N):
 
 
 def assert_equal(found, hidden, weight, bias, targets, upstream, temperature=1.0, softcap=None, logit_scale=1.0):
-    """The bound is eight steps of float32 at the size of the largest logit: product, bias and scale, cap, temperature, the
-    maximum's difference, sum and logarithm each round to half a step, the sums of products and the tanh to a few. Relative to
-    the largest entry it bounds the gradient too, for that is made of probabilities, whose relative error is the absolute one
-    of their logarithms.
+    """The bound is eight steps of float32 at the size of the largest logit: product, bias and scale, cap, temperature,
+    the maximum's difference, sum and logarithm each round to half a step, the sums of products and the tanh to a few.
+    Relative to the largest entry it bounds the gradient too, for that is made of probabilities, whose relative error
+    is the absolute one of their logarithms.
     """
     settings = temperature, softcap, logit_scale
     log_probs, entropy, *_ = found
@@ -57,8 +57,8 @@ def launched(*args, **constants) -> bool:
 
 @pytest.fixture(autouse=True, params=["torch", "oneDNN", "Triton"])
 def several_tiles(monkeypatch, request):
-    """Sizes at which one call crosses tiles and chunks and ends in partial ones, by either library's products; or as on a GPU, with
-    the kernel in Triton's interpreter."""
+    """Sizes at which one call crosses tiles and chunks and ends in partial ones, by either library's products; or as
+    on a GPU, with the kernel in Triton's interpreter."""
     monkeypatch.setattr(frozen_head, "TOKEN_TILE", 16)
     monkeypatch.setattr(frozen_head, "VOCABULARY_CHUNK", 64)
     if request.param == "Triton":
@@ -81,7 +81,8 @@ def problem(bias: bool, dtype=torch.float32, spread: float = 1.0):
     return hidden_NH.requires_grad_(), weight_VH, bias_V, torch.randint(0, V, (N,)), torch.randn(N)
 
 
-# exp() without a moving reference overflows on the ramp: the last chunk's logits are hundreds of nats above the first's.
+# exp() without a moving reference overflows on the ramp: the last chunk's logits are hundreds of nats above the
+# first's.
 @pytest.mark.parametrize("bias", ["none", "some", "a ramp"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(("temperature", "logit_scale"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.25)])
@@ -96,7 +97,9 @@ def test_frozen_head_equals_float64_logits(bias, softcap, temperature, logit_sca
 
 
 def test_pass_without_gradient_gives_the_same_bits():
-    """Old and new log-probabilities of one policy must agree exactly, or rounding shows up as a ratio; one vector a token is kept."""
+    """Old and new log-probabilities of one policy must agree exactly, or rounding shows up as a ratio; one vector a
+    token is kept.
+    """
     hidden, weight, bias, targets, _ = problem(True)
     with torch.no_grad():
         old = score_positions(hidden, weight, bias, targets)

@@ -1,4 +1,6 @@
-"""Further prompts for groups with equal rewards; as a script, one of two ranks that fill a batch, train under DDP and decode."""
+"""Further prompts for groups with equal rewards; as a script, one of two ranks that fill a batch, train under DDP and
+decode.
+"""
 
 import itertools
 import json
@@ -96,7 +98,9 @@ def test_groups_grow_where_their_first_completions_differ():
 
 
 def test_what_is_left_out_by_its_rewards_turns_no_gradient():
-    """Rewards of 0 and 1, five answers: over all groups whose first two differ, the expected gradient is a multiple of that of p."""
+    """Rewards of 0 and 1, five answers: over all groups whose first two differ, the expected gradient is a multiple of
+    that of p.
+    """
     logits = torch.tensor([0.3, -0.5, 1.0, 0.0, -1.2], dtype=torch.float64)
     right = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0], dtype=torch.float64)
     chances = logits.softmax(0)

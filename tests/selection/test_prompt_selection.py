@@ -33,7 +33,9 @@ def selection(rows=200, explore=0.25, half_life=10.0, seed=0, column=None, datas
 
 
 def play(chooser, rates, batches, places=16, start=0, seed=0):
-    """Batches of completions that are right as often as `rates` says of each prompt; what was chosen, and shares of equal groups."""
+    """Batches of completions that are right as often as `rates` says of each prompt; what was chosen, and shares of
+    equal groups.
+    """
     chosen, equal = [], []
     for step in range(start, start + batches):
         random = np.random.default_rng([seed, step])

@@ -1,4 +1,6 @@
-"""T-SPMO's credit against an enumeration of all prefixes, its trainer against the objective on the padded stock forward."""
+"""T-SPMO's credit against an enumeration of all prefixes, its trainer against the objective on the padded stock
+forward.
+"""
 
 import copy
 import json
@@ -87,8 +89,8 @@ def test_completions_are_cut_behind_their_last_branching_token(tmp_path):
     places = [row.nonzero().flatten().tolist() for row in batch["advantages"]]
     assert places == [[2, 3], [3], [2], [], [0], [0, 1], [1], []]
     ours._compute_loss(ours.model, batch)
-    # The prompts, whose last tokens predict the first, and in front of the last credited tokens: 7, 78, 789; 8. What the
-    # prompts of both groups begin with is computed once, too.
+    # The prompts, whose last tokens predict the first, and in front of the last credited tokens: 7, 78, 789; 8. What
+    # the prompts of both groups begin with is computed once, too.
     words = [
         (*batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist(), *batch["completion_ids"][i, :last].tolist())
         for i, last in ((0, 3), (5, 1))

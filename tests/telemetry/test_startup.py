@@ -89,12 +89,13 @@ def test_the_first_packed_pass_says_how_many_tokens_were_computed_by_level(tmp_p
     assert trie <= computed < sum(map(len, rows)) <= of == padded
     assert sum(levels) == computed and len(levels) > 1 and found[3].startswith(f"{levels[0]} in the roots, ")
     assert packed_pass_line(PassFigures(3296, 28672, [768, 512, 2016])) == (
-        "first packed pass: 3,296 of 28,672 padded tokens computed (768 in the roots, 512 on level 1, 2,016 on level 2)"
+        "first packed pass: 3,296 of 28,672 padded tokens computed (768 in the roots, 512 on level 1, 2,016 "
+        "on level 2)"
     )
     kernels = {"full attention": "torch's flash attention 2", "attention through a window of 6": "sdpa under a mask"}
     assert packed_pass_line(PassFigures(2, 3, [2], kernels=kernels)) == (
-        "first packed pass: 2 of 3 padded tokens computed (2 in the roots); full attention by torch's flash attention 2; "
-        "attention through a window of 6 by sdpa under a mask"
+        "first packed pass: 2 of 3 padded tokens computed (2 in the roots); full attention by torch's flash "
+        "attention 2; attention through a window of 6 by sdpa under a mask"
     )
 
 

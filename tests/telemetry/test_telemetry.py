@@ -75,7 +75,9 @@ def test_metrics_of_a_run_and_its_start_up_block(tmp_path, capsys):
 
 
 class Moment:
-    """Stands in for an event in the queue of a CUDA device: the clock is the test's, and the host waits where it is not past."""
+    """Stands in for an event in the queue of a CUDA device: the clock is the test's, and the host waits where it is
+    not past.
+    """
 
     now, waits = 0.0, 0
 

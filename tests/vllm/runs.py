@@ -9,7 +9,8 @@ from trl_fsdp_qlora import EfficientGRPOConfig, EfficientGRPOTrainer
 
 SETTINGS = {
     "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "vllm_gpu_memory_utilization": 0.3,
-    "max_completion_length": 16, "max_grad_norm": 1.0, "optim": "adamw_torch", "model_init_kwargs": {"dtype": "float32"},
+    "max_completion_length": 16, "max_grad_norm": 1.0, "optim": "adamw_torch",
+    "model_init_kwargs": {"dtype": "float32"},
 }  # fmt: skip
 GIVEN = ("eval_dataset", "quantization_config")
 

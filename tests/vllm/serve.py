@@ -63,7 +63,8 @@ class Server:
 
 
 class RecordedServer:
-    """Answers as a vLLM 0.31 server does that was started in some way, and at the paths of `other` with these statuses.
+    """Answers as a vLLM 0.31 server does that was started in some way, and at the paths of `other` with these
+    statuses.
 
     Attributes:
         asked: paths, in the order of the requests.

@@ -1,4 +1,6 @@
-"""GRPO, T-SPMO and A*-PO with vLLM in their process: same tokens as PEFT, the adapter alone is moved, a fault shows."""
+"""GRPO, T-SPMO and A*-PO with vLLM in their process: same tokens as PEFT, the adapter alone is moved, a fault
+shows.
+"""
 
 import pytest
 import torch
@@ -63,7 +65,8 @@ def test_prompts_that_taught_and_groups_that_grow(start, method, monkeypatch):
 
     monkeypatch.setattr(trainer.vllm_generation.llm._llm, "generate", recorded)
     trainer.train()
-    # Two of four completions each first; then others in the place of groups that are equal, and the rest of those that are not.
+    # Two of four completions each first; then others in the place of groups that are equal, and the rest of those that
+    # are not.
     assert asked[0] == 4 and len(asked) > 4
     assert [name.rpartition("-")[2] for name in dict.fromkeys(versions)] == ["v1", "v2", "v3", "v4"]
     assert asked == [2 * sum(row[1:9]) for row in trainer.prompt_selection.history]

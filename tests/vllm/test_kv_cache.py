@@ -1,4 +1,6 @@
-"""Sleeping between rollouts, through TRL's own `generate`, with an engine that records what it is asked: no device here."""
+"""Sleeping between rollouts, through TRL's own `generate`, with an engine that records what it is asked: no device
+here.
+"""
 
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model

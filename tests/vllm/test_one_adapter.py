@@ -1,4 +1,6 @@
-"""LoRA layers of an engine on CPUs against vLLM's own and against float64, for one adapter, none, and several in a batch."""
+"""LoRA layers of an engine on CPUs against vLLM's own and against float64, for one adapter, none, and several in a
+batch.
+"""
 
 import pytest
 import torch

@@ -98,8 +98,8 @@ def test_two_fsdp2_ranks_with_an_engine_each(quantized_base, tmp_path):
 
 @pytest.fixture
 def no_segments_left():
-    """vLLM's ranks unlink what they share when a process exits, which the tests' fork server leaves out: ranks after these
-    would find the same names taken (errno 17)."""
+    """vLLM's ranks unlink what they share when a process exits, which the tests' fork server leaves out: ranks after
+    these would find the same names taken (errno 17)."""
 
     def remove():
         for segment in Path("/dev/shm").glob("-tp*-cpushm_*"):

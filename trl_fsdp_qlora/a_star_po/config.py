@@ -14,9 +14,10 @@ logger = get_logger(__name__)
 
 # What only GRPO's ratio, clip, group statistics and choice of tokens read.
 _UNUSED = (
-    "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "scale_rewards",
-    "top_entropy_quantile", "use_bias_correction_kl", "dynamic_sampling", "prompt_selection", "num_generations_first", "token_selection", "use_adaptive_entropy",
-    "multi_objective_aggregation", "vllm_importance_sampling_correction",
+    "delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold",
+    "scale_rewards", "top_entropy_quantile", "use_bias_correction_kl", "dynamic_sampling", "prompt_selection",
+    "num_generations_first", "token_selection", "use_adaptive_entropy", "multi_objective_aggregation",
+    "vllm_importance_sampling_correction",
 )  # fmt: skip
 
 
@@ -32,9 +33,9 @@ class _NotBelowTwo(int):
 class AStarPOConfig(EfficientGRPOConfig):
     """Configuration of [`AStarPOTrainer`]: every field of [`EfficientGRPOConfig`], and the ones below.
 
-    Fields that A*-PO has no use for (`loss_type`, `epsilon`, `dynamic_sampling`, `token_selection`, ...) are set to their defaults,
-    with one line that names them. Sources: arXiv 2505.20686 and its authors' code; "the report" is the "Parallel
-    Single/Multi-Turn RL" report.
+    Fields that A*-PO has no use for (`loss_type`, `epsilon`, `dynamic_sampling`, `token_selection`, ...) are set to
+    their defaults, with one line that names them. Sources: arXiv 2505.20686 and its authors' code; "the report" is the
+    "Parallel Single/Multi-Turn RL" report.
 
     Raises:
         ValueError: a value outside its range; says what to write instead.
@@ -81,8 +82,8 @@ class AStarPOConfig(EfficientGRPOConfig):
     value_reward_range: list[float] | None = field(
         default_factory=lambda: [0.0, 1.0],
         metadata={
-            "help": "Smallest and largest weighted sum of rewards. Rewards outside it are an error where the estimator "
-            "assumes a range; None switches that off."
+            "help": "Smallest and largest weighted sum of rewards. Rewards outside it are an error where the "
+            "estimator assumes a range; None switches that off."
         },
     )
     value_batch_size: int = option(
@@ -116,7 +117,8 @@ class AStarPOConfig(EfficientGRPOConfig):
         for name in ignored:
             setattr(self, name, defaults[name])
         # GRPO needs two completions or more for its advantages; A*-PO has V* in their place.
-        count, self.num_generations = self.num_generations, _NotBelowTwo(self.num_generations)
+        count = self.num_generations
+        self.num_generations = _NotBelowTwo(self.num_generations)
         super().__post_init__()
         self.num_generations = count
         if ignored:
@@ -126,7 +128,8 @@ class AStarPOConfig(EfficientGRPOConfig):
         if self.value_cache is None:
             self.value_cache = str(cache_folder() / "values")
         low, high = self.value_reward_range or (0.0, 1.0)
-        adapts, fewest = self.value_samples_min not in (None, self.value_samples), self.value_samples_min or 1
+        adapts = self.value_samples_min not in (None, self.value_samples)
+        fewest = self.value_samples_min or 1
         for name, wrong, reason in (
             ("beta", self.beta <= 0, "TRL keeps no reference policy without it; for a weak term use 1e-6"),
             ("beta1", self.beta1 < 0, "it is a temperature; use 0.5, or 0 for the mean"),

@@ -22,7 +22,8 @@ def optimal_value(rewards_N: Sequence[float], estimator: str = "log_mean_exp", b
     RL" report's variant.
 
     Args:
-        rewards_N: N rewards. NaN (a sample that no reward function could score) is left out; without any other, V* is NaN.
+        rewards_N: N rewards. NaN (a sample that no reward function could score) is left out; without any other, V* is
+            NaN.
         estimator: one of `ESTIMATORS`.
         beta1: temperature of `log_mean_exp`, in units of reward.
     """
@@ -45,8 +46,8 @@ def value_interval(
 ) -> tuple[float, float]:
     """An interval for V* after N samples, of one standard error (about 68%); wide while all samples agree by chance.
 
-    `mean` and `log_mean_exp` are monotone functions of a mean of bounded numbers, which gets a Wilson interval: that of binary
-    rewards, and too wide for others. `max` is sure once the best possible reward was seen.
+    `mean` and `log_mean_exp` are monotone functions of a mean of bounded numbers, which gets a Wilson interval: that
+    of binary rewards, and too wide for others. `max` is sure once the best possible reward was seen.
 
     Args:
         rewards_N, estimator, beta1: as of [`optimal_value`], with rewards inside `reward_range`.
@@ -117,7 +118,8 @@ class SamplePlan:
 
 
 def check_reward_range(rewards: torch.Tensor, plan: SamplePlan) -> None:
-    """Refuse rewards outside the range that `log_mean_exp` and adaptive counts assume; `mean` and `max` assume nothing.
+    """Refuse rewards outside the range that `log_mean_exp` and adaptive counts assume; `mean` and `max` assume
+    nothing.
 
     Raises:
         ValueError: names the reward, the range and the fields to change.
@@ -133,6 +135,7 @@ def check_reward_range(rewards: torch.Tensor, plan: SamplePlan) -> None:
     outside = rewards[(rewards < low - slack) | (rewards > high + slack)]
     if outside.numel():
         raise ValueError(
-            f"reward {outside[0].item():g} is outside value_reward_range=[{low:g}, {high:g}]: set it to the range of the weighted "
-            "sum of your rewards (and beta1 to about half its width), or use value_estimator='mean' and no value_samples_min"
+            f"reward {outside[0].item():g} is outside value_reward_range=[{low:g}, {high:g}]: set it to the range of "
+            "the weighted sum of your rewards (and beta1 to about half its width), or use value_estimator='mean' and "
+            "no value_samples_min"
         )

@@ -22,8 +22,8 @@ def regression_loss(
         beta2: strength of the KL regularisation, in units of reward per nat.
 
     Returns:
-        the scalar loss; the k3 estimate of the KL per token, shape `(B, C)`, and the implicit reward `β2·log(π_θ/π_ref)`,
-        shape `(B,)`, both detached.
+        the scalar loss; the k3 estimate of the KL per token, shape `(B, C)`, and the implicit reward
+        `β2·log(π_θ/π_ref)`, shape `(B,)`, both detached.
     """
     log_ratio_B = ((logps_BC - ref_logps_BC) * mask_BC).sum(1)
     implicit_B = beta2 * log_ratio_B
@@ -40,7 +40,8 @@ def advantage_weighted_loss(
     advantage_B: torch.Tensor,
     beta: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`−mean_x [A·log π_θ(y|x)] + β·KL(π_θ‖π_ref)`, the report's variant; the KL is the k3 estimator, summed over tokens.
+    """`−mean_x [A·log π_θ(y|x)] + β·KL(π_θ‖π_ref)`, the report's variant; the KL is the k3 estimator, summed over
+    tokens.
 
     Args:
         logps_BC, ref_logps_BC, mask_BC: as in [`regression_loss`].

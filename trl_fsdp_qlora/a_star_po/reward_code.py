@@ -1,7 +1,8 @@
 """What a reward function is, for the key of its values: the text of its code, and by value whatever it was built with.
 
-The text is that of the file which defines the function, since its helpers mostly stand there, too. Partials, methods, decorators,
-closures and defaults are walked, so a helper or a class that comes from another file counts by the text of that file.
+The text is that of the file which defines the function, since its helpers mostly stand there, too. Partials, methods,
+decorators, closures and defaults are walked, so a helper or a class that comes from another file counts by the text of
+that file.
 """
 
 import functools
@@ -31,7 +32,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def describe_reward(function: Callable, name: str, version: str | None) -> dict | str:
-    """What changes when the reward function called `name` does; with the user's `version` that alone, and of a model its weights.
+    """What changes when the reward function called `name` does; with the user's `version` that alone, and of a model
+    its weights.
 
     Code and objects that cannot be read are named in one warning.
     """
@@ -43,8 +45,8 @@ def describe_reward(function: Callable, name: str, version: str | None) -> dict 
     content = _content(function, unreadable, [])
     if unreadable:
         logger.warning(
-            f"the source of the reward function {name} cannot be read ({', '.join(dict.fromkeys(unreadable))}), so V* of before a "
-            "change of it would be used: set value_reward_version, and another one with every change"
+            f"the source of the reward function {name} cannot be read ({', '.join(dict.fromkeys(unreadable))}), so "
+            "V* of before a change of it would be used: set value_reward_version, and another one with every change"
         )
     return {"source": digest(content)}
 
@@ -89,7 +91,8 @@ def _content(value: Any, unreadable: list[str], within: list[Any]) -> Any:
     try:
         if _is_library(type(value).__module__):
             return Hasher.hash(value)
-        # As pickle takes it apart: its class, and its state, whether that is in `__dict__` or in slots, or a container's items.
+        # As pickle takes it apart: its class, and its state, whether that is in `__dict__` or in slots, or a
+        # container's items.
         parts = value.__reduce_ex__(4)
         parts = (
             parts

@@ -49,8 +49,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         images = {"image", "images"} & set(getattr(self.train_dataset, "column_names", None) or ())
         if self.tools or self.environment_factories is not None or self.rollout_func is not None or images:
             raise ValueError(
-                "A*-PO estimates V* from single-turn text completions: tools, environment_factory, rollout_func and image columns "
-                "are not supported; use EfficientGRPOTrainer"
+                "A*-PO estimates V* from single-turn text completions: tools, environment_factory, rollout_func and "
+                "image columns are not supported; use EfficientGRPOTrainer"
             )
         self.card_info.method = "A*-PO ([arXiv 2505.20686](https://arxiv.org/abs/2505.20686))"
         self.values = ReferenceValues(
@@ -107,7 +107,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _describe_context(self) -> dict:
         """All that a value depends on beside its row."""
-        model, adapter = self.accelerator.unwrap_model(self.model), None
+        model = self.accelerator.unwrap_model(self.model)
+        adapter = None
         if self.ref_model is not None and not self.rollout.is_sharded:
             model = self.accelerator.unwrap_model(self.ref_model)
         elif self._starts_from_adapter:
@@ -152,7 +153,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _draw(self, items: list[Item], counts: list[int], seed: int) -> list[np.ndarray]:
         repeated = [item for item, count in zip(items, counts, strict=True) for _ in range(count)]
-        prompt_ids, rows = [item.prompt_ids for item in repeated], [item.row for item in repeated]
+        prompt_ids = [item.prompt_ids for item in repeated]
+        rows = [item.row for item in repeated]
         with self._reference_policy() as (model, lockstep):
             ids = generate(model, prompt_ids, self._generation_config(sample=True), seed, synced=lockstep)
         rewards = self._rewards_of(rows, prompt_ids, ids).double().numpy()
@@ -160,7 +162,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _generation_config(self, sample: bool) -> GenerationConfig:
         """How the reference policy is sampled, or the policy decodes greedily."""
-        args, settings = self.args, {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
+        args = self.args
+        settings = {"pad_token_id": self._tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
         settings |= {"max_new_tokens": args.max_completion_length, "repetition_penalty": args.repetition_penalty}
         if sample:
             settings |= {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
@@ -168,11 +171,13 @@ class AStarPOTrainer(EfficientGRPOTrainer):
         return GenerationConfig(**settings, do_sample=sample, disable_compile=True)
 
     def _rewards_of(self, rows: list[dict], prompt_ids: list[list[int]], ids: list[list[int]]) -> torch.Tensor:
-        """TRL's rewards of R completions of this rank alone, float32 `(R, K)` on the CPU, NaN where a function says `None`.
+        """TRL's rewards of R completions of this rank alone, float32 `(R, K)` on the CPU, NaN where a function says
+        `None`.
 
         Stage 1 and evaluation hand prompts out to ranks unevenly, and TRL gathers rewards at the end.
         """
-        prompts, tokenizer = [row["prompt"] for row in rows], self.processing_class
+        prompts = [row["prompt"] for row in rows]
+        tokenizer = self.processing_class
         completions = tokenizer.batch_decode(ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
@@ -216,7 +221,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
 
     def _score(self, stock, wanted, kind, arguments):
         if kind == "old_policy":
-            # TRL wants them for an importance ratio where a generation batch serves several optimizer steps. There is none here.
+            # TRL wants them for an importance ratio where a generation batch serves several optimizer steps. There is
+            # none here.
             ids = arguments["input_ids"]
             return torch.zeros(len(ids), arguments["logits_to_keep"], device=ids.device), None, None
         return super()._score(stock, wanted, kind, arguments)
@@ -255,16 +261,19 @@ class AStarPOTrainer(EfficientGRPOTrainer):
     ) -> EvalLoopOutput:
         """Greedy accuracy on every problem exactly once, spread over the ranks, with n and a 95% Wilson interval.
 
-        A problem counts as solved if its reward reaches the top of `value_reward_range` (1 where that is `None`). The result is
-        the same for any number of ranks; `Trainer`'s own loop repeats problems until the ranks have equal numbers.
+        A problem counts as solved if its reward reaches the top of `value_reward_range` (1 where that is `None`). The
+        result is the same for any number of ranks; `Trainer`'s own loop repeats problems until the ranks have equal
+        numbers.
 
         Returns:
-            With the metrics `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`, `_completion_length`.
+            With the metrics `{prefix}_reward`, `_accuracy`, `_accuracy_low`, `_accuracy_high`, `_n`,
+            `_completion_length`.
         """
         if not self.engine_draws:
             self.rollout.refuse_unprepared("evaluation", self.model, self.model_wrapped)
         self.model.eval()  # in training mode, TRL's `log` adds the training metrics that it has collected
-        rows, config = list(dataloader.dataset), self._generation_config(sample=False)
+        rows = list(dataloader.dataset)
+        config = self._generation_config(sample=False)
 
         def complete(batch: range) -> tuple[list[list[int]], list[list[int]]]:
             prompt_ids = self._tokenize_prompts([rows[i]["prompt"] for i in batch])[0]
@@ -278,7 +287,8 @@ class AStarPOTrainer(EfficientGRPOTrainer):
             results = over_ranks(len(rows), self.args.per_device_eval_batch_size, complete, score, lockstep=lockstep)
         # In the problems' order, so that sums do not depend on the number of ranks.
         found = torch.tensor(results, dtype=torch.float64)
-        solved, n = int((found[:, 0] >= (self.args.value_reward_range or [0.0, 1.0])[1] - 1e-6).sum()), len(rows)
+        solved = int((found[:, 0] >= (self.args.value_reward_range or [0.0, 1.0])[1] - 1e-6).sum())
+        n = len(rows)
         low, high = wilson_interval(solved, n)
         metrics = {"accuracy": solved / n, "accuracy_low": low, "accuracy_high": high, "n": n}
         metrics |= {"reward": found[:, 0].nanmean().item(), "completion_length": found[:, 1].mean().item()}

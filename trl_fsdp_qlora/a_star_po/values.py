@@ -1,12 +1,13 @@
 """Stage 1: V* of every prompt from samples of the reference policy, and the folder that keeps them for other runs.
 
 Prompts are cut into chunks that depend on the prompts alone, and what is drawn for a chunk depends on the seed and the
-chunk alone. The ranks draw in turns, a chunk each, and gather after every turn. So the number of ranks and a restart in
-between change who draws, never what.
+chunk alone. The ranks draw in turns, a chunk each, and gather after every turn. So the number of ranks and a restart
+in between change who draws, never what.
 
-The folder holds append-only JSONL files with the raw rewards, one column per reward function, so weights and estimators
-may change freely. The main process of every run appends to a file of its own, so runs can share the folder, one after
-the other or at once; at worst a prompt is drawn twice. A line that a kill cuts off is no JSON, and is ignored.
+The folder holds append-only JSONL files with the raw rewards, one column per reward function, so weights and
+estimators may change freely. The main process of every run appends to a file of its own, so runs can share the folder,
+one after the other or at once; at worst a prompt is drawn twice. A line that a kill cuts off is no JSON, and is
+ignored.
 
 A value's key is a digest of the prompt's token ids, the row that the reward functions see, and a *context*: the
 reference policy, the sampling settings and the reward functions. What changes a reward changes the key.
@@ -67,8 +68,8 @@ class ReferenceValues:
     Args:
         args, accelerator, clock, reward_weights, reward_names: of the trainer.
         tokenize: prompts -> token ids.
-        draw: (items, samples of each, seed) -> for each item the rewards of samples of the reference policy, float64 of shape
-            `(samples, reward functions)`.
+        draw: (items, samples of each, seed) -> for each item the rewards of samples of the reference policy, float64
+            of shape `(samples, reward functions)`.
         lockstep: parameters are sharded over ranks, so that every rank draws whenever one does.
 
     Attributes:
@@ -96,7 +97,9 @@ class ReferenceValues:
         return Path(self.args.value_cache).expanduser().absolute()
 
     def open(self, describe: Callable[[], dict]) -> None:
-        """Read what earlier runs stored, once; `describe`, what a value depends on beside its row, is called on the main rank."""
+        """Read what earlier runs stored, once; `describe`, what a value depends on beside its row, is called on the
+        main rank.
+        """
         if self.context is None:
             self.context = on_main(lambda: digest(describe()))
             run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
@@ -142,7 +145,9 @@ class ReferenceValues:
             logger.warning(f"V* values are not stored, and the next run draws them again: {error}")
 
     def items(self, rows: list[dict], prompt_ids: list[list[int]] | None = None) -> list[tuple[str, Item]]:
-        """Key and stage-1 item of each row: the prompt as the model gets it, and the row as the reward functions do."""
+        """Key and stage-1 item of each row: the prompt as the model gets it, and the row as the reward functions
+        do.
+        """
         rows = [{k: v for k, v in row.items() if k not in ("completion", "completion_ids")} for row in rows]
         if prompt_ids is None:
             prompt_ids = self.tokenize([row["prompt"] for row in rows])
@@ -153,13 +158,15 @@ class ReferenceValues:
 
     def estimate(self, dataset: Dataset) -> Report:
         """Stage 1 for every row of `dataset`; interrupted at any time, it continues where it stopped."""
-        started, items = time.perf_counter(), dict(self.items(as_loaded(dataset)))
+        started = time.perf_counter()
+        items = dict(self.items(as_loaded(dataset)))
         report = self.fill(items)
         self.estimated = True
         report.seconds = time.perf_counter() - started
         logger.info(
-            f"V* of {counted(report.prompts, 'prompt')} in {report.seconds:.1f} s: {report.already_known} from {self.folder}, "
-            f"{counted(report.samples, 'sample')} drawn; mean {np.nanmean([self.known[key] for key in items]):.3f}"
+            f"V* of {counted(report.prompts, 'prompt')} in {report.seconds:.1f} s: {report.already_known} from "
+            f"{self.folder}, {counted(report.samples, 'sample')} drawn; mean "
+            f"{np.nanmean([self.known[key] for key in items]):.3f}"
         )
         return report
 
@@ -169,8 +176,10 @@ class ReferenceValues:
         Raises:
             ValueError: rewards outside the range that the estimator assumes, or no sample of any prompt got one.
         """
-        plan, size = self.args.sample_plan, self.args.value_batch_size
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        plan = self.args.sample_plan
+        size = self.args.value_batch_size
+        rank = self.accelerator.process_index
+        world = self.accelerator.num_processes
         check_reward_range(torch.tensor([r for key in items for r in self.rewards.get(key, [])]), plan)
         missing = set(self._missing(items))
         report = Report(len(items), len(items) - len(missing))
@@ -180,7 +189,8 @@ class ReferenceValues:
         bar = progress("V*", len(items), "prompts", initial=report.already_known, hidden=hidden, leave=True)
         with self.clock.phase("value_sampling"), bar:
             while chunks:
-                turn, chunks = chunks[:world], chunks[world:]
+                turn = chunks[:world]
+                chunks = chunks[world:]
                 drawn = {}
                 if rank < len(turn):
                     have = {key: self.rewards.get(key, []) for key in self._missing(turn[rank])}
@@ -196,7 +206,8 @@ class ReferenceValues:
                 entries = {}
                 for key, raw in drawn.items():
                     # A sample without any reward (a service that was down) is not stored: the next run draws it anew.
-                    scored, have = raw[~np.isnan(raw).all(1)], self.rewards.setdefault(key, [])
+                    scored = raw[~np.isnan(raw).all(1)]
+                    have = self.rewards.setdefault(key, [])
                     if len(scored):
                         entries[key] = (len(have) - sum(map(math.isnan, have)), scored)
                     have += weighted[key]
@@ -208,7 +219,10 @@ class ReferenceValues:
                 chunks = again + chunks
         self.known |= {key: plan.value(self.rewards[key]) for key in items}
         if nothing := sum(math.isnan(self.known[key]) for key in items):
-            no_reward = f"{nothing} of {len(items)} prompts got no reward from {', '.join(self.reward_names)} (None or NaN every time)"
+            no_reward = (
+                f"{nothing} of {len(items)} prompts got no reward from {', '.join(self.reward_names)} (None or NaN "
+                "every time)"
+            )
             if all(map(math.isnan, self.known.values())):
                 raise ValueError(f"{no_reward}: is what it calls running? Nothing was stored; start again when it is")
             logger.warning(f"{no_reward}: they have no V* and do not enter the loss; the next run samples them again")
@@ -230,10 +244,12 @@ class ReferenceValues:
         keys = [key for key, _ in self.items(as_loaded(dataset))]
         if missing := self._missing(keys):
             raise ValueError(
-                f"filter_all_failed needs V* of {counted(len(missing), 'prompt')}, which a sharded model cannot sample before training: run "
-                "stage 1 alone first (--stage estimate, not sharded) or set filter_all_failed=False"
+                f"filter_all_failed needs V* of {counted(len(missing), 'prompt')}, which a sharded model cannot "
+                "sample before training: run stage 1 alone first (--stage estimate, not sharded) or set "
+                "filter_all_failed=False"
             )
-        low, plan = (self.args.value_reward_range or [0.0])[0], self.args.sample_plan
+        low = (self.args.value_reward_range or [0.0])[0]
+        plan = self.args.sample_plan
         used = [self.rewards[key][: plan.use(self.rewards[key])] for key in keys]
         kept = [i for i, rewards in enumerate(used) if any(reward > low for reward in rewards)]
         if len(kept) * self.args.num_generations < self.args.generation_batch_size:
@@ -253,8 +269,8 @@ class ReferenceValues:
             if self.args.unseen_prompts == "refuse":
                 first = next(iter(unseen.values()))
                 raise ValueError(
-                    f"{counted(len(unseen), 'prompt')} without a V*, and unseen_prompts='refuse' (the first is {str(first.row['prompt'])[:200]!r}): "
-                    "run stage 1 on them, or set unseen_prompts='estimate'"
+                    f"{counted(len(unseen), 'prompt')} without a V*, and unseen_prompts='refuse' (the first is "
+                    f"{str(first.row['prompt'])[:200]!r}): run stage 1 on them, or set unseen_prompts='estimate'"
                 )
             logger.info(f"{counted(len(unseen), 'prompt')} that stage 1 never saw: estimating V* now")
             self.fill(unseen)

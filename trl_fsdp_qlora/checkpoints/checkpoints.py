@@ -1,9 +1,9 @@
 """The checkpoints of a run: written whole, found again, and what each rank keeps beside Transformers' files.
 
 A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
-`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files and the settings of the run. Beside what
-Transformers saves, each rank keeps the completions it has generated and not yet used, so a run resumed in the middle of
-a generation cycle goes on as the uninterrupted one did.
+`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files and the settings of the run. Beside
+what Transformers saves, each rank keeps the completions it has generated and not yet used, so a run resumed in the
+middle of a generation cycle goes on as the uninterrupted one did.
 """
 
 import errno
@@ -49,8 +49,8 @@ _FORMAT = 3
 # Of `TrainingArguments`, what a resumed run should know of.
 _TRAINING = [
     "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "fp16", "learning_rate", "lr_scheduler_kwargs",
-    "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim", "optim_args", "seed", "warmup_ratio",
-    "warmup_steps", "weight_decay",
+    "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim", "optim_args", "seed",
+    "warmup_ratio", "warmup_steps", "weight_decay",
 ]  # fmt: skip
 _LAYOUT = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
 # Of a method's own config, what completions are not made by.
@@ -73,8 +73,9 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
 def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | None:
     """Why `checkpoint` is not whole, or `None` if it is: its files have the sizes and digests of its manifest.
 
-    A folder that stock TRL wrote has no manifest; it is whole if its trainer state is there, which is written last. In such a folder, and
-    in one of an earlier release, which has no digests, weights and states must have headers that can be read.
+    A folder that stock TRL wrote has no manifest; it is whole if its trainer state is there, which is written last. In
+    such a folder, and in one of an earlier release, which has no digests, weights and states must have headers that
+    can be read.
 
     Args:
         read_contents: without, headers are looked at in the place of digests, which takes no time whatever the size.
@@ -93,7 +94,8 @@ def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | 
         return str(error)
     if manifest.get("format") != _FORMAT:
         return f"its {MANIFEST} is of another version of this package"
-    sizes, digests = manifest.get("files"), manifest.get("digests")
+    sizes = manifest.get("files")
+    digests = manifest.get("digests")
     if not isinstance(sizes, dict):
         return f"its {MANIFEST} lists no files"
     for name, size in sizes.items():
@@ -111,7 +113,9 @@ def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | 
 
 
 def _unreadable_file(checkpoint: Path) -> str | None:
-    """Which weights or states in `checkpoint` cannot be loaded, by their headers: `torch.save` writes ZIP archives, formerly pickles."""
+    """Which weights or states in `checkpoint` cannot be loaded, by their headers: `torch.save` writes ZIP archives,
+    formerly pickles.
+    """
     for path in sorted(checkpoint.iterdir()):
         try:
             if path.suffix == ".safetensors":
@@ -153,11 +157,12 @@ def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
 def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_contents: bool = True) -> str | None:
     """Turn `resume_from_checkpoint` into the folder to resume from, or `None` for a fresh start.
 
-    `True` is the newest whole checkpoint in `output_dir`, which must exist; `"auto"` the same, or a fresh start if there is none;
-    a folder must be whole.
+    `True` is the newest whole checkpoint in `output_dir`, which must exist; `"auto"` the same, or a fresh start if
+    there is none; a folder must be whole.
 
     Args:
-        read_contents: compare the digests of files, and log which checkpoints are passed over; without, a quick and silent look.
+        read_contents: compare the digests of files, and log which checkpoints are passed over; without, a quick and
+            silent look.
 
     Raises:
         CheckpointError: nothing to resume from, or the named folder is not whole.
@@ -176,8 +181,8 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
         if passed_over and read_contents:
             if checkpoint is None:
                 logger.warning(
-                    "training starts at step 0 in %s, which holds an older run, since none of its checkpoints can be resumed "
-                    "from: %s", output_dir, reasons,
+                    "training starts at step 0 in %s, which holds an older run, since none of its checkpoints can "
+                    "be resumed from: %s", output_dir, reasons,
                 )  # fmt: skip
             else:
                 logger.warning("going on from %s; passing over the newer %s", checkpoint, reasons)
@@ -200,8 +205,8 @@ def hold(lock: FileLock) -> None:
         lock.acquire(timeout=0)
     except Timeout:
         raise CheckpointError(
-            f"output_dir={output_dir} is in use by another run: two would overwrite each other's checkpoints. Wait for it, end "
-            "it, or set another output_dir"
+            f"output_dir={output_dir} is in use by another run: two would overwrite each other's checkpoints. Wait "
+            "for it, end it, or set another output_dir"
         ) from None
     except (NotImplementedError, OSError) as error:
         if getattr(error, "errno", None) not in (None, errno.ENOLCK):
@@ -229,8 +234,8 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
 def describe_rollouts(
     args: TrainingArguments, model: Any, dataset: Any, rewards: Sequence[str], trainer: str
 ) -> dict[str, Any]:
-    """What completions were made with: base (`model` unwrapped), data, names of the rewards and of the trainer's class, the cut into
-    micro-batches, and the method's own settings."""
+    """What completions were made with: base (`model` unwrapped), data, names of the rewards and of the trainer's
+    class, the cut into micro-batches, and the method's own settings."""
     own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
     names = {*_LAYOUT, *(name for name in own if not _BESIDE.match(name))}
     run = {name: getattr(args, name, None) for name in names} | {"processes": args.world_size, "seed": args.seed}
@@ -265,7 +270,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
     """Give what was written into `staging` the name `checkpoint`. Call when every rank has written its files."""
-    sizes, digests = {}, {}
+    sizes = {}
+    digests = {}
     for path in sorted(staging.rglob("*")):
         if path.is_file():
             name = path.relative_to(staging).as_posix()
@@ -291,7 +297,9 @@ class WholeCheckpoints:
     """
 
     def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], tuple[dict, dict]]):
-        self.args, self.accelerator, self._describe = args, accelerator, describe
+        self.args = args
+        self.accelerator = accelerator
+        self._describe = describe
         self.staging: Path | None = None  # where checkpoints are written, while one is
         self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._lock = FileLock(Path(args.output_dir) / LOCK)
@@ -344,12 +352,14 @@ class WholeCheckpoints:
 
     @contextmanager
     def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any] | None) -> Iterator[None]:
-        """Around the trainer's own writing of `checkpoint`, which goes to `self.staging` meanwhile; older ones are removed only then.
+        """Around the trainer's own writing of `checkpoint`, which goes to `self.staging` meanwhile; older ones are
+        removed only then.
 
-        In the trainer's `state` the best checkpoint is named as it will be called. `rollouts` are this rank's unused completions, as
-        [`load_rollouts`] gives them back; `None` of a trainer that draws none.
+        In the trainer's `state` the best checkpoint is named as it will be called. `rollouts` are this rank's unused
+        completions, as [`load_rollouts`] gives them back; `None` of a trainer that draws none.
         """
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        rank = self.accelerator.process_index
+        ranks = self.accelerator.num_processes
         staging = checkpoint.parent / STAGING / checkpoint.name
         if self.args.should_save:
             shutil.rmtree(staging.parent, ignore_errors=True)
@@ -381,7 +391,8 @@ class WholeCheckpoints:
         if checkpoint is None:
             return None
         file = _rollout_file(Path(checkpoint), self.accelerator.process_index, self.accelerator.num_processes)
-        state, reason = {}, None
+        state = {}
+        reason = None
         if not file.is_file():
             reason = "none are there for this rank (stock TRL's checkpoint, or another number of processes)"
         else:

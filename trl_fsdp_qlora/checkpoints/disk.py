@@ -19,7 +19,9 @@ class CheckpointError(UserError):
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """A name beside `path` for the file or folder that is to be there when the block has ended; nobody sees half of it."""
+    """A name beside `path` for the file or folder that is to be there when the block has ended; nobody sees half of
+    it.
+    """
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,10 +1,10 @@
 """usage: trl-fsdp-qlora compare --config FILE.yaml [--trainer grpo|rloo|dpo|kto] [--steps 3] [any field]
 
-Takes a few steps of a GRPO, RLOO, DPO or KTO recipe with stock TRL's trainer and with this package's (of KTO: TRL's own after
-`share_prompts`), in one process, on the same prompts, completions, rewards (or preference pairs) and weights; prints losses and
-gradients of both, seconds of scoring and of loss and backward, and how many of the padded tokens this package computes.
-Without --trainer it is the one whose fields the recipe has, and GRPO if several would do.
-Nothing is saved of the training, and the recipe's output_dir is left alone.
+Takes a few steps of a GRPO, RLOO, DPO or KTO recipe with stock TRL's trainer and with this package's (of KTO: TRL's
+own after `share_prompts`), in one process, on the same prompts, completions, rewards (or preference pairs) and
+weights; prints losses and gradients of both, seconds of scoring and of loss and backward, and how many of the padded
+tokens this package computes. Without --trainer it is the one whose fields the recipe has, and GRPO if several would
+do. Nothing is saved of the training, and the recipe's output_dir is left alone.
 The exit status is 0 where both are equal within rounding, 1 where they are not, 2 for input that cannot be compared.
 """
 
@@ -108,9 +108,9 @@ _LEVELLED = (
     ("precompute_ref_log_probs", False, "both compute the reference in their steps, so that it is compared, too"),
     ("lora_dropout", 0.0, "each trainer would draw masks of its own"),
 )
-# In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on new
-# completions, so they are measured against the mean |advantage|; gradients against their norm, as the tests of the trainer do.
-# In half precision single tokens differ by hundredths of a nat from run to run.
+# In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on
+# new completions, so they are measured against the mean |advantage|; gradients against their norm, as the tests of the
+# trainer do. In half precision single tokens differ by hundredths of a nat from run to run.
 LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25)}
 
 
@@ -125,7 +125,8 @@ def compare(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         method, script, config, model, count = _parsed(words, folder)
         train = _pairs(script) if method.script is DPOScriptArguments else load_data(script)[0]
-        trainers, done = _trainers(method, script, config, model, train), []
+        trainers = _trainers(method, script, config, model, train)
+        done = []
         for number, step in enumerate(_steps(trainers, count)):
             print(step.line(number) if number else "warmed up on one step, which does not count", flush=True)
             done += [step] if number else []
@@ -149,8 +150,8 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
     launcher, rest = take(words, LAUNCHER)
     if launcher or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
-            f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock TRL trains "
-            "no 4-bit base: there is nothing to compare with.)"
+            f"compare runs in one process: leave {', '.join(launcher) or 'the launcher'} out. (Under FSDP2 stock "
+            "TRL trains no 4-bit base: there is nothing to compare with.)"
         )
     own, rest = take(rest, ("--steps", "--trainer"))
     steps = own.get("--steps", "3")
@@ -226,8 +227,8 @@ class Step:
         loss, gradient = self.apart
         drawn = "; all rewards of every group are equal: advantages from a fixed seed" if self.drawn else ""
         return (
-            f"step {number}: losses {self.losses[STOCK]:.6e} and {self.losses[OURS]:.6e} ({loss:.1e} apart), gradient norms "
-            f"{self.norms[STOCK]:.6e} and {self.norms[OURS]:.6e} (difference {gradient:.1e}){drawn}"
+            f"step {number}: losses {self.losses[STOCK]:.6e} and {self.losses[OURS]:.6e} ({loss:.1e} apart), "
+            f"gradient norms {self.norms[STOCK]:.6e} and {self.norms[OURS]:.6e} (difference {gradient:.1e}){drawn}"
         )
 
 
@@ -239,8 +240,8 @@ def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
         for step in steps
     )  # and not where one is NaN
     return equal, (
-        f"{'equal' if equal else 'DIFFERENT'} ({precision}): losses may be {of_loss:.0e} of the mean |advantage| or of the loss "
-        f"apart, gradients {of_gradient:.0e} of their norm"
+        f"{'equal' if equal else 'DIFFERENT'} ({precision}): losses may be {of_loss:.0e} of the mean |advantage| or "
+        f"of the loss apart, gradients {of_gradient:.0e} of their norm"
     )
 
 
@@ -299,7 +300,8 @@ def _once(function: Callable) -> Callable:
 def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
     """A step that warms up, then `steps` more: both trainers begin each with the same weights; ours makes the step."""
     ours = trainers[OURS]
-    args, endless = ours.args, itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
+    args = ours.args
+    endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
     is_online = hasattr(ours, "num_generations")
     for i in range(steps + 1):
         step = Step()
@@ -337,7 +339,9 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
 
 def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[str]) -> dict[str, list]:
     """Each trainer's micro-batches of the same completions and rewards for the prompts of `rows`."""
-    ours, scored, parts = trainers[OURS], {}, {}
+    ours = trainers[OURS]
+    scored = {}
+    parts = {}
     drawn = {name: _once(getattr(ours, name)) for name in ("_generate", "_calculate_rewards")}
     with replaced(ours, **drawn):
         ours._generate_and_score_completions(copy.deepcopy(rows))

@@ -1,9 +1,10 @@
-"""usage: trl-fsdp-qlora doctor [--config FILE.yaml] [--accelerate_config NAME] [--num_processes N] [--json] [any field]
+"""usage: trl-fsdp-qlora doctor [--config FILE.yaml] [--accelerate_config NAME] [--num_processes N] [--json] [any
+field]
 
-Says what would fail, or silently do the wrong thing, before it does. Looks at this machine and at what is installed; with --config
-(or fields) also at the run that they describe: the accelerate config against the model, vLLM, the adapter, the tokenizer, the data
-and the rewards; then it rehearses one step with a small random model. No GPU is needed and no weight is loaded. The exit status is
-1 where there is an error.
+Says what would fail, or silently do the wrong thing, before it does. Looks at this machine and at what is installed;
+with --config (or fields) also at the run that they describe: the accelerate config against the model, vLLM, the
+adapter, the tokenizer, the data and the rewards; then it rehearses one step with a small random model. No GPU is
+needed and no weight is loaded. The exit status is 1 where there is an error.
 """
 
 # The checks of a run are those that it makes itself (`recipe/checks.py`, `fsdp2_qlora/launch_checks.py`,
@@ -67,7 +68,7 @@ def doctor(words: list[str]) -> int:
     return 1 if errors else 0
 
 
-# --- this machine ------------------------------------------------------------------------------------------------------
+# --- this machine ----------------------------------------------------------------------------------------------------
 
 
 def machine() -> Iterator[Finding]:
@@ -96,21 +97,29 @@ def machine() -> Iterator[Finding]:
 
 
 def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str, tuple]]) -> Iterator[Finding]:
-    """The build of torch (its version, and that of CUDA; `None` for a CPU's) against an NVIDIA driver that is installed and the
-    `(name, compute capability)` of each GPU that torch sees; GPUs against bfloat16, TRL's default."""
+    """The build of torch (its version, and that of CUDA; `None` for a CPU's) against an NVIDIA driver that is
+    installed and the `(name, compute capability)` of each GPU that torch sees; GPUs against bfloat16, TRL's
+    default.
+    """
     if driver and cuda is None:
         reason = f"torch {build} is a build for CPUs beside an NVIDIA driver, and every run is on the CPU"
         yield Finding("error", "torch", f"{reason}: install the one for your CUDA version (pytorch.org/get-started)")
     elif driver and not gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        reason = f"torch {build} sees no GPU: the driver is older than CUDA {cuda}, or CUDA_VISIBLE_DEVICES={hidden!r} hides them"
+        reason = (
+            f"torch {build} sees no GPU: the driver is older than CUDA {cuda}, or CUDA_VISIBLE_DEVICES={hidden!r} "
+            "hides them"
+        )
         yield Finding("error", "torch", reason)
     for name, capability in gpus:
         shown = f"{name} (compute capability {capability[0]}.{capability[1]})"
         if capability >= (8, 0):
             yield Finding("ok", "hardware", shown)
         else:
-            reason = "has no bfloat16, TRL's default, and emulates it slowly: set bf16: false and fp16: true in the recipe, and"
+            reason = (
+                "has no bfloat16, TRL's default, and emulates it slowly: set bf16: false and fp16: true in the "
+                "recipe, and"
+            )
             yield Finding("warning", "hardware", f"{shown} {reason} mixed_precision: fp16 in the accelerate config")
     if not gpus:
         reason = f"no GPU: runs are on the CPU ({os.cpu_count()} threads); use_cpu: true, bf16: false"
@@ -126,7 +135,7 @@ def allocator(setting: str) -> Finding:
     return Finding("ok", "allocator", f"{reason}: {remedy}")
 
 
-# --- the run that words describe ---------------------------------------------------------------------------------------
+# --- the run that words describe -------------------------------------------------------------------------------------
 
 
 def launch_of(path: Path, processes: int | None) -> dict[str, str]:
@@ -156,7 +165,8 @@ def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
     asked = launcher.get("--num_processes")
     name, processes = default_config(asked)
     if given := launcher.get("--accelerate_config") or launcher.get("--config_file"):
-        name, processes = given, int(asked or 0)
+        name = given
+        processes = int(asked or 0)
     launch = launch_of(Path(name) if Path(name).is_file() else accelerate_config(name), processes)
     processes = int(launch["WORLD_SIZE"])
     try:
@@ -183,7 +193,8 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     from ..recipe.arguments import ConfigError, ScriptArguments, parse_recipe, read_yaml
 
     path = take(rest, ("--config",))[0].get("--config")
-    types, words = (ScriptArguments, method_of(rest), ModelConfig), list(rest)
+    types = (ScriptArguments, method_of(rest), ModelConfig)
+    words = list(rest)
     if processes > 1:
         # This one is the only one here, and whole groups are counted over as many times the accumulation.
         names = ("--steps_per_generation", "--gradient_accumulation_steps")
@@ -196,7 +207,10 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     except ConfigError as error:
         if "bf16/gpu" not in str(error):
             raise
-    reason = "bf16 is on (TRL's default), and this machine has no GPU that computes in it: set use_cpu: true and bf16: false"
+    reason = (
+        "bf16 is on (TRL's default), and this machine has no GPU that computes in it: set use_cpu: true and "
+        "bf16: false"
+    )
     found = Finding("error", "recipe", f"{reason} to train here; what follows is checked as if they were set")
     return (*parse_recipe(types, [*words, "--use_cpu", "true", "--bf16", "false"]), [found])
 
@@ -216,14 +230,16 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
     from ..recipe.checks import lora_config
     from ..vllm.sync_choice import choose_sync, warnings_for
 
-    quantization, adapter = get_quantization_config(model), lora_config(model)
+    quantization = get_quantization_config(model)
+    adapter = lora_config(model)
     zero_stage = int(launch.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 0)) or None
     yield from _refused("launch", check_launch, quantization, zero_stage)
     yield from _refused("launch", check_reference, config.beta != 0.0 and adapter is None)
     if launch["WORLD_SIZE"] != "1" and config.device.type == "cpu" and not config.use_cpu:
         reason = f"{launch['WORLD_SIZE']} processes on this machine's CPU would each take themselves for the only one"
         yield Finding("error", "launch", f"{reason}: set use_cpu: true")
-    # An adapter is gathered whatever the type; of other weights transformers' `save_model` writes a full state dict alone.
+    # An adapter is gathered whatever the type; of other weights transformers' `save_model` writes a full state dict
+    # alone.
     default = "SHARDED_STATE_DICT" if launch.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
     kind = launch.get("FSDP_STATE_DICT_TYPE", default)
     if is_fsdp_launch() and adapter is None and "FULL" not in kind:
@@ -253,7 +269,10 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
     if model.use_peft and not config.use_vllm and low is not None:  # with vLLM it is among its warnings
         yield Finding("warning", "learning rate", low)
     if not model.use_peft and config.learning_rate > 1e-4:
-        reason = f"learning_rate={config.learning_rate:g} without an adapter: every weight is trained, which 1e-6 to 1e-5 suit"
+        reason = (
+            f"learning_rate={config.learning_rate:g} without an adapter: every weight is trained, which 1e-6 to "
+            "1e-5 suit"
+        )
         yield Finding("warning", "learning rate", f"{reason}; set use_peft: true for LoRA")
     try:
         tokenizer = checks.load_tokenizer(model.model_name_or_path, model.model_revision, script.chat)
@@ -308,7 +327,8 @@ def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding
     frames = ("so #### {}", "<reasoning>so</reasoning><answer>{}</answer>", "\\boxed{{{}}}", "{}")
     frames += ("", "I do not know.", "#### 123456789")
     for reward in rewards:
-        name, seen = getattr(reward, "__name__", type(reward).__name__), set()
+        name = getattr(reward, "__name__", type(reward).__name__)
+        seen = set()
         for row in rows:
             texts = [frame.format(row.get("answer", "")) for frame in frames]
             chat = not isinstance(row["prompt"], str)

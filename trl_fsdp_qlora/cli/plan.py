@@ -14,7 +14,8 @@ def _parser() -> OneLineParser:
     found = OneLineParser(
         prog="trl-fsdp-qlora plan",
         description="Bytes of each phase of a run, and whether it fits; needs no weights and no GPU.",
-        epilog="--config FILE.yaml and any field of the recipe can follow: --max_completion_length 512. Exit status: 0 fits, 1 does not, 2 bad input.",
+        epilog="--config FILE.yaml and any field of the recipe can follow: --max_completion_length 512. Exit status: "
+        "0 fits, 1 does not, 2 bad input.",
     )
     found.add_argument("--accelerate_config", help="file, or one of this package's names")
     found.add_argument("--num_processes", type=int, help="ranks, instead of the accelerate config's or --hardware's")
@@ -22,7 +23,10 @@ def _parser() -> OneLineParser:
     found.add_argument("--solve", action="store_true", help="also what is the most that fits, and the fewest cards")
     found.add_argument("--json", action="store_true", help="the plan as JSON, bytes as numbers")
     found.add_argument("--prompt_tokens", type=int, default=256, help="tokens of the longest prompt")
-    found.epilog += " With --dataset FILE (or --pairs FILE of DPO) the data is read, and the tokens of its micro-batches are counted."
+    found.epilog += (
+        " With --dataset FILE (or --pairs FILE of DPO) the data is read, and the tokens of its micro-batches "
+        "are counted."
+    )
     return found
 
 
@@ -33,7 +37,8 @@ def plan(words: Sequence[str]) -> int:
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")
-    # On fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there. Nothing is written that could be half.
+    # On fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there. Nothing is written that could
+    # be half.
     stop_at_once()
     try:
         from .. import EfficientDPOConfig, EfficientRLOOConfig

@@ -1,4 +1,5 @@
-"""`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit. `config`: accelerate's.
+"""`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit.
+`config`: accelerate's.
 
 Recipes are YAML files under `<model>/<method>/config_<name>.yaml`, whose head says what to expect of them.
 """
@@ -31,7 +32,8 @@ class Recipe(NamedTuple):
 
 def all_recipes() -> list[Recipe]:
     """Every YAML file of this package, by name."""
-    found, root = [], shipped("recipes")
+    found = []
+    root = shipped("recipes")
     for path in sorted(root.glob("*/*/config_*.yaml")):
         head, field = {"": ""}, ""  # the comment that it begins with, by field; what stands before the first under ""
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -92,7 +94,8 @@ def recipes(words: list[str]) -> int:
         print("\n".join(f"{row[0]:<{name}}  {row[1]:<{command}}  {row[2]:<{run}}  {row[3]}" for row in rows))
         print(_LEGEND)
         return 0
-    recipe, to = find(options.name), options.to
+    recipe = find(options.name)
+    to = options.to
     if not options.copy:
         print(recipe.path.read_text(encoding="utf-8"), end="")
         return 0

@@ -1,8 +1,10 @@
 """A rehearsal of a run: one training step of a small random model with the run's own arguments, data and rewards.
 
-What the libraries refuse only when a step reaches it (an unknown loss, a temperature of zero, a weight too many, a reward that
-returns texts) is found in seconds, before a weight of the real model is loaded. Whatever costs time or leaves something behind is
-small or off: layers, widths, completions, the batch; checkpoints, uploads, vLLM. A tracker is imported and built, never started.
+What the libraries refuse only when a step reaches it (an unknown loss, a temperature of zero, a weight too many, a
+reward that returns texts) is found in seconds, before a weight of the real model is loaded. Whatever costs time or
+leaves something behind is
+small or off: layers, widths, completions, the batch; checkpoints, uploads, vLLM. A tracker is imported and built,
+    never started.
 """
 
 import contextlib
@@ -36,8 +38,8 @@ _SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16,
-    "mamba_head_dim": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_n_heads": 8, "mamba_num_heads": 8,
+    "mamba_d_head": 16, "mamba_head_dim": 16,
 }  # fmt: skip
 _ROWS = 64  # of the data: enough for a batch, and for prompts drawn in the place of others
 
@@ -90,7 +92,9 @@ def small_model(config: PretrainedConfig) -> tuple[nn.Module, bool]:
 
 
 def check_trackers(names: list[str]) -> None:
-    """Build the callback of each tracker in `report_to`; it imports its package, and connects only when training begins."""
+    """Build the callback of each tracker in `report_to`; it imports its package, and connects only when training
+    begins.
+    """
     for callback in get_reporting_integration_callbacks(names):
         callback()
 
@@ -113,11 +117,9 @@ def one_step(script: ScriptArguments, config: Any, model: ModelConfig, train: Da
         model = copy.copy(model)
         model.model_name_or_path, model.model_revision = base, None
         if not of_the_class:
-            model.lora_target_modules, model.lora_target_parameters, model.lora_modules_to_save = (
-                ["all-linear"],
-                None,
-                None,
-            )
+            model.lora_target_modules = ["all-linear"]
+            model.lora_target_parameters = None
+            model.lora_modules_to_save = None
         if config.device.type == "cpu":
             model.dtype = "float32"  # bfloat16 is emulated on most CPUs
         trainer_class = getattr(trl_fsdp_qlora, type(config).__name__.replace("Config", "Trainer"))
@@ -137,11 +139,14 @@ def _of_one_step(config: Any, folder: str) -> Any:
     config.generation_batch_size = config.per_device_train_batch_size
     config.gradient_accumulation_steps = config.steps_per_generation = config.max_steps = config.logging_steps = 1
     config.max_completion_length = min(8, config.max_completion_length)
-    config.output_dir, config.report_to = str(Path(folder, "out")), []
+    config.output_dir = str(Path(folder, "out"))
+    config.report_to = []
     config.save_strategy = config.eval_strategy = "no"
     config.push_to_hub = config.load_best_model_at_end = config.do_eval = False
     config.use_vllm = config.use_transformers_continuous_batching = config.torch_compile = False
-    config.resume_from_checkpoint, config.disable_tqdm, config._n_gpu = None, True, min(1, config.n_gpu)
+    config.resume_from_checkpoint = None
+    config.disable_tqdm = True
+    config._n_gpu = min(1, config.n_gpu)
     if hasattr(config, "value_cache"):
         config.value_cache = str(Path(folder, "values"))
     if config.device.type == "cpu" and any(part in str(config.optim) for part in ("bnb", "8bit", "paged")):

@@ -1,4 +1,6 @@
-"""The scripts in recipes/ as commands: launched by accelerate where they run in several processes, called otherwise."""
+"""The scripts in recipes/ as commands: launched by accelerate where they run in several processes, called
+otherwise.
+"""
 
 import functools
 import runpy
@@ -59,7 +61,8 @@ def with_recipe(words: list[str]) -> list[str]:
 
 
 def method_of(words: Sequence[str], more: Mapping[type, type] | None = None) -> type:
-    """The config class that has every field which is used in `words`, or in the recipe that they name; GRPO's where none has.
+    """The config class that has every field which is used in `words`, or in the recipe that they name; GRPO's where
+    none has.
 
     Args:
         more: classes next to those of GRPO, T-SPMO and A*-PO, and what the script of each takes besides.
@@ -81,7 +84,9 @@ def method_of(words: Sequence[str], more: Mapping[type, type] | None = None) -> 
 
 
 def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:
-    """What tells accelerate its config: the one that was `given` by name or path, the user's own, or one that fits here."""
+    """What tells accelerate its config: the one that was `given` by name or path, the user's own, or one that fits
+    here.
+    """
     if given is not None:
         return ["--config_file", given if Path(given).is_file() else str(accelerate_config(given))]
     from accelerate.commands.config.config_args import default_config_file

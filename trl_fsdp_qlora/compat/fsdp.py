@@ -28,7 +28,8 @@ def misfit() -> str | None:
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
 
-        state, group = _fsdp_state.FSDPState, _fsdp_param_group.FSDPParamGroup
+        state = _fsdp_state.FSDPState
+        group = _fsdp_param_group.FSDPParamGroup
         _ = (
             _fsdp_common.TrainingState.IDLE,
             _fsdp_common._from_local_no_grad,
@@ -71,7 +72,9 @@ def plain_name(name: str) -> str:
 
 
 def finds_final_norm(model: nn.Module) -> bool:
-    """Whether accelerate puts the final norm and the LM head of `model` into one unit: the norm's forward then gathers both."""
+    """Whether accelerate puts the final norm and the LM head of `model` into one unit: the norm's forward then gathers
+    both.
+    """
     find = getattr(fsdp_utils, "_find_final_norm", None)
     return find is not None and find(model) is not None
 

@@ -1,7 +1,7 @@
 """The private parts of transformers' `generate` that a custom decoding loop needs, checked like TRL's.
 
-`generate(custom_generate=...)` prepares the arguments of `GenerationMixin._sample` and hands them over. Where a release
-differs, [`MISFIT`] says so and `generate` keeps its own loop.
+`generate(custom_generate=...)` prepares the arguments of `GenerationMixin._sample` and hands them over. Where a
+release differs, [`MISFIT`] says so and `generate` keeps its own loop.
 """
 
 import inspect
@@ -31,8 +31,8 @@ _EXPECTED = {
 _problems = misfits(GenerationMixin, _EXPECTED)
 MISFIT = f"transformers {transformers.__version__} differs in {_problems[0]}" if _problems else None
 
-# What each of these methods is when this module is imported: a class, an object and a patch of `GenerationMixin` differ from it.
-# Our loop takes the place of `_sample`, so a model with one of its own keeps it.
+# What each of these methods is when this module is imported: a class, an object and a patch of `GenerationMixin`
+# differ from it. Our loop takes the place of `_sample`, so a model with one of its own keeps it.
 _LIBRARY_METHODS = {
     "generate": [each.generate for each in (GenerationMixin, PeftModel, PeftModelForCausalLM, PeftModelForSeq2SeqLM)],
     "_sample": [GenerationMixin._sample],
@@ -40,7 +40,9 @@ _LIBRARY_METHODS = {
 
 
 def foreign_generation(model: nn.Module) -> str | None:
-    """Name of a method of `model` that generates by other code than transformers' or PEFT's; `None` if there is none."""
+    """Name of a method of `model` that generates by other code than transformers' or PEFT's; `None` if there is
+    none.
+    """
     for name, library_methods in _LIBRARY_METHODS.items():
         method = _without_fsdp(getattr(model, name))
         function = getattr(
@@ -52,7 +54,9 @@ def foreign_generation(model: nn.Module) -> str | None:
 
 
 def _without_fsdp(method: Any) -> Any:
-    """The method behind FSDP2's wrappers: transformers' Trainer registers `generate` as a forward method at each `train()`."""
+    """The method behind FSDP2's wrappers: transformers' Trainer registers `generate` as a forward method at each
+    `train()`.
+    """
     while True:
         function = getattr(method, "__func__", None)
         module = getattr(function, "__globals__", {}).get("__name__", "")
@@ -99,7 +103,9 @@ def pad_token(config: GenerationConfig) -> torch.Tensor | None:
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether `generate` gives the model a `DynamicCache` that it uses: the oldest models run whole rows for each token."""
+    """Whether `generate` gives the model a `DynamicCache` that it uses: the oldest models run whole rows for each
+    token.
+    """
     takes_one = {"past_key_values", "cache_params"} & set(inspect.signature(type(model).forward).parameters)
     return bool(takes_one) and model._supports_default_dynamic_cache()
 

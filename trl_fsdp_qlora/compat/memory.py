@@ -1,7 +1,7 @@
 """Counting the bytes of a pass without running it: torch's fake tensors, and a mode that follows storages.
 
-`torch.distributed._tools.MemTracker` follows them too, but hooks every parameter for its gradient, which is an error for one that
-is frozen and so for LoRA, and copies its table of modules at every operator.
+`torch.distributed._tools.MemTracker` follows them too, but hooks every parameter for its gradient, which is an error
+for one that is frozen and so for LoRA, and copies its table of modules at every operator.
 """
 
 import weakref

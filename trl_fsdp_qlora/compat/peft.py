@@ -35,13 +35,14 @@ def adapted_parts(model: nn.Module) -> list[tuple[str, str]]:
 def lora_factors_beside_the_weight() -> None:
     """Let PEFT adapt parameters (`LoraConfig.target_parameters`) that hold no numbers, but packed bytes.
 
-    PEFT's `ParamWrapper` reads shape and dtype off the parameter and adds the whole update to it. For a base layer with
-    `layouts` the shape comes from there, and the active adapters' factors are handed to it in `lora`.
+    PEFT's `ParamWrapper` reads shape and dtype off the parameter and adds the whole update to it. For a base layer
+    with `layouts` the shape comes from there, and the active adapters' factors are handed to it in `lora`.
     """
     if hasattr(ParamWrapper, "_factors_beside"):
         return
     ParamWrapper._factors_beside = True
-    stock_features, stock_activate = ParamWrapper._get_in_out_features, ParamWrapper._activate_lora
+    stock_features = ParamWrapper._get_in_out_features
+    stock_activate = ParamWrapper._activate_lora
 
     def packed(self):
         return self.parameter_name in getattr(self.get_base_layer(), "layouts", ())
@@ -50,7 +51,8 @@ def lora_factors_beside_the_weight() -> None:
         if not packed(self):
             return stock_features(self, module)
         base = self.get_base_layer()
-        self.num_experts, self._param_ndim = base.num_experts, 3
+        self.num_experts = base.num_experts
+        self._param_ndim = 3
         out_features, in_features = base.layouts[self.parameter_name].shape
         # In the order in which transformers would have stored them, as `update_layer` turns them round.
         return (in_features, out_features) if base.is_transposed else (out_features, in_features)
@@ -71,8 +73,11 @@ def lora_factors_beside_the_weight() -> None:
             del base.lora[self.parameter_name]
 
     def factors(self, adapter):
-        """`(experts, out, r)`, `(experts, r, in)` and the scaling; the same weights as `get_delta_weight` multiplies."""
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        """`(experts, out, r)`, `(experts, r, in)` and the scaling; the same weights as `get_delta_weight`
+        multiplies.
+        """
+        a = self.lora_A[adapter].weight
+        b = self.lora_B[adapter].weight
         rhs = a.reshape(self.num_experts, -1, a.shape[-1])
         lhs = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
         return lhs, rhs, self.scaling[adapter]

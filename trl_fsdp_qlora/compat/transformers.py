@@ -56,9 +56,9 @@ def no_optimizer_read() -> AbstractContextManager:
     return replaced(Trainer, _load_optimizer_and_scheduler=lambda self, checkpoint: None)
 
 
-# Transformers looks for the kernel of an attention implementation with "flash" in its name by that name, in the config, each time
-# the function underneath runs. So what is registered on top of one must have a name without the word, and the one underneath must
-# find its own name while it runs.
+# Transformers looks for the kernel of an attention implementation with "flash" in its name by that name, in the
+# config, each time the function underneath runs. So what is registered on top of one must have a name without the
+# word, and the one underneath must find its own name while it runs.
 
 
 def is_flash(name: str) -> bool:

@@ -1,7 +1,8 @@
-"""Triton where it is there: a kernel of ours has the torch code that it replaces beside it, as its reference and wherever it cannot run.
+"""Triton where it is there: a kernel of ours has the torch code that it replaces beside it, as its reference and
+wherever it cannot run.
 
-Triton comes with torch's CUDA build, and its interpreter (`TRITON_INTERPRET=1` before the import) runs kernels on a CPU, which is
-how they are tested.
+Triton comes with torch's CUDA build, and its interpreter (`TRITON_INTERPRET=1` before the import) runs kernels on a
+CPU, which is how they are tested.
 """
 
 import logging
@@ -37,8 +38,8 @@ def interpreted(kernel) -> bool:
 
 
 def launch(kernel, programs: int, *args, **constants) -> bool:
-    """Launch `kernel`; `False` where Triton could not compile it (an old card, an old driver, no C compiler), of which one line is
-    logged. Nothing was written then, and the kernel is not tried again."""
+    """Launch `kernel`; `False` where Triton could not compile it (an old card, an old driver, no C compiler), of which
+    one line is logged. Nothing was written then, and the kernel is not tried again."""
     try:
         kernel[(programs,)](*args, **constants)
     except torch.OutOfMemoryError:

@@ -42,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 TESTED_TRL = "1.16"
 # What a micro-batch may hold for the log-probabilities to be compared with.
-OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS = "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"
+OLD_LOGPS = "old_per_token_logps"
+REFERENCE_LOGPS = "ref_per_token_logps"
+SAMPLED_LOGPS = "sampling_per_token_logps"
 COMPARED = (OLD_LOGPS, REFERENCE_LOGPS, SAMPLED_LOGPS)
 IMPORTANCE_RATIO = "importance_sampling_ratio"  # of vLLM's samples, one per token or per completion
 # What TRL logs of them.
@@ -72,7 +74,9 @@ if Version(trl.__version__).release[:2] != Version(TESTED_TRL).release:
 
 
 def rewards_of_rank(trainer: GRPOTrainer, rows: list, prompts: list, completions: list, ids: list) -> torch.Tensor:
-    """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and unlogged: TRL gathers them in the end."""
+    """TRL's rewards of R completions by K functions, `(R, K)`, of this rank alone and unlogged: TRL gathers them in
+    the end.
+    """
     unlogged = replaced(trainer, _log_completion_extra=lambda *_: None, _log_metric=lambda *_: None)
     with replaced(grpo_trainer, gather=lambda rewards: rewards), unlogged:
         return GRPOTrainer._calculate_rewards(trainer, rows, prompts, completions, ids)
@@ -85,12 +89,16 @@ def with_response_schema(tokenizer: Any) -> Any:
 
 
 def training_chat_template(tokenizer: Any) -> str | None:
-    """The chat template with which `GRPOTrainer` renders episodes in the place of the tokenizer's own; `None` if that serves."""
+    """The chat template with which `GRPOTrainer` renders episodes in the place of the tokenizer's own; `None` if that
+    serves.
+    """
     return None if is_chat_template_prefix_preserving(tokenizer) else get_training_chat_template(tokenizer)
 
 
 def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, messages: list[dict]) -> list[int]:
-    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn: tool results, and the turn's opening."""
+    """Token ids that `GRPOTrainer` puts between a turn's last token and the next turn: tool results, and the turn's
+    opening.
+    """
     trainer = SimpleNamespace(_is_vlm=False, processing_class=tokenizer, _tokenizer=tokenizer)
     trainer.chat_template, trainer.chat_template_kwargs = chat_template, options
     return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
@@ -98,7 +106,8 @@ def tool_suffix_ids(tokenizer: Any, chat_template: str | None, options: dict, me
 
 def rows_of_images(vision: dict[str, Any], rows: Iterable[int]) -> dict[str, Any]:
     """TRL's vision arguments for some rows of a batch: pixels and grids per image, everything else per row."""
-    apart, rows = split_pixel_values_by_grid(vision), [int(row) for row in rows]
+    apart = split_pixel_values_by_grid(vision)
+    rows = [int(row) for row in rows]
     chosen = {}
     for name, x in apart.items():
         of_rows = [x[row] for row in rows]
@@ -115,9 +124,11 @@ def joined_images(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def counts_experts(text_config: PretrainedConfig) -> bool:
-    """Whether there is a router to take a loss of; the number of experts is then where TRL's fused forward looks for it.
+    """Whether there is a router to take a loss of; the number of experts is then where TRL's fused forward looks for
+    it.
 
-    Granite's, among others, call it otherwise (an AttributeError in TRL 1.16), and dense ones of theirs have a coefficient too.
+    Granite's, among others, call it otherwise (an AttributeError in TRL 1.16), and dense ones of theirs have a
+    coefficient too.
     """
     if not hasattr(text_config, "num_experts"):
         names = ("num_local_experts", "n_routed_experts")
@@ -136,7 +147,8 @@ class FusedHead(NamedTuple):
 
 
 def fused_head(forward: Callable) -> FusedHead | None:
-    """The settings of TRL's fused head if `forward` is the method that `add_fused_lm_head` gave to a model, else `None`.
+    """The settings of TRL's fused head if `forward` is the method that `add_fused_lm_head` gave to a model, else
+    `None`.
 
     TRL keeps them in the closure of that method.
     """

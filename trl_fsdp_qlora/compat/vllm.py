@@ -20,13 +20,15 @@ _EXPECTED = {
     "VLLMGeneration.sync_weights": "self",
     "VLLMGeneration.generate": "self prompts images num_generations profiler",
     "VLLMClient.get_server_info": "self",
-    "VLLMClient.generate": "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens logprobs "
-    "structured_outputs_regex generation_kwargs",
+    "VLLMClient.generate": "self prompts features n repetition_penalty temperature top_p top_k min_p max_tokens "
+    "logprobs structured_outputs_regex generation_kwargs",
 }
 
 
 def adapter_misfits() -> list[str]:
-    """Where the installed TRL differs from what an engine that is sent the adapter is written for; empty where it fits."""
+    """Where the installed TRL differs from what an engine that is sent the adapter is written for; empty where it
+    fits.
+    """
     try:
         from trl.generation import vllm_generation
 
@@ -57,7 +59,8 @@ def trl_starts(make_engine: Callable[..., Any] | None, engine_kwargs: dict[str, 
 def leave_groups_that_are_gone(llm: Any) -> None:
     """Let vLLM's `LLM` in this process end without a traceback after `torch.distributed.destroy_process_group()`.
 
-    When its engine is collected, or the process ends, vLLM destroys process groups of its own, which that call has taken along.
+    When its engine is collected, or the process ends, vLLM destroys process groups of its own, which that call has
+    taken along.
     """
     client = getattr(llm.llm_engine, "engine_core", None)
     finalizer = getattr(client, "_finalizer", None)

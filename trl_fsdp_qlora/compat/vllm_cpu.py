@@ -1,7 +1,8 @@
-"""LoRA layers of a vLLM engine on CPUs, for batches in which every row has the same adapter, as all of a rollout's have.
+"""LoRA layers of a vLLM engine on CPUs, for batches in which every row has the same adapter, as all of a rollout's
+have.
 
-vLLM's CPU backend copies a layer's adapter once for every token of a batch: 51 of 71 seconds of a profile. Here two matrix
-products do. Importing this needs vLLM, so only what starts an engine on CPUs does.
+vLLM's CPU backend copies a layer's adapter once for every token of a batch: 51 of 71 seconds of a profile. Here two
+matrix products do. Importing this needs vLLM, so only what starts an engine on CPUs does.
 """
 
 from contextlib import nullcontext
@@ -29,11 +30,14 @@ class OneAdapterOnCPU(Stock):
         self.slot = lora_index_to_id.index(adapters.pop()) if alone else None
 
     def add_lora_linear(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs) -> None:
-        """Add to `y` `(tokens, sum of output_slices)`: for each slice `(slots, 1, rank, in)` and `(slots, 1, out, rank)`."""
+        """Add to `y` `(tokens, sum of output_slices)`: for each slice `(slots, 1, rank, in)` and
+        `(slots, 1, out, rank)`.
+        """
         if self.slot is None:
             super().add_lora_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs)
             return
-        rows, left = y.view(-1, y.shape[-1]), 0
+        rows = y.view(-1, y.shape[-1])
+        left = 0
         for down, up, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             low = x.view(-1, x.shape[-1]) @ down[self.slot, 0].T.to(x.dtype)
             rows[:, left : left + width].addmm_(low, up[self.slot, 0, :width].T.to(low.dtype), alpha=scale)

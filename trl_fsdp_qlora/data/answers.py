@@ -37,7 +37,8 @@ NUMBER = re.compile(
     rf"(?P<below>(?>\s{{0,4}}/\s{{0,4}}{_DIGITS})*)(?:\s{{0,4}}%)?"
 )
 _PLAIN = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
-_VERLS, _WHOLE = re.compile(r"#### (-?[0-9.,]+)"), re.compile(r"0|-?[1-9][0-9]*")
+_VERLS = re.compile(r"#### (-?[0-9.,]+)")
+_WHOLE = re.compile(r"0|-?[1-9][0-9]*")
 _LATEX = re.compile(r"[\\^]")
 
 
@@ -62,7 +63,9 @@ def completion_text(completion: Completion) -> str:
 
 
 def _value(match: re.Match) -> Fraction | None:
-    """Of a [`NUMBER`]; `None` for a division by zero, a chain of divisions (a date), and what is too long to be meant."""
+    """Of a [`NUMBER`]; `None` for a division by zero, a chain of divisions (a date), and what is too long to be
+    meant.
+    """
     values = []
     for digits in [match["digits"], *match["below"].split("/")[1:]][:3]:
         mantissa, _, exponent = digits.strip().lower().partition("e")
@@ -106,16 +109,19 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
         text: the completion; the answer is looked for in its last 100,000 characters.
         answer_format: `"hash"`: after the last `####`; `"tags"`: inside the last `<answer>` element; `"boxed"`: inside
             the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
-            there; `"first_line"`: the first line that is not empty; `"verl"`: what verl's scorer of GSM8K takes for right where it
-            is right: the whole number behind the last `#### ` among the last 300 characters. verl compares texts, without commas,
-            where [`answers_match`] compares values, so what is not written as a whole number (`18.`, `18.0`) is no answer here.
+            there; `"first_line"`: the first line that is not empty; `"verl"`: what verl's scorer of GSM8K takes for
+            right where it
+            is right: the whole number behind the last `#### ` among the last 300 characters. verl compares texts,
+            without commas, where [`answers_match`] compares values, so what is not written as a whole number (`18.`,
+            `18.0`) is no answer here.
 
     Raises:
         UserError: unknown `answer_format`.
     """
     if answer_format not in ANSWER_FORMATS:
         raise UserError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}")
-    text, inside = text[-MAX_TEXT:], None
+    text = text[-MAX_TEXT:]
+    inside = None
     if answer_format == "verl":
         found = _VERLS.findall(text[-300:])
         last = found[-1].replace(",", "") if found else ""
@@ -140,7 +146,8 @@ def extract_answer(text: str, answer_format: str = "auto") -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    start, depth = text.rfind("\\boxed{"), 0
+    start = text.rfind("\\boxed{")
+    depth = 0
     for brace in re.finditer(r"[{}]", text[start:]) if start >= 0 else ():
         depth += 1 if brace.group() == "{" else -1
         if depth == 0:
@@ -177,7 +184,8 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
     shown = f"{answer:#x}" if isinstance(answer, int) else repr(answer)
     latex = "" if math_worker.installed() else f" (LaTeX answers need: {INSTALL_MATH})"
     raise UnparsableGoldAnswer(
-        f"the gold answer of row {row} cannot be read as a number{latex}: {shown[:120]}. Correct the row or leave it out of the dataset."
+        f"the gold answer of row {row} cannot be read as a number{latex}: {shown[:120]}. Correct the row or leave it "
+        "out of the dataset."
     )
 
 
@@ -207,8 +215,8 @@ def _is_latex(text: str) -> bool:
     return len(text) <= MAX_LATEX and _LATEX.search(text) is not None
 
 
-# The completions of a group often give the same answer, and every one has the same gold; what took too long once is not
-# asked again.
+# The completions of a group often give the same answer, and every one has the same gold; what took too long once is
+# not asked again.
 @functools.lru_cache(maxsize=16_384)
 def _parses(text: str) -> bool:
     return bool(math_worker.ask(f"${text}$"))

@@ -1,4 +1,6 @@
-"""Problems with one exact answer, from a file, the Hub or a function of one's own, as TRL wants them; and those of a recipe."""
+"""Problems with one exact answer, from a file, the Hub or a function of one's own, as TRL wants them; and those of a
+recipe.
+"""
 
 import hashlib
 import inspect
@@ -26,7 +28,9 @@ _READERS |= {".parquet": ("parquet", {})}
 
 
 def has_splits(source: str) -> bool:
-    """Whether `source` has parts to choose among: a file, one saved `Dataset` and a function without `split` have not."""
+    """Whether `source` has parts to choose among: a file, one saved `Dataset` and a function without `split` have
+    not.
+    """
     if is_import_path(source) and not reasoning_gym.is_generated(source):
         return "split" in inspect.signature(load_function(source)).parameters
     path = Path(source)
@@ -36,7 +40,8 @@ def has_splits(source: str) -> bool:
 def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
     """The rows of [`read_problems`]'s `source` as they are."""
     if source in TASKS:
-        task, pairs = TASKS[source], two_digit_pairs()[split == "test"]
+        task = TASKS[source]
+        pairs = two_digit_pairs()[split == "test"]
         return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
     if source == "coloured_shapes":
         from ..small_base.vision import coloured_shapes  # with Pillow, which text does without
@@ -63,10 +68,13 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
 
 
 def read_images(row: dict, source: str, where: str) -> list[dict]:
-    """The pictures of a row as `{"bytes": ..., "path": None}`, read to their end; [`DatasetError`] names the row of a broken one."""
+    """The pictures of a row as `{"bytes": ..., "path": None}`, read to their end; [`DatasetError`] names the row of a
+    broken one.
+    """
     from PIL import Image as PILImage
 
-    given, read = row.get("images") if row.get("images") is not None else row.get("image"), []
+    given = row.get("images") if row.get("images") is not None else row.get("image")
+    read = []
     for one in given if isinstance(given, list) else [] if given is None else [given]:
         one = {"path": one} if isinstance(one, str) else one
         try:
@@ -94,8 +102,9 @@ def read_problems(
     """Questions and gold answers of a dataset, each checked to be parsable.
 
     Args:
-        source: as the field `dataset` of a recipe; a folder may be one that `load_dataset` or `load_from_disk` reads, and a function's
-            parameter `split` gets the split. A column `image` or `images` holds pictures, or their files' paths.
+        source: as the field `dataset` of a recipe; a folder may be one that `load_dataset` or `load_from_disk` reads,
+            and a function's parameter `split` gets the split. A column `image` or `images` holds pictures, or their
+            files' paths.
         split, config: of a folder or the Hub; several splits are `train+test`.
         question_column, answer_column: where they are not those of [`COLUMNS`].
         whole_rows: also `columns`, the row as it is.
@@ -140,7 +149,8 @@ def read_problems(
                 raise DatasetError(f"{where}: the field {name!r} is empty; complete the row or leave it out")
             if name != gold_name and not isinstance(row[name], str):
                 raise DatasetError(f"{where}: the field {name!r} must be text, not {row[name]!r}")
-        question, answer = row[question_name].strip(), row[gold_name]
+        question = row[question_name].strip()
+        answer = row[gold_name]
         for part in (row[name].strip() for name in bodies):
             question = f"{part}{'.' * (not part.endswith(('.', '?', ',')))} {question}"
         if isinstance(answer, str):
@@ -164,7 +174,8 @@ def _question_key(problem: dict) -> str:
 
 
 def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
-    """Split one set into (train, held out) by question, so that equal questions never stand on both sides; always alike.
+    """Split one set into (train, held out) by question, so that equal questions never stand on both sides; always
+    alike.
 
     Raises:
         DatasetError: `count`, which `field` asks for, leaves nothing to train on.
@@ -173,7 +184,8 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
     if not 0 < count < len(keys):
         raise DatasetError(f"{field}={count} of {len(keys)} different questions leaves nothing on one side")
     random.Random(0).shuffle(keys)
-    chosen, parts = set(keys[:count]), ([], [])
+    chosen = set(keys[:count])
+    parts = ([], [])
     for problem in problems:
         parts[_question_key(problem) in chosen].append(problem)
     return parts
@@ -187,7 +199,9 @@ def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[d
 
 
 def check_template(template: str) -> None:
-    """Refuse a `template` without `{question}`, or with another `{name}`, which nothing fills in: a [`DatasetError`]."""
+    """Refuse a `template` without `{question}`, or with another `{name}`, which nothing fills in: a
+    [`DatasetError`].
+    """
     if "{question}" not in template:
         raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
     # Not \boxed{answer}: what a word stands before is LaTeX, and stays as it is.
@@ -199,10 +213,11 @@ def check_template(template: str) -> None:
 def to_prompts(
     problems: Sequence[dict], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
 ) -> Dataset:
-    """A dataset with TRL's `prompt` column (conversational, or plain text with `chat=False`), `answer` and `row`, of problems as from
-    [`read_problems`]; those of reasoning-gym keep their `difficulty` and `entry`.
+    """A dataset with TRL's `prompt` column (conversational, or plain text with `chat=False`), `answer` and `row`, of
+    problems as from [`read_problems`]; those of reasoning-gym keep their `difficulty` and `entry`.
 
-    `system_prompt` stands before the user's turn, or before the text. `template` is how a question becomes the user's turn.
+    `system_prompt` stands before the user's turn, or before the text. `template` is how a question becomes the user's
+    turn.
 
     Raises:
         DatasetError: `template` has no `{question}`, or an unknown `{name}`; `problems` is empty.

@@ -1,7 +1,8 @@
 """math-verify in a process of its own, with a deadline: `\\boxed{9^{9^{9^9}}}` costs a run two seconds, not its life.
 
-[`ask`] is the trainer's side; run as a script, this file is the worker. No `ProcessPoolExecutor`: its processes import the
-user's script again, and training scripts begin at their top level. A signal alone does not end one long multiplication.
+[`ask`] is the trainer's side; run as a script, this file is the worker. No `ProcessPoolExecutor`: its processes import
+the user's script again, and training scripts begin at their top level. A signal alone does not end one long
+multiplication.
 """
 
 import atexit
@@ -33,7 +34,8 @@ def installed() -> bool:
 def ask(*texts: str) -> bool | None:
     """Whether math-verify finds an expression in one text, or takes the second text for the first.
 
-    `None` where it does not come to an end, which is logged; such a worker is ended, and the next question starts another.
+    `None` where it does not come to an end, which is logged; such a worker is ended, and the next question starts
+    another.
     """
     global _worker
     with _lock:

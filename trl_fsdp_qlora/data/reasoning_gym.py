@@ -3,10 +3,11 @@
     dataset: reasoning_gym:chain_sum(min_terms=2, max_terms=2)       one generator and its settings
     dataset: reasoning_gym:3*chain_sum(max_digits=2) + letter_counting   a mixture; three of four problems are sums
 
-Problem i of a generator depends on its `seed` and i alone. The training split is `size` different problems (10,000 if no
-generator has a `size`), so that none comes twice in a run of as many prompts; the test split is up to 500 of seeds far away
-from those, and no question stands in both. The data set stays one with an index, since an interrupted run resumes in it and
-A*-PO keeps a value per problem. Each row carries its `entry`, from which the verifier makes the problem again.
+Problem i of a generator depends on its `seed` and i alone. The training split is `size` different problems (10,000 if
+no generator has a `size`), so that none comes twice in a run of as many prompts; the test split is up to 500 of seeds
+far away from those, and no question stands in both. The data set stays one with an index, since an interrupted run
+resumes in it and A*-PO keeps a value per problem. Each row carries its `entry`, from which the verifier makes the
+problem again.
 """
 
 import ast
@@ -61,14 +62,17 @@ def _generators(source: str, split: str) -> list[tuple[float, Any]]:
 def _terms(source: str) -> list[tuple[float, str, dict[str, Any]]]:
     """(weight, name, settings) of the generators that `source` names."""
     try:
-        terms, waiting = [], [ast.parse(source.removeprefix(PREFIX).strip(), mode="eval").body]
+        terms = []
+        waiting = [ast.parse(source.removeprefix(PREFIX).strip(), mode="eval").body]
         while waiting:
-            node, weight = waiting.pop(), 1.0
+            node = waiting.pop()
+            weight = 1.0
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
                 waiting += [node.right, node.left]
                 continue
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-                weight, node = float(ast.literal_eval(node.left)), node.right
+                weight = float(ast.literal_eval(node.left))
+                node = node.right
             call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
             if not isinstance(call.func, ast.Name) or call.args or not weight > 0:
                 raise ValueError
@@ -76,8 +80,8 @@ def _terms(source: str) -> list[tuple[float, str, dict[str, Any]]]:
         return terms
     except (SyntaxError, ValueError, TypeError):
         raise DatasetError(
-            f"dataset {source!r} is not spelled as generators; write {PREFIX}chain_sum, {PREFIX}chain_sum(max_terms=3) or "
-            f"{PREFIX}3*chain_sum(max_terms=3) + letter_counting"
+            f"dataset {source!r} is not spelled as generators; write {PREFIX}chain_sum, "
+            f"{PREFIX}chain_sum(max_terms=3) or {PREFIX}3*chain_sum(max_terms=3) + letter_counting"
         ) from None
 
 
@@ -94,7 +98,8 @@ def _problem(source: str, split: str, index: int) -> tuple[Any, dict[str, Any]]:
 def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
     """The problems of both splits; a training problem whose question is in the test split is left out."""
     sizes = [settings["size"] for _, _, settings in _terms(source) if "size" in settings]
-    found, seen = {}, set()
+    found = {}
+    seen = set()
     for split, count in (("test", TEST_PROBLEMS), ("train", max(sizes, default=_TRAIN_PROBLEMS))):
         problems = found[split] = []
         for index in range(3 * count):
@@ -112,7 +117,8 @@ def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def read_problems(source: str, split: str) -> list[dict[str, Any]]:
-    """The different problems of a split, with `difficulty`, what the generator says of it, and `entry`, for the verifier.
+    """The different problems of a split, with `difficulty`, what the generator says of it, and `entry`, for the
+    verifier.
 
     Raises:
         DatasetError: no such generator, setting or split; a setting that is refused; reasoning-gym is not installed.
@@ -133,7 +139,9 @@ def accepts(entry: str) -> Callable[[str | None], bool]:
 
 
 def verifier_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
-    """The reward of generated problems: their generator's own verifier on the final answer, which stands in `answer_format`."""
+    """The reward of generated problems: their generator's own verifier on the final answer, which stands in
+    `answer_format`.
+    """
 
     def reasoning_gym(completions: Sequence[Completion], entry: Sequence[str], **_columns) -> list[float]:
         answers = (extract_answer(completion_text(completion), answer_format) for completion in completions)

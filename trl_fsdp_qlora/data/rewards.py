@@ -1,8 +1,9 @@
 """Rewards that the recipes need and TRL does not have.
 
-Every reward takes what TRL passes (`completions`, plus the dataset's columns as keyword lists) and returns one float per
-completion, or `None` where the row has no answer: of several tasks in one dataset, those of another. A gold answer that cannot
-be parsed is an error that names its row, never a reward.
+Every reward takes what TRL passes (`completions`, plus the dataset's columns as keyword lists) and returns one float
+per
+completion, or `None` where the row has no answer: of several tasks in one dataset, those of another. A gold answer
+that cannot be parsed is an error that names its row, never a reward.
 """
 
 import re
@@ -24,7 +25,9 @@ def _gold_rows(answer: Sequence, columns: dict) -> list[Fraction | str | None]:
 
 
 def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float | None]]:
-    """A reward, `exact_answer`, of 1.0 for the right final answer ([`extract_answer`]), else 0.0. Needs an `answer` column."""
+    """A reward, `exact_answer`, of 1.0 for the right final answer ([`extract_answer`]), else 0.0. Needs an `answer`
+    column.
+    """
     extract_answer("", answer_format)  # an unknown format is an error now, not in the first step
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
@@ -42,7 +45,8 @@ def tag_format_reward(completions: Sequence[Completion], **_columns) -> list[flo
 
 def _is_tagged(text: str) -> bool:
     # Not one pattern with two `.*?`: on a text full of closing tags it takes the square of its length.
-    first, last = _TAGS[0], _TAGS[-1]
+    first = _TAGS[0]
+    last = _TAGS[-1]
     if not (text.startswith(first) and text.endswith(last)):
         return False
     return _BETWEEN.search(text, len(first), len(text) - len(last)) is not None

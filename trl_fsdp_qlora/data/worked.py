@@ -11,14 +11,17 @@ def worked(row: dict) -> str | None:
     """
     if "####" in str(row.get("answer")):
         return re.sub(r"<<.*?>>", "", row["answer"]).strip()
-    text, lines = str(row.get("Equation")), []
+    text = str(row.get("Equation"))
+    lines = []
     number = r"(-?\d+(?:\.\d+)?(?:/\d+)?)"
 
     def shown(x: Fraction) -> str:
         return str(int(x) if x.denominator == 1 else float(x) if float(x) == x else x)
 
     while found := re.search(rf"\( {number} ([-+*/]) {number} \)", text):  # the innermost, from the left
-        a, sign, b = Fraction(found[1]), found[2], Fraction(found[3])
+        a = Fraction(found[1])
+        sign = found[2]
+        b = Fraction(found[3])
         if sign == "/" and not b:
             return None
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or 1)}[sign]

@@ -1,10 +1,13 @@
-"""The cache while decoding: a prompt's is repeated for its rows, with room for what follows, and rows that have ended leave."""
+"""The cache while decoding: a prompt's is repeated for its rows, with room for what follows, and rows that have ended
+leave.
+"""
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-# Layers whose states have one entry per row; static layers have a fixed batch size. By name: transformers 5.17 has fewer.
+# Layers whose states have one entry per row; static layers have a fixed batch size. By name: transformers 5.17 has
+# fewer.
 _BY_ROW = {
     "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionLayer",
@@ -16,13 +19,15 @@ _ROOM = 16
 class RoomyLayer(DynamicLayer):
     """A full-attention layer that writes new keys and values behind the old ones, into room made for `_ROOM` at once.
 
-    `DynamicLayer` copies the whole cache for every token. What attention reads is the same, entry by entry. It takes over the rows
-    `rows_R` of keys and values `(rows, H_kv, L, D)`, and never makes room beyond `max_length` positions.
+    `DynamicLayer` copies the whole cache for every token. What attention reads is the same, entry by entry. It takes
+    over the rows `rows_R` of keys and values `(rows, H_kv, L, D)`, and never makes room beyond `max_length` positions.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows_R: torch.Tensor, max_length: int):
         super().__init__()
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.dtype = keys.dtype
+        self.device = keys.device
+        self.is_initialized = True
         self.max_length = max_length
         self.keys, self.values = keys, values
         self.batch_select_indices(rows_R)
@@ -39,7 +44,8 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :length] for room in self._rooms)
 
     def update(self, key_states, value_states, *args, **kwargs):
-        length, new = self.keys.shape[-2], key_states.shape[-2]
+        length = self.keys.shape[-2]
+        new = key_states.shape[-2]
         if length + new > self._rooms[0].shape[-2]:
             self.batch_select_indices(torch.arange(len(self.keys)), new)
         for room, states in zip(self._rooms, (key_states, value_states), strict=True):

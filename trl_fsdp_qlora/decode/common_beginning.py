@@ -1,8 +1,10 @@
-"""A beginning that all prompts of a batch have in common (system prompt, tool schemas, worked examples) is prefilled once.
+"""A beginning that all prompts of a batch have in common (system prompt, tool schemas, worked examples) is prefilled
+once.
 
-It runs as a batch of one; its keys and values are expanded to the prompts, and only the rest of each prompt is prefilled behind them.
-Padding that stood in front of a prompt then stands between the beginning and the rest. Rows keep their width and their real tokens'
-positions, so the decoding loop goes on from the arguments returned here as it does from `generate`'s own.
+It runs as a batch of one; its keys and values are expanded to the prompts, and only the rest of each prompt is
+prefilled behind them. Padding that stood in front of a prompt then stands between the beginning and the rest. Rows
+keep their width and their real tokens' positions, so the decoding loop goes on from the arguments returned here as it
+does from `generate`'s own.
 """
 
 import torch
@@ -14,7 +16,8 @@ from ..prefix_sharing.support import layer_types, position_limit, sees_distances
 
 # A beginning is prefilled on its own if that saves so many tokens: it costs one more forward.
 _MIN_SAVED_TOKENS = 256
-# Arguments of the prefill whose meaning is known here; with any other (images, token types) prompts are prefilled as they are.
+# Arguments of the prefill whose meaning is known here; with any other (images, token types) prompts are prefilled as
+# they are.
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 
@@ -68,13 +71,16 @@ def _is_exact_for(model: PreTrainedModel) -> bool:
 
 
 def _length(ids_UP: torch.Tensor, kwargs: dict) -> int:
-    """Tokens of the beginning that all prompts have in common; 0 if it saves too little or the arguments are not plain.
+    """Tokens of the beginning that all prompts have in common; 0 if it saves too little or the arguments are not
+    plain.
 
     One token is left to the shortest prompt: its logits choose the first token of the completion.
     """
     if {name for name, value in kwargs.items() if value is not None} - _ARGUMENTS:
         return 0
-    cache, mask_UP, position_ids = kwargs.get("past_key_values"), _mask(ids_UP, kwargs), kwargs.get("position_ids")
+    cache = kwargs.get("past_key_values")
+    mask_UP = _mask(ids_UP, kwargs)
+    position_ids = kwargs.get("position_ids")
     if position_ids is None or not mask_UP.shape == position_ids.shape == ids_UP.shape:
         return 0
     layers = cache.layers if isinstance(cache, DynamicCache) else []
@@ -97,7 +103,9 @@ def _mask(ids_UP: torch.Tensor, kwargs: dict) -> torch.Tensor:
 
 
 def _expand(cache: DynamicCache, rows: int) -> None:
-    """Let `cache`, of one row, be that of `rows` equal ones; keys and values are copied with the next that are appended."""
+    """Let `cache`, of one row, be that of `rows` equal ones; keys and values are copied with the next that are
+    appended.
+    """
     for layer in cache.layers:
         if layer.get_seq_length():
             layer.keys, layer.values = (x.expand(rows, -1, -1, -1) for x in (layer.keys, layer.values))

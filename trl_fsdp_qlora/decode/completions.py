@@ -93,7 +93,9 @@ def complete(
 
 
 class EngineModel:
-    """vLLM (a server, or an engine of this rank's own) in the place of a model in [`generate`]; the config is the model's."""
+    """vLLM (a server, or an engine of this rank's own) in the place of a model in [`generate`]; the config is the
+    model's.
+    """
 
     def __init__(self, engine: "AdapterEngine", generation_config: GenerationConfig):
         self.engine, self.generation_config = engine, generation_config
@@ -113,7 +115,8 @@ class EngineModel:
                 return list(pool.map(ask, prompt_ids, settings))
         from vllm import SamplingParams
 
-        llm, sleeps = self.engine.llm, self.engine.enable_sleep_mode
+        llm = self.engine.llm
+        sleeps = self.engine.enable_sleep_mode
         if sleeps:
             llm.wake_up()
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
@@ -125,7 +128,8 @@ class EngineModel:
 
 def sampling(config: GenerationConfig, seed: int | None) -> dict:
     """vLLM's sampling parameters of a row for a generation config of transformers."""
-    ends, wanted = config.eos_token_id, ["repetition_penalty"]
+    ends = config.eos_token_id
+    wanted = ["repetition_penalty"]
     settings = {"max_tokens": config.max_new_tokens, "temperature": float(config.do_sample or 0)}
     settings["stop_token_ids"] = list(ends) if isinstance(ends, list | tuple | set) else [ends]
     if config.do_sample:
@@ -197,7 +201,8 @@ def over_ranks(
     state = PartialState()
     batches = [range(i, min(i + batch_size, count)) for i in range(0, count, batch_size)]
     mine = batches[state.process_index :: state.num_processes]
-    results, hidden = [], description is None or not state.is_main_process
+    results = []
+    hidden = description is None or not state.is_main_process
     with progress(description or "", sum(map(len, mine)), "problems", hidden=hidden) as bar:
         for batch in mine:
             results += zip(batch, score(batch, generate(batch)), strict=True)

@@ -35,13 +35,17 @@ class Rollout:
     """Where completions come from, on whatever the model is wrapped in; `backend` is TRL's `DistributedBackend`."""
 
     def __init__(self, args: Any, accelerator: Accelerator, backend: Any):
-        self.args, self.accelerator, self.backend = args, accelerator, backend
+        self.args = args
+        self.accelerator = accelerator
+        self.backend = backend
         self._work = DecodingWork()
         self._turns: KeptTurns | None = None
 
     @contextmanager
     def episodes(self, turns: int) -> Iterator[None]:
-        """Inside, rows keep their caches from one turn to the next; `turns` may follow the first. Nothing is kept behind it."""
+        """Inside, rows keep their caches from one turn to the next; `turns` may follow the first. Nothing is kept
+        behind it.
+        """
         limit = FREE_SHARE * free_bytes(self.accelerator.device)
         self._turns = KeptTurns(limit, turns)
         try:
@@ -55,12 +59,14 @@ class Rollout:
         return self.accelerator.num_processes > 1 and (self.backend.is_fsdp or self.backend.is_zero3)
 
     def refuse_unprepared(self, what: str, model: nn.Module, wrapped: nn.Module) -> None:
-        """A `RuntimeError` where `what` needs a forward of a model that is still to be sharded; says what to do instead."""
+        """A `RuntimeError` where `what` needs a forward of a model that is still to be sharded; says what to do
+        instead.
+        """
         prepared = wrapped is not model or any(isinstance(p, DTensor) for p in model.parameters())
         if self.is_sharded and not prepared:
             raise RuntimeError(
-                f"{what} needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 in its first "
-                "step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
+                f"{what} needs a forward of a sharded model, and only train() prepares it: let train() run stage 1 "
+                "in its first step, or run stage 1 without FSDP or ZeRO-3 first (--stage estimate)"
             )
 
     def training_turn(
@@ -103,7 +109,8 @@ class Rollout:
                 logger.warning_once("rollouts: every turn of prompts with images is prefilled whole, as in stock TRL")
         with self.generating(wrapped, settings.overrides) as (model, lockstep):
             kept = turns if why_not_kept(model) is None else None
-            decoding, ends = Decoding(lockstep, kept), settings.eos_token_ids
+            decoding = Decoding(lockstep, kept)
+            ends = settings.eos_token_ids
             completions, work = complete(
                 model, prompt_ids, settings.config, ends=ends, synced=lockstep, decoding=decoding, vision=vision
             )
@@ -132,7 +139,9 @@ class Rollout:
             self._turns.number += 1
 
     def _any_rank_goes_on(self, this_one: bool) -> bool:
-        """Whether a rank generates another turn. Collective if a forward is: every rank then has to generate equally often."""
+        """Whether a rank generates another turn. Collective if a forward is: every rank then has to generate equally
+        often.
+        """
         if not self.is_sharded:
             return this_one
         count = torch.tensor(int(this_one), device=self.accelerator.device)
@@ -147,7 +156,9 @@ class Rollout:
     def features(
         self, wrapped: nn.Module, settings: GenerateSettings | None, tools: bool = False
     ) -> list[tuple[str, str]]:
-        """Headings and lines of the start-up block on transformers' `generate`, where it is used, with `tools` or without."""
+        """Headings and lines of the start-up block on transformers' `generate`, where it is used, with `tools` or
+        without.
+        """
         if settings is None:
             found = [("as stock TRL", "rollouts: transformers' continuous batching")]
             return [] if self.args.use_vllm else found
@@ -167,16 +178,18 @@ class Rollout:
     def take_metrics(self) -> dict[str, float]:
         """What was run of all ranks since the last call, and what transformers' loop would have. Collective."""
         figures = torch.tensor(astuple(self._work), device=self.accelerator.device)
-        figures, self._work = self.accelerator.reduce(figures, reduction="sum"), DecodingWork()
+        figures = self.accelerator.reduce(figures, reduction="sum")
+        self._work = DecodingWork()
         found = zip(fields(DecodingWork), figures.tolist(), strict=True) if figures.any() else ()
         return {f"generation/{item.name}": float(value) for item, value in found}
 
     @contextmanager
     def generating(self, wrapped: nn.Module, overrides: dict | None = None) -> Iterator[tuple[nn.Module, bool]]:
-        """A model for [`completions.generate`] beside training's own rollouts, without gradients. Every rank has to enter.
+        """A model for [`completions.generate`] beside training's own rollouts, without gradients. Every rank has to
+        enter.
 
-        Under FSDP2 the weights are gathered once for the whole block, if `args.fsdp_gather` and the free memory say so:
-        each rank then generates on its own. Otherwise every forward is a collective operation.
+        Under FSDP2 the weights are gathered once for the whole block, if `args.fsdp_gather` and the free memory say
+        so: each rank then generates on its own. Otherwise every forward is a collective operation.
 
         Args:
             wrapped: the policy or the reference model, as it was prepared.
@@ -205,8 +218,9 @@ class Rollout:
 def restore_weights(model: nn.Module) -> Iterator[None]:
     """Give every parameter and buffer back the values and dtype it had, and the model its mode.
 
-    TRL casts the model that is trained to bf16 or fp16 for the engine and leaves it so: the adapter's float32 weights lose
-    their low bits, and rotary frequencies are rounded. Costs a copy of what is cast while completions are generated.
+    TRL casts the model that is trained to bf16 or fp16 for the engine and leaves it so: the adapter's float32 weights
+    lose their low bits, and rotary frequencies are rounded. Costs a copy of what is cast while completions are
+    generated.
     """
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]

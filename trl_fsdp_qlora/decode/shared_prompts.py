@@ -1,8 +1,9 @@
 """On a CPU, prompts are not repeated while completions are decoded: attention runs over each once for all its rows.
 
-Each prompt's keys and values are held once, and those of the completions row by row. A layer attends from all queries of a
-group to their prompt in one product, and from each query to its own completion; the two are merged by their log-sum-exps, which
-is attention over both. It serves layers of plain causal attention that go through transformers' attention interface. Which
+Each prompt's keys and values are held once, and those of the completions row by row. A layer attends from all queries
+of a group to their prompt in one product, and from each query to its own completion; the two are merged by their
+log-sum-exps, which is attention over both. It serves layers of plain causal attention that go through transformers'
+attention interface. Which
 those are is seen in the prefill: each layer's call is looked at before the model's own function computes it.
 """
 
@@ -36,7 +37,9 @@ _ARGUMENTS |= {*PER_IMAGE, *PER_TOKEN, "mm_encoder_outputs"}
 
 
 def why_per_row(model: PreTrainedModel) -> str | None:
-    """Why `model` attends to the prompt in each row, as far as can be said before a forward; `None` where it need not."""
+    """Why `model` attends to the prompt in each row, as far as can be said before a forward; `None` where it need
+    not.
+    """
     if next(model.parameters()).device.type != "cpu":
         return "not on a CPU"
     if torch.is_autocast_enabled("cpu"):
@@ -56,12 +59,16 @@ def why_per_row(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def watched_attention(model: PreTrainedModel) -> Iterator[str | None]:
-    """Inside, a `shared_prompts` argument of the model's call takes the attention layers over. Yields why not, or `None`."""
-    reason, base = why_per_row(model), model.config._attn_implementation
+    """Inside, a `shared_prompts` argument of the model's call takes the attention layers over. Yields why not, or
+    `None`.
+    """
+    reason = why_per_row(model)
+    base = model.config._attn_implementation
     if reason is not None:
         yield reason
         return
-    name, masks = _NAME + base, AttentionMaskInterface()
+    name = _NAME + base
+    masks = AttentionMaskInterface()
     AttentionInterface.register(name, functools.partial(_attention, base=base))
     AttentionMaskInterface.register(name, masks[base])
     use_in_decoder(model, name)
@@ -81,7 +88,9 @@ class PrefillWatch:
     """Looks at every attention layer of a prefill that fills `cache`; computes what the model would."""
 
     def __init__(self, cache: DynamicCache, kwargs: dict):
-        self.cache, self.mask_UP, self.seen = cache, kwargs.get("attention_mask"), set()
+        self.cache = cache
+        self.mask_UP = kwargs.get("attention_mask")
+        self.seen = set()
         self.reason = "generate hands no positions to the model" if kwargs.get("position_ids") is None else None
         if more := sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS):
             self.reason = f"generate hands {', '.join(more)} to the model"
@@ -107,7 +116,9 @@ class PrefillWatch:
         return None if self._sees_the_prompt(mask) else "its mask leaves out part of the prompt"
 
     def _sees_the_prompt(self, mask: torch.Tensor | None) -> bool:
-        """Whether the last query sees every token of its prompt so far and nothing else, under one mask for all heads."""
+        """Whether the last query sees every token of its prompt so far and nothing else, under one mask for all
+        heads.
+        """
         if mask is None or mask.shape[1] != 1:
             return mask is None and (self.mask_UP is None or bool(self.mask_UP.all()))
         last_UK = mask[:, 0, -1]
@@ -127,15 +138,16 @@ class PrefillWatch:
 class SharedPrompts:
     """Keys and values of U prompts, those of the completions of A rows, and which row has which prompt (`place_A`).
 
-    `cache` is as a prefill of the U prompts left it and holds the completions from here on; `kwargs` are those of the model's calls
-    of the prompts, and rows end at `max_length`, prompt included.
+    `cache` is as a prefill of the U prompts left it and holds the completions from here on; `kwargs` are those of the
+    model's calls of the prompts, and rows end at `max_length`, prompt included.
     """
 
     def __init__(self, cache: DynamicCache, place_A: torch.Tensor, kwargs: dict, max_length: int):
         self.cache = cache
         self.prompts = [(layer.keys, layer.values) for layer in cache.layers]
         cache.layers = [_CompletionLayer(layer, place_A, max_length) for layer in cache.layers]
-        mask_UP, self.bias_U11P = kwargs.get("attention_mask"), None
+        mask_UP = kwargs.get("attention_mask")
+        self.bias_U11P = None
         if mask_UP is not None and not mask_UP.all():
             zeros_UP = torch.zeros(mask_UP.shape, dtype=self.prompts[0][0].dtype)
             self.bias_U11P = zeros_UP.masked_fill_(mask_UP == 0, float("-inf"))[:, None, None]
@@ -146,7 +158,8 @@ class SharedPrompts:
     def _place(self, place_A: torch.Tensor) -> None:
         """Where the query of each row stands among those of its prompt: rows `(U, G)`, filled up with any row."""
         counts_U = place_A.bincount(minlength=len(self.prompts[0][0]))
-        self.prompt_count, self.group = len(counts_U), int(counts_U.max())
+        self.prompt_count = len(counts_U)
+        self.group = int(counts_U.max())
         order_A = place_A.argsort(stable=True)
         within_A = torch.arange(len(place_A)) - (counts_U.cumsum(0) - counts_U)[place_A[order_A]]
         slot_A = place_A[order_A] * self.group + within_A
@@ -188,7 +201,9 @@ class SharedPrompts:
         }
 
     def attend(self, base, module, query, key, value, mask, scaling=None, **_neutral):
-        """Attention of one token per row: `query` `(A, H, 1, D)`, `key` and `value` `(A, H_kv, C, D)` of the completions."""
+        """Attention of one token per row: `query` `(A, H, 1, D)`, `key` and `value` `(A, H_kv, C, D)` of the
+        completions.
+        """
         rows, heads, tokens, size = query.shape
         if tokens != 1 or key.shape[-2] != self.cache.layers[module.layer_idx].keys.shape[-2]:
             raise UnsupportedAttention(f"{type(module).__name__} decodes otherwise than one token per row and forward")

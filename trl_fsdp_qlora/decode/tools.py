@@ -19,9 +19,11 @@ _CHARACTERS = 64
 
 
 def limited(tool: Callable, seconds: float | None) -> Callable:
-    """`tool`, whose call raises a `TimeoutError` after `seconds`; TRL makes of it what it makes of every error of a tool.
+    """`tool`, whose call raises a `TimeoutError` after `seconds`; TRL makes of it what it makes of every error of a
+    tool.
 
-    A function is stopped by a signal, in the main thread alone. One that waits in a library without returning to Python goes on.
+    A function is stopped by a signal, in the main thread alone. One that waits in a library without returning to
+    Python goes on.
     """
     if not seconds:
         return tool
@@ -69,7 +71,8 @@ def _alarm(seconds: float, line: str) -> Iterator[None]:
 
 
 def fitted(messages: list[dict[str, Any]], tokenizer: Any, budget: int) -> list[dict[str, Any]]:
-    """A tool's `messages`, each text cut behind what `budget` tokens could hold if all were the longest of the vocabulary.
+    """A tool's `messages`, each text cut behind what `budget` tokens could hold if all were the longest of the
+    vocabulary.
 
     TRL ends an episode before an answer that is longer than its budget, but tokenizes it first: 10 MB take seconds.
     """
@@ -80,8 +83,8 @@ def fitted(messages: list[dict[str, Any]], tokenizer: Any, budget: int) -> list[
             most = (budget + 1) * max(map(len, tokenizer.get_vocab()))
             if len(content) > most:
                 logger.warning_once(
-                    f"tools: {message['name']} answered {len(content):,} characters, more than max_completion_length={budget} "
-                    "tokens can hold: the episode ends before it, as in TRL"
+                    f"tools: {message['name']} answered {len(content):,} characters, more than "
+                    f"max_completion_length={budget} tokens can hold: the episode ends before it, as in TRL"
                 )
             message = {**message, "content": content[:most]}
         cut.append(message)

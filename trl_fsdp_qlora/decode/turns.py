@@ -1,12 +1,14 @@
 """Caches kept over the turns of an episode: what a row's last turn computed is not prefilled again in its next one.
 
-With tools, TRL's loop generates each turn from the whole history: prompt, completions and the tools' answers so far. Here a row that ends
-a turn leaves its keys, values and states with [`KeptTurns`]. The next `generate` call compares the tokens of its prompts with those of
-the rows that were kept, and runs only what is new. So a history that was edited or rolled back is noticed: keys and values are used
-as far as the tokens agree. Recurrent states and full sliding windows cannot go back; such a row is used whole or not at all.
+With tools, TRL's loop generates each turn from the whole history: prompt, completions and the tools' answers so far.
+Here a row that ends a turn leaves its keys, values and states with [`KeptTurns`]. The next `generate` call compares
+the tokens of its prompts with those of the rows that were kept, and runs only what is new. So a history that was
+edited or rolled back is noticed: keys and values are used as far as the tokens agree. Recurrent states and full
+    sliding windows cannot go back; such a row is used whole or not at all.
 
-Rows stand in a forward as `generate` would have them, padded on the left. Where every row may go back a few tokens, all of them run as
-many new tokens as the longest needs; the others, whose states no padding may touch, run with rows that have as many new tokens.
+Rows stand in a forward as `generate` would have them, padded on the left. Where every row may go back a few tokens,
+all of them run as many new tokens as the longest needs; the others, whose states no padding may touch, run with rows
+that have as many new tokens.
 """
 
 from bisect import bisect_right
@@ -73,7 +75,9 @@ def fill_layer(layer, states: States, length: int) -> None:
 
 @dataclass
 class KeptRow:
-    """The tokens `ids` of a row, and what each layer holds of them: keys and values `(H_kv, L, D)` without padding, states as they are."""
+    """The tokens `ids` of a row, and what each layer holds of them: keys and values `(H_kv, L, D)` without padding,
+    states as they are.
+    """
 
     ids: list[int]
     layers: list[States]
@@ -89,7 +93,8 @@ class KeptRow:
 
     def usable(self, ids: list[int]) -> int:
         """How many tokens of a prompt `ids` this row serves; the last one is left, for its logits."""
-        common, kept = min(len(self.ids), len(ids) - 1), self.ids
+        common = min(len(self.ids), len(ids) - 1)
+        kept = self.ids
         if ids[:common] != kept[:common]:
             common = int((np.array(ids[:common]) != np.array(kept[:common])).argmax())
         return common if self.may_go_back or common == len(kept) else 0
@@ -97,7 +102,9 @@ class KeptRow:
 
 @dataclass
 class Continuation:
-    """Rows of a batch that are prefilled together: which they are, who serves each, and how many columns each of them runs."""
+    """Rows of a batch that are prefilled together: which they are, who serves each, and how many columns each of them
+    runs.
+    """
 
     rows: list[int]
     kept: list[KeptRow | None]
@@ -116,7 +123,9 @@ class KeptTurns:
     """
 
     def __init__(self, limit: float, turns: int):
-        self.limit, self.turns, self.number = limit, turns, 0
+        self.limit = limit
+        self.turns = turns
+        self.number = 0
         self._rows: list[KeptRow] = []
         self.bytes = self.most_bytes = 0
 
@@ -131,8 +140,9 @@ class KeptTurns:
         while self.bytes > self.limit:
             self.bytes -= self._rows.pop(0).bytes
             logger.warning_once(
-                f"rollouts: the caches that rows keep for their next turn need more than {self.limit / 1e9:.2g} GB, half of the "
-                "free memory: the first rows are prefilled again. Fewer completions at a time (steps_per_generation) need less"
+                f"rollouts: the caches that rows keep for their next turn need more than {self.limit / 1e9:.2g} GB, "
+                "half of the free memory: the first rows are prefilled again. Fewer completions at a time "
+                "(steps_per_generation) need less"
             )
         self.most_bytes = max(self.most_bytes, self.bytes)
 
@@ -164,8 +174,9 @@ class KeptTurns:
     def _serving(kept: list[KeptRow], ids: list[int]) -> tuple[KeptRow | None, int]:
         """Which of the rows, sorted by their tokens, serves most of a prompt, and how many tokens."""
         place = bisect_right(kept, ids, key=lambda row: row.ids)
-        # In this order the rows next to a prompt have the longest beginning in common with it, and the last one before it is the
-        # longest that it goes on from. If it goes on from none, one that cannot go back may hide a shorter one that serves.
+        # In this order the rows next to a prompt have the longest beginning in common with it, and the last one before
+        # it is the longest that it goes on from. If it goes on from none, one that cannot go back may hide a shorter
+        # one that serves.
         near = kept[max(0, place - 1) : place + 1]
         goes_on = place > 0 and near[0].usable(ids) == len(near[0].ids)
         if not goes_on and not all(row.may_go_back for row in near):

@@ -1,4 +1,6 @@
-"""`EfficientDPOTrainer`: `trl.DPOTrainer`'s interface; the two answers of a pair share the computation of their prompt."""
+"""`EfficientDPOTrainer`: `trl.DPOTrainer`'s interface; the two answers of a pair share the computation of their
+prompt.
+"""
 
 import inspect
 from functools import wraps

@@ -21,7 +21,8 @@ NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0
 
 @dataclass
 class Evaluation:
-    """Result of [`evaluate`]; accuracies are shares of `n` problems, `None` where nothing was sampled, `interval` Wilson's 95%.
+    """Result of [`evaluate`]; accuracies are shares of `n` problems, `None` where nothing was sampled, `interval`
+    Wilson's 95%.
 
     Two more counts of right greedy completions tell the format from the arithmetic: `strict` wants the answer where
     [`required_answer`] looks for it, `lenient` takes the last number anywhere. Records of older versions have neither.
@@ -105,23 +106,26 @@ def evaluate(
 ) -> Evaluation:
     """Measure `model` on every problem of `dataset` exactly once, whatever the number of ranks.
 
-    Batches are fixed by the dataset and dealt to the ranks in turn, and what is sampled in a batch depends on `seed` and
-    the batch alone, so the result does not depend on the number of ranks. Works without an initialised process group.
+    Batches are fixed by the dataset and dealt to the ranks in turn, and what is sampled in a batch depends on `seed`
+    and the batch alone, so the result does not depend on the number of ranks. Works without an initialised process
+    group.
 
     Args:
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
         tokenizer: with a pad token, or a processor where `dataset` has a column `images`.
-        dataset: `prompt` and `answer`, and `entry` where a generator verifies, see [`trl_fsdp_qlora.data.datasets.to_prompts`].
+        dataset: `prompt` and `answer`, and `entry` where a generator verifies, see
+            [`trl_fsdp_qlora.data.datasets.to_prompts`].
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
         temperature, top_p, seed: of the samples. Penalties of the model's own generation config are left out.
         answer_format: see [`trl_fsdp_qlora.data.answers.extract_answer`].
         progress, description: show a bar on the main rank.
-        lockstep: a forward is collective (weights sharded over the ranks): every rank generates as often as the slowest.
-        agent: the tools and the environment of an episode, whose last answer is compared with the right one; an environment
-            that owns its reward is asked instead. `max_new_tokens` is then the length of an episode behind its prompt, results
-            of tools included, and the tokens of a completion are those that the model wrote.
+        lockstep: a forward is collective (weights sharded over the ranks): every rank generates as often as the
+            slowest.
+        agent: the tools and the environment of an episode, whose last answer is compared with the right one; an
+            environment that owns its reward is asked instead. `max_new_tokens` is then the length of an episode behind
+            its prompt, results of tools included, and the tokens of a completion are those that the model wrote.
         max_tool_turns: of an episode, any number if `None`.
 
     Returns:
@@ -157,7 +161,8 @@ def evaluate(
         if with_images:
             ids, vision = encode_images([row for i in batch for row in [dataset[i]] * repeats], tokenizer)
         else:
-            ids, vision = encode([rows[i]["prompt"] for i in batch for _ in range(repeats)], tokenizer), {}
+            ids = encode([rows[i]["prompt"] for i in batch for _ in range(repeats)], tokenizer)
+            vision = {}
         completions = generate(model, ids, config, seed, synced=lockstep, vision=vision)
         return [Completed(tokenizer.decode(each, skip_special_tokens=True), len(each)) for each in completions]
 
@@ -188,7 +193,8 @@ def evaluate(
             found.append((is_right(best[j], answer), answer is not None, strict, lenient, best[j].tokens, *of_samples))
         return found
 
-    size, n = max(1, batch_size // max(samples, 1)), len(rows)
+    size = max(1, batch_size // max(samples, 1))
+    n = len(rows)
     results = over_ranks(n, size, draw, score, lockstep=lockstep, description=description if progress else None)
     correct, answered, strict, lenient, tokens, passed, voted = map(sum, zip(*results, strict=True))
     shares = (passed / n, voted / n) if samples else (None, None)
@@ -200,7 +206,9 @@ def generation_configs(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
 ) -> tuple[GenerationConfig, GenerationConfig]:
     """Greedy, and sampled."""
-    eos, end, pad = model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos = model.generation_config.eos_token_id
+    end = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     eos = sorted({*(eos if isinstance(eos, list) else [eos]), end} - {None})
     common = {"max_new_tokens": max_new_tokens, "pad_token_id": end if pad is None else pad, "eos_token_id": eos}
     sampled = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0, **common, **NEUTRAL)

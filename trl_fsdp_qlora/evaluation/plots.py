@@ -43,7 +43,8 @@ def draw_run(record: dict[str, Any], path: Path) -> Path:
     last = max((entry.get("step", 0) for entry in history), default=0)
     for when, step in (("before", 0), ("after", last)):
         if when in record:
-            steps, values = [*steps, step], [*values, record[when]["pass_at_1"]]
+            steps = [*steps, step]
+            values = [*values, record[when]["pass_at_1"]]
             low, high = record[when]["interval"]
             accuracy.errorbar([step], [(low + high) / 2], [(high - low) / 2], color="C1", capsize=4)
     points = sorted(zip(steps, values, strict=True))

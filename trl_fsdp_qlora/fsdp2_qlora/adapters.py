@@ -36,7 +36,8 @@ def _adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
 
 def _gathered(tensors: dict) -> dict:
     """Whole tensors on the host, on rank 0; elsewhere nothing. Collective where they are shards."""
-    is_writer, found = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0, {}
+    is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    found = {}
     for name, value in tensors.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if is_writer:
@@ -54,8 +55,10 @@ def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The whole adapter weights by the model's parameter names, on rank 0 and the CPU, ready for `model.save_pretrained(...,
-    state_dict=...)`; elsewhere an empty dictionary. Nothing of the base is gathered. Collective."""
+    """The whole adapter weights by the model's parameter names, on rank 0 and the CPU, ready for
+    `model.save_pretrained(..., state_dict=...)`; elsewhere an empty dictionary. Nothing of the base is gathered.
+    Collective.
+    """
     return _gathered(_adapter_parameters(model))
 
 

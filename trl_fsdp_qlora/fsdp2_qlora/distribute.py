@@ -1,12 +1,13 @@
-"""A 4-bit base on its way into shards: from the rank that read it to every rank of its replica, and what arrived, measured.
+"""A 4-bit base on its way into shards: from the rank that read it to every rank of its replica, and what arrived,
+measured.
 
-`detach_source` takes the frozen weights of the reading ranks (rank 0; under HSDP the first of each replica) out of the model
-and leaves meta tensors of the same shape and dtype on every rank, so `fully_shard` allocates nothing. `fill_shards` then
-sends each rank its own rows. No other rank ever holds more than its shard and the piece in flight.
+`detach_source` takes the frozen weights of the reading ranks (rank 0; under HSDP the first of each replica) out of the
+model and leaves meta tensors of the same shape and dtype on every rank, so `fully_shard` allocates nothing.
+`fill_shards` then sends each rank its own rows. No other rank ever holds more than its shard and the piece in flight.
 
-HSDP lays the ranks out as rows of neighbours (accelerate's `dp_replicate_size` and `dp_shard_size`). A row, here called a
-replica, holds the base once; with one replica per node, weights are gathered inside a node and only the adapter's gradients
-cross the network. Plain FSDP2 is one replica of all ranks.
+HSDP lays the ranks out as rows of neighbours (accelerate's `dp_replicate_size` and `dp_shard_size`). A row, here
+called a replica, holds the base once; with one replica per node, weights are gathered inside a node and only the
+adapter's gradients cross the network. Plain FSDP2 is one replica of all ranks.
 """
 
 from dataclasses import asdict, astuple, dataclass
@@ -107,10 +108,12 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
 
 
 def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch.device, offload: bool) -> None:
-    """Replace every meta shard by data: a replica's source sends each of its ranks its rows of each weight. Collective.
+    """Replace every meta shard by data: a replica's source sends each of its ranks its rows of each weight.
+    Collective.
 
-    `source` is what [`detach_source`] returned; it is emptied on the way, so the whole copy goes away weight by weight. With
-    `offload` the shards stay in host memory, otherwise they lie on the `device` of the process group's tensors.
+    `source` is what [`detach_source`] returned; it is emptied on the way, so the whole copy goes away weight by
+    weight. With `offload` the shards stay in host memory, otherwise they lie on the `device` of the process group's
+    tensors.
     """
     new_by_old = {}
     for name, parameter in model.named_parameters():
@@ -144,7 +147,8 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
     """
     if per_replica == dist.get_world_size():
         return
-    sums, every = {}, [None] * dist.get_world_size()
+    sums = {}
+    every = [None] * dist.get_world_size()
     for name, parameter in _frozen(model).items():
         # The sum of its bytes, the even ones twice: swapped neighbours differ, too.
         data = _local(parameter).detach().contiguous().view(-1).view(torch.uint8)
@@ -153,15 +157,16 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
     pairs = [(found, every[rank % per_replica]) for rank, found in enumerate(every)]
     if differing := [name for name in sums if any(found[name] != first[name] for found, first in pairs)]:
         raise ReplicasDiffer(
-            f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {differing[0]}): the nodes loaded other "
-            "files under one name. Let them share a folder, or set the recipe's `model_revision` to one commit"
+            f"{len(differing)} of {len(sums)} frozen weights differ between the replicas (first {differing[0]}): the "
+            "nodes loaded other files under one name. Let them share a folder, or set the recipe's `model_revision` "
+            "to one commit"
         )
 
 
 @dataclass(frozen=True)
 class BaseBytes:
-    """Bytes of the frozen base on one rank and of the whole model: 4-bit weights with their quantization state, of which
-    `state_full` is the latter, and the other frozen weights; spread over `world_size` ranks."""
+    """Bytes of the frozen base on one rank and of the whole model: 4-bit weights with their quantization state, of
+    which `state_full` is the latter, and the other frozen weights; spread over `world_size` ranks."""
 
     quantized_local: int
     quantized_full: int
@@ -181,8 +186,9 @@ class BaseBytes:
     def __str__(self) -> str:
         local, full, state, *others = (count / 2**20 for count in astuple(self))
         return (
-            f"4-bit base: {local:.2f} of {full:.2f} MiB on this rank (ratio {self.ratio:.3f} on {self.world_size} ranks; "
-            f"quantization state is {state / full:.1%} of it); other frozen weights: {others[0]:.2f} of {others[1]:.2f} MiB"
+            f"4-bit base: {local:.2f} of {full:.2f} MiB on this rank (ratio {self.ratio:.3f} on "
+            f"{self.world_size} ranks; quantization state is {state / full:.1%} of it); other frozen weights: "
+            f"{others[0]:.2f} of {others[1]:.2f} MiB"
         )
 
 
@@ -211,7 +217,8 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     allowed = sum(-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]) for p, *_ in packed)
     if measured.quantized_local > allowed:
         raise BaseNotSharded(
-            f"this rank holds {measured.quantized_local} bytes of the 4-bit base, and an even split over {world_size} ranks is {allowed}: "
-            "is it `distributed_type: FSDP` with `fsdp_version: 2`, and no `fsdp_ignored_modules`, in the accelerate config?"
+            f"this rank holds {measured.quantized_local} bytes of the 4-bit base, and an even split over "
+            f"{world_size} ranks is {allowed}: is it `distributed_type: FSDP` with `fsdp_version: 2`, and no "
+            "`fsdp_ignored_modules`, in the accelerate config?"
         )
     return measured

@@ -1,20 +1,23 @@
-"""Experts of a mixture in 4 bits: one row of bytes per expert, read, trained around and sharded like any packed weight.
+"""Experts of a mixture in 4 bits: one row of bytes per expert, read, trained around and sharded like any packed
+weight.
 
-Transformers holds the experts of a layer as one 3-D parameter per projection, and bitsandbytes replaces `nn.Linear` only, so
-`load_in_4bit` leaves them in 16 bits: 29.0 of the 30.5 billion weights of Qwen3-30B-A3B. Inside
-[`trl_fsdp_qlora.fsdp2_qlora.loading.experts_in_4bit`], `from_pretrained` quantizes them while it reads the checkpoint, a layer
-at a time, into a frozen uint8 parameter `(experts, bytes)`. A row is one expert's weight with its quantization state, see
-[`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2 shards the rows, gathers them with their layer and never casts them.
+Transformers holds the experts of a layer as one 3-D parameter per projection, and bitsandbytes replaces `nn.Linear`
+only, so `load_in_4bit` leaves them in 16 bits: 29.0 of the 30.5 billion weights of Qwen3-30B-A3B. Inside
+[`trl_fsdp_qlora.fsdp2_qlora.loading.experts_in_4bit`], `from_pretrained` quantizes them while it reads the checkpoint,
+a layer at a time, into a frozen uint8 parameter `(experts, bytes)`. A row is one expert's weight with its quantization
+state, see [`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2 shards the rows, gathers them with their
+layer and never casts them.
 
-There are two ways to compute. On a CPU, and wherever a card has no grouped products, expert by expert: one that got tokens by
-bitsandbytes' own 4-bit product, and no other. That is a loop over 128 experts with a wait for the number of tokens of each, tens of
-thousands of kernel launches per forward of Qwen3-30B-A3B (docs/launches.md). On a GPU the experts of a layer are therefore
-dequantized in a few calls, as many at once as `SCRATCH_BYTES` hold, and multiplied with their tokens by
-`torch.nn.functional.grouped_mm`, or by a kernel of ours where that is a loop (grouped_product.py); the host never learns how many tokens an expert got. Nothing dense outlives a product either
-way, in the backward neither.
+There are two ways to compute. On a CPU, and wherever a card has no grouped products, expert by expert: one that got
+tokens by bitsandbytes' own 4-bit product, and no other. That is a loop over 128 experts with a wait for the number of
+tokens of each, tens of thousands of kernel launches per forward of Qwen3-30B-A3B (docs/launches.md). On a GPU the
+experts of a layer are therefore dequantized in a few calls, as many at once as `SCRATCH_BYTES` hold, and multiplied
+with their tokens by `torch.nn.functional.grouped_mm`, or by a kernel of ours where that is a loop
+(grouped_product.py); the host never learns how many tokens an expert got. Nothing dense outlives a product either way,
+in the backward neither.
 
-LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format; its update is computed on
-the tokens of each expert instead of being added to a dense copy of all experts.
+LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format; its update is
+computed on the tokens of each expert instead of being added to a dense copy of all experts.
 """
 
 import math
@@ -40,8 +43,8 @@ _STRIDE_BYTES = 16
 
 
 def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose experts are 3-D parameters of numbers, by name. Transformers dispatches their forward as "experts", which
-    `use_experts_implementation` marks by two attributes."""
+    """Modules whose experts are 3-D parameters of numbers, by name. Transformers dispatches their forward as
+    "experts", which `use_experts_implementation` marks by two attributes."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -56,7 +59,8 @@ def packed_experts(model: nn.Module) -> dict[str, "PackedExperts"]:
 
 
 class PackedExperts(nn.Module):
-    """A layer's experts, computed from bytes. Made from transformers' module in place; it stays an instance of its class.
+    """A layer's experts, computed from bytes. Made from transformers' module in place; it stays an instance of its
+    class.
 
     Attributes:
         layouts: by projection, where what lies in an expert's row; `shape` is `(out_features, in_features)`.
@@ -69,7 +73,9 @@ class PackedExperts(nn.Module):
     lora: dict[str, list]
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """As transformers' `grouped_mm` experts: `(tokens, hidden)`, and the `(tokens, k)` experts of each with weights."""
+        """As transformers' `grouped_mm` experts: `(tokens, hidden)`, and the `(tokens, k)` experts of each with
+        weights.
+        """
         tokens, k = top_k_index.shape
         expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
         inputs = hidden_states if self.compute_dtype is None else hidden_states.to(self.compute_dtype)
@@ -131,19 +137,23 @@ class PackedExperts(nn.Module):
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         experts = torch.arange(self.num_experts, device=expert_S.device)
         if len(expert_S) < self.num_experts:  # a step of decoding: every token's expert once, instead of all
-            chosen, ends = expert_S, experts[: len(expert_S)].int() + 1
+            chosen = expert_S
+            ends = experts[: len(expert_S)].int() + 1
         else:
-            chosen, ends = None, torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+            chosen = None
+            ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
         return self._layer(lambda name, x: self._project_groups(name, x, expert_S, chosen, ends), inputs_SH)
 
     def _project_groups(self, name: str, x_SI, expert_S, chosen, ends) -> torch.Tensor:
-        rows, layout = getattr(self, name).data, self.layouts[name]
+        rows = getattr(self, name).data
+        layout = self.layouts[name]
         out = _GroupedLinear4bit.apply(x_SI, rows if chosen is None else rows[chosen], layout, ends)
         if self.has_bias and (bias := getattr(self, f"{name}_bias", None)) is not None:
             out = out + bias.to(out.dtype)[expert_S]
         for lhs_EOR, rhs_ERI, scaling in self.lora.get(name, ()):
             if chosen is not None:
-                lhs_EOR, rhs_ERI = lhs_EOR[chosen], rhs_ERI[chosen]
+                lhs_EOR = lhs_EOR[chosen]
+                rhs_ERI = rhs_ERI[chosen]
             device = x_SI.device.type  # grouped products are none of autocast's operations
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rhs_ERI.dtype
             # A rank that makes no whole stride is filled up with zeros.
@@ -164,19 +174,23 @@ class PackedExperts(nn.Module):
 
 def _dequantize(weight: torch.Tensor, state: QuantState) -> torch.Tensor:
     # As one row: bitsandbytes 0.50's AVX-512 kernel gives wrong weights for rows of 16, 48 or 80, but not of 64.
-    shape, state.shape = state.shape, torch.Size((1, state.shape.numel()))
+    shape = state.shape
+    state.shape = torch.Size((1, state.shape.numel()))
     return dequantize_4bit(weight, state).view(shape)
 
 
 def multiplies_groups(device: torch.device) -> bool:
-    """Whether `grouped_mm` is worth its dense weights on a device: a CPU computes expert by expert, out of its cache."""
+    """Whether `grouped_mm` is worth its dense weights on a device: a CPU computes expert by expert, out of its
+    cache.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class _GroupedLinear4bit(torch.autograd.Function):
     """`x @ W.T` of every group of rows with its own expert's packed weight, which gets no gradient.
 
-    `(S, in)` rows in order of their experts, `(experts, bytes)` and the int32 ends of each expert's rows give `(S, out)`.
+    `(S, in)` rows in order of their experts, `(experts, bytes)` and the int32 ends of each expert's rows give
+    `(S, out)`.
     """
 
     @staticmethod
@@ -195,7 +209,8 @@ class _GroupedLinear4bit(torch.autograd.Function):
 
 def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torch.Tensor:
     """Grouped product with the dequantized weights `(experts, out, in)` or, `transposed`, `(experts, in, out)`."""
-    x_SK, (out_features, in_features) = x_SK.contiguous(), layout.shape
+    x_SK = x_SK.contiguous()
+    (out_features, in_features) = layout.shape
     at_once = max(1, SCRATCH_BYTES // (out_features * in_features * x_SK.dtype.itemsize))
 
     def weights(experts: slice) -> torch.Tensor:
@@ -210,8 +225,10 @@ def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torc
             return out
     if len(parts) == 1:
         return nn.functional.grouped_mm(x_SK, weights(parts[0]), offs=ends)
-    # Groups begin at the first row. The host does not know where those of these experts do, so the rows are turned until they do.
-    row_S, begin = torch.arange(len(x_SK), device=x_SK.device), torch.zeros_like(ends[0])
+    # Groups begin at the first row. The host does not know where those of these experts do, so the rows are turned
+    # until they do.
+    row_S = torch.arange(len(x_SK), device=x_SK.device)
+    begin = torch.zeros_like(ends[0])
     for part in parts:
         turned = x_SK[(row_S + begin) % len(x_SK)]
         turned = nn.functional.grouped_mm(turned, weights(part), offs=ends[part] - begin)
@@ -224,7 +241,9 @@ def _multiply(x_SK, rows_EB, layout: ByteLayout, ends, transposed: bool) -> torc
 
 
 def dequantize_rows(rows_EB: torch.Tensor, layout: ByteLayout, dtype: torch.dtype) -> torch.Tensor:
-    """`(experts, out, in)` of `(experts, bytes)`, in a few calls however many there are; whole blocks of weights only."""
+    """`(experts, out, in)` of `(experts, bytes)`, in a few calls however many there are; whole blocks of weights
+    only.
+    """
     weight, absmax, *nested = (rows_EB[:, section] for section in layout.sections)
     if layout.nested:
         maxima, offset = (part.view(torch.float32).unsqueeze(-1) for part in nested)
@@ -268,7 +287,9 @@ def _quantize(weight_EOI: torch.Tensor, layout: ByteLayout) -> torch.Tensor:
 
 
 def _convert(module: nn.Module, config) -> None:
-    """Make `module` a [`PackedExperts`]: weights with data are quantized, others (on the meta device) only get their shape."""
+    """Make `module` a [`PackedExperts`]: weights with data are quantized, others (on the meta device) only get their
+    shape.
+    """
     layouts = {}
     for name in PROJECTIONS:
         weight = getattr(module, name, None)
@@ -279,7 +300,9 @@ def _convert(module: nn.Module, config) -> None:
         layouts[name] = layout = _layout(tuple(weight.shape[1:]), weight.dtype, *kind)
         setattr(module, name, nn.Parameter(_quantize(weight, layout), requires_grad=False))
     module.__class__ = _packed_class(type(module))
-    module.layouts, module.compute_dtype, module.lora = layouts, config.bnb_4bit_compute_dtype, {}
+    module.layouts = layouts
+    module.compute_dtype = config.bnb_4bit_compute_dtype
+    module.lora = {}
 
 
 class ExpertsQuantizer(Bnb4BitHfQuantizer):
@@ -287,7 +310,8 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
 
     def get_modules_to_not_convert(self, *args, **kwargs):
         found = super().get_modules_to_not_convert(*args, **kwargs)
-        # One number a token weighs the shared expert, as a router's do; a stored checkpoint says itself what it packed.
+        # One number a token weighs the shared expert, as a router's do; a stored checkpoint says itself what it
+        # packed.
         return found if self.pre_quantized else [*found, "shared_expert_gate"]
 
     def _process_model_before_weight_loading(self, model, device_map, **kwargs):
@@ -318,7 +342,9 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
 
 
 class _QuantizeExperts(Bnb4bitQuantize):
-    """Pack what the checkpoint's converter stacked, one projection of one layer; linear layers as transformers does."""
+    """Pack what the checkpoint's converter stacked, one projection of one layer; linear layers as transformers
+    does.
+    """
 
     def convert(self, input_dict, full_layer_name=None, model=None, **kwargs):
         result = {}

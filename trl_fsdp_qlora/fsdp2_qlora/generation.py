@@ -24,7 +24,9 @@ FREE_SHARE = 0.5
 
 
 def bytes_to_gather(model: nn.Module) -> int:
-    """Bytes that [`gathered`] adds on this rank: what of each weight is not here yet, in the dtype it is gathered in."""
+    """Bytes that [`gathered`] adds on this rank: what of each weight is not here yet, in the dtype it is gathered
+    in.
+    """
     total = 0
     for parameter in (parameter for group in param_groups(model) for parameter in group.fsdp_params):
         shard = parameter.sharded_param
@@ -35,7 +37,9 @@ def bytes_to_gather(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory this rank could still allocate: of its accelerator (cached blocks included), or its share of the host's."""
+    """Memory this rank could still allocate: of its accelerator (cached blocks included), or its share of the
+    host's.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -44,8 +48,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
-    """`"once"` or `"per_layer"`, the same on every rank; `"auto"`, which is collective, asks for room for the weights in half of the
-    free memory of every rank."""
+    """`"once"` or `"per_layer"`, the same on every rank; `"auto"`, which is collective, asks for room for the weights
+    in half of the free memory of every rank."""
     if mode != "per_layer" and misfit() is not None:
         logger.warning_once("weights are gathered layer by layer, as torch does: %s", misfit())
         return "per_layer"
@@ -63,9 +67,11 @@ def is_gathered(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keep every weight of an FSDP2 model gathered inside the block, for forward passes without gradient. Every rank has to enter.
+    """Keep every weight of an FSDP2 model gathered inside the block, for forward passes without gradient. Every rank
+    has to enter.
 
-    Each unit's own reshard setting comes back and its weights are resharded at the end. A block inside another one does nothing.
+    Each unit's own reshard setting comes back and its weights are resharded at the end. A block inside another one
+    does nothing.
     """
     groups = units(model)
     if not groups or is_gathered(model):
@@ -105,7 +111,9 @@ def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
 
 @contextmanager
 def gathered_as(mode: str, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """[`gathered`] where `mode`, or with `"auto"` the free memory of every rank, says so; nothing for another model than FSDP2's."""
+    """[`gathered`] where `mode`, or with `"auto"` the free memory of every rank, says so; nothing for another model
+    than FSDP2's.
+    """
     once = isinstance(model, FSDPModule) and not is_gathered(model) and choose(model, device, mode) == "once"
     with gathered(model) if once else nullcontext():
         yield

@@ -1,8 +1,8 @@
 """Products of groups of rows with a matrix each, where `torch.nn.functional.grouped_mm` is a loop.
 
-On compute capability 9 and 10 and in bfloat16 that is one kernel. On other cards (an A100, a 4090) and in float16 torch reads the
-groups' sizes on the host, which waits for the device, and calls one product per group: 128 for a projection of Qwen3-30B-A3B.
-This kernel finds its group on the device.
+On compute capability 9 and 10 and in bfloat16 that is one kernel. On other cards (an A100, a 4090) and in float16
+torch reads the groups' sizes on the host, which waits for the device, and calls one product per group: 128 for a
+projection of Qwen3-30B-A3B. This kernel finds its group on the device.
 """
 
 # A kernel's annotations are read as text: `tl` is only there where Triton is.
@@ -12,7 +12,8 @@ import torch
 
 from ..compat.triton_kernels import jit, launch, runs, tl
 
-# What the experts of a layer that are dequantized at once may take on a GPU: 128 of Qwen3-30B-A3B's larger projection are 0.75 GiB.
+# What the experts of a layer that are dequantized at once may take on a GPU: 128 of Qwen3-30B-A3B's larger projection
+# are 0.75 GiB.
 SCRATCH_BYTES = 2**30
 
 # Rows, columns and depth of a program's tile, and how many warps compute it.
@@ -20,14 +21,17 @@ _TILE = {"ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 4}
 
 
 def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
-    """Whether torch's product of groups of rows like these is a product per group that this kernel replaces: halves, on a GPU."""
+    """Whether torch's product of groups of rows like these is a product per group that this kernel replaces: halves,
+    on a GPU.
+    """
     if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     return x.dtype == torch.float16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
 
 
 def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) -> bool:
-    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no others; `False` where Triton cannot.
+    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no others; `False` where Triton
+    cannot.
 
     Args:
         x_SK: rows in order of their groups, contiguous.
@@ -37,7 +41,8 @@ def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) 
     """
     if not runs(_product_kernel, x_SK):
         return False
-    (groups, depth, columns), rows = weight_EKN.shape, len(x_SK)
+    (groups, depth, columns) = weight_EKN.shape
+    rows = len(x_SK)
     # A group's last tile may be partial, and there may be nothing but these.
     tiles = rows // _TILE["ROWS"] + min(groups, rows)
     programs = tiles * -(-columns // _TILE["COLUMNS"])
@@ -84,7 +89,8 @@ def _product_kernel(
         stop = tl.sum(tl.where(mine, end, 0), axis=0)
         row = first + tl.arange(0, ROWS)
         column = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-        row_there, column_there = (row < stop)[:, None], (column < columns)[None, :]
+        row_there = (row < stop)[:, None]
+        column_there = (column < columns)[None, :]
         x_row = x_ptr + row.to(tl.int64)[:, None] * depth
         weight_block = weight_ptr + group.to(tl.int64) * weight_group + column[None, :] * weight_column
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)

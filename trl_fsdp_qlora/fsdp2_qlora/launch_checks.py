@@ -1,4 +1,6 @@
-"""Combinations of accelerate config, quantization and adapter that train wrongly or not at all, told before a model is loaded."""
+"""Combinations of accelerate config, quantization and adapter that train wrongly or not at all, told before a model is
+loaded.
+"""
 
 import os
 from importlib.metadata import version
@@ -34,13 +36,14 @@ def check_launch(quantization_config=None, zero_stage: int | None = None) -> Non
         return
     if zero_stage == 3:
         raise LaunchError(
-            "zero_stage: 3 with a quantized base: ZeRO-3 does not partition packed weights, so every rank keeps all of them. Launch "
-            "with --accelerate_config fsdp2_qlora, which shards them, or set `zero_stage: 2` in the accelerate config"
+            "zero_stage: 3 with a quantized base: ZeRO-3 does not partition packed weights, so every rank keeps all "
+            "of them. Launch with --accelerate_config fsdp2_qlora, which shards them, or set `zero_stage: 2` in the "
+            "accelerate config"
         )
     if is_fsdp_launch() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise LaunchError(
-            "fsdp_version is 1 (which is the default): FSDP1 flattens weights into one dtype and cannot shard a quantized base "
-            "beside an adapter. In the accelerate config, under fsdp_config, set `fsdp_version: 2`"
+            "fsdp_version is 1 (which is the default): FSDP1 flattens weights into one dtype and cannot shard a "
+            "quantized base beside an adapter. In the accelerate config, under fsdp_config, set `fsdp_version: 2`"
         )
     if is_fsdp_launch() and eight_bit:
         raise LaunchError(
@@ -50,12 +53,13 @@ def check_launch(quantization_config=None, zero_stage: int | None = None) -> Non
 
 
 def check_reference(needs_reference: bool) -> None:
-    """Refuse a separate reference model (full fine-tuning with a KL term) where the other ranks' copy of it would be zeros: with
-    rank-0 loading, transformers before 5.23 counts on a broadcast, which TRL does for the policy alone."""
+    """Refuse a separate reference model (full fine-tuning with a KL term) where the other ranks' copy of it would be
+    zeros: with rank-0 loading, transformers before 5.23 counts on a broadcast, which TRL does for the policy alone."""
     found = version("transformers")
     loads_on_rank_0 = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
     if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(found) < Version("5.23"):
         raise LaunchError(
-            f"transformers {found} with FSDP2 leaves zeros in a reference model that rank 0 loads. In the accelerate config, under "
-            "fsdp_config, set `fsdp_cpu_ram_efficient_loading: false`, or pip install 'transformers>=5.23', or train an adapter"
+            f"transformers {found} with FSDP2 leaves zeros in a reference model that rank 0 loads. In the accelerate "
+            "config, under fsdp_config, set `fsdp_cpu_ram_efficient_loading: false`, or pip install "
+            "'transformers>=5.23', or train an adapter"
         )

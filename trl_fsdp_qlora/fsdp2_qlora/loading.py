@@ -1,8 +1,9 @@
 """Loading a 4-bit base once for a node: one rank reads and quantizes, the others get an empty model.
 
-The reader is rank 0, or under HSDP the first rank of each replica, from its own node's disk. The weights go from its host memory to
-the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so the peak of a reader's host memory is the 4-bit model
-and the piece of checkpoint being read, that of every other rank is its shard, and no accelerator ever holds more than its shard.
+The reader is rank 0, or under HSDP the first rank of each replica, from its own node's disk. The weights go from its
+host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so the peak of a reader's
+host memory is the 4-bit model and the piece of checkpoint being read, that of every other rank is its shard, and no
+accelerator ever holds more than its shard.
 """
 
 import os
@@ -49,19 +50,25 @@ def experts_in_4bit() -> Iterator[None]:
 
 
 def experts_in_16_bit(model: nn.Module) -> str | None:
-    """A line on experts that are not quantized in a model that is, and what would pack them; `None` where there are none."""
+    """A line on experts that are not quantized in a model that is, and what would pack them; `None` where there are
+    none.
+    """
     if not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
         return None
     from .experts import dense_experts
 
-    known, left = set(dense_experts(model).values()), Counter()
+    known = set(dense_experts(model).values())
+    left = Counter()
     for module in model.modules():
         if module in known or "Expert" in type(module).__name__:
             left[type(module).__name__] += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
     if not left.total():
         return None
     how = "those with a 4-bit form have it in a model given by its name, or loaded inside experts_in_4bit()"
-    return f"{2 * left.total() / 2**30:.2f} GiB of experts stay in 16 bit ({', '.join(+left)}); {how} (docs/fsdp2_qlora.md)"
+    return (
+        f"{2 * left.total() / 2**30:.2f} GiB of experts stay in 16 bit ({', '.join(+left)}); {how} "
+        "(docs/fsdp2_qlora.md)"
+    )
 
 
 @experts_in_4bit()
@@ -75,8 +82,8 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
             decided here.
 
     Returns:
-        On a reading rank the quantized model in host memory, on the others the same modules on the meta device. Give it to a
-        trainer with [`ShardedQLoRAMixin`], or to an accelerator after [`shard_quantized_base`].
+        On a reading rank the quantized model in host memory, on the others the same modules on the meta device. Give
+        it to a trainer with [`ShardedQLoRAMixin`], or to an accelerator after [`shard_quantized_base`].
 
     Raises:
         ValueError: no 4-bit configuration was given and the checkpoint has none, or it is quantized by something else.
@@ -90,8 +97,8 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     in_4bit = stored is not None or getattr(quantization_config, "load_in_4bit", False)
     if not in_4bit or (stored or {}).get("quant_method", "bitsandbytes") != "bitsandbytes":
         raise ValueError(
-            f"{model_id} is not to be in bitsandbytes' 4 bits ({stored or quantization_config}): take a checkpoint that is, or one in "
-            "16 bit with BitsAndBytesConfig(load_in_4bit=True)"
+            f"{model_id} is not to be in bitsandbytes' 4 bits ({stored or quantization_config}): take a checkpoint "
+            "that is, or one in 16 bit with BitsAndBytesConfig(load_in_4bit=True)"
         )
     if reads_checkpoint(PartialState().process_index):
         if quantization_config is not None:

@@ -41,7 +41,8 @@ class ByteLayout:
     Attributes:
         shape: `(out_features, in_features)` of the dense weight.
         dtype: dtype that dequantization returns.
-        blocksize: weights per block maximum; with double quantization `nested_blocksize` block maxima per nested maximum.
+        blocksize: weights per block maximum; with double quantization `nested_blocksize` block maxima per nested
+            maximum.
         code: the 16 values of the 4-bit code; `nested_code` the 256 of the block maxima's 8-bit code, or `None`.
         sizes: bytes of weight, absmax and, with double quantization, nested absmax and offset.
     """
@@ -77,7 +78,8 @@ class ByteLayout:
 
 def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
     """A quantized layer's weight and quantization state as one uint8 vector `(layout.total_bytes,)` on its device."""
-    data, state = layer.weight.data, layer.weight.quant_state
+    data = layer.weight.data
+    state = layer.weight.quant_state
     if getattr(state, "packing_format_for_cpu", False):  # repacked for inference on AVX512-BF16
         data, state = _convert_weight_packed_for_cpu_inverse(data, state)
     return state_to_bytes(data, state)
@@ -109,7 +111,8 @@ def from_bytes(flat: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, Qu
     weight, absmax, *nested = (flat[section] for section in layout.sections)
     state2, offset = None, None
     if layout.nested:
-        maxima, code = nested[0].view(torch.float32), codebook(layout.nested_code, flat.device)
+        maxima = nested[0].view(torch.float32)
+        code = codebook(layout.nested_code, flat.device)
         state2 = QuantState(absmax=maxima, blocksize=layout.nested_blocksize, code=code, dtype=torch.float32)
         offset = nested[1].view(torch.float32)[0]
     state = QuantState(

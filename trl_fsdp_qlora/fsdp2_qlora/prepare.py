@@ -24,19 +24,22 @@ logger = get_logger(__name__)
 
 
 def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = torch.float32) -> None:
-    """Make `accelerator.prepare` shard 4-bit bases under FSDP2. Of other models under FSDP2 it keeps the outputs whole.
+    """Make `accelerator.prepare` shard 4-bit bases under FSDP2. Of other models under FSDP2 it keeps the outputs
+    whole.
 
-    Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever `bnb_4bit_quant_storage`
-    and the mixed precision are. Ranks whose model is on the meta device (see [`load_quantized_base`]) receive their shards from the
-    first rank of their replica, others cut their own copy. Adapters start as rank 0's. Then each rank's bytes are measured and logged.
+    Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever
+    `bnb_4bit_quant_storage` and the mixed precision are. Ranks whose model is on the meta device (see
+    [`load_quantized_base`]) receive their shards from the first rank of their replica, others cut their own copy.
+    Adapters start as rank 0's. Then each rank's bytes are measured and logged.
 
     Args:
         accelerator: before `prepare` was called with the model.
-        adapter_dtype: of trainable weights and their optimizer states, which the compute dtype is not: AdamW's updates are mostly
-            smaller than bfloat16 resolves.
+        adapter_dtype: of trainable weights and their optimizer states, which the compute dtype is not: AdamW's updates
+            are mostly smaller than bfloat16 resolves.
 
     Raises:
-        BaseNotSharded, ReplicasDiffer: from `prepare`, where a rank holds more than its share, or nodes loaded different weights.
+        BaseNotSharded, ReplicasDiffer: from `prepare`, where a rank holds more than its share, or nodes loaded
+            different weights.
     """
     if getattr(accelerator.prepare, "shards_quantized_base", False):
         return
@@ -47,7 +50,8 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
         model = next((argument for argument in args if isinstance(argument, nn.Module)), None)
         if not accelerator.is_fsdp2 or model is None or isinstance(model, FSDPModule):
             return stock_prepare(*args, **kwargs)
-        # A text model's class may name the blocks of a vision tower that it does not have (Qwen3.5), which accelerate refuses.
+        # A text model's class may name the blocks of a vision tower that it does not have (Qwen3.5), which accelerate
+        # refuses.
         there = {type(module).__name__ for module in model.modules()}
         model._no_split_modules = [x for x in getattr(model, "_no_split_modules", None) or () if x in there]
         with _trained_head_in_root(model):
@@ -63,9 +67,9 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
 def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
     """Leave an LM head that is trained (`modules_to_save`) to the root's unit, for the time of `prepare`.
 
-    Accelerate puts it into a unit with the final norm, which it does not find inside an adapter, so into one of its own. TRL's
-    fused head and this package's read the weight without calling the head, so nothing gathers such a unit but `full_tensor`,
-    whose gradient is that of this rank's completions alone.
+    Accelerate puts it into a unit with the final norm, which it does not find inside an adapter, so into one of its
+    own. TRL's fused head and this package's read the weight without calling the head, so nothing gathers such a unit
+    but `full_tensor`, whose gradient is that of this rank's completions alone.
     """
     head, embedding = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("output", "input"))
     trained = head is not None and any(parameter.requires_grad for parameter in head.parameters())
@@ -75,12 +79,15 @@ def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
 
 
 def _own_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractContextManager:
-    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`; `reduce_dtype` is a quantized base's.
+    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`; `reduce_dtype` is a
+    quantized base's.
 
-    Accelerate's own policy rounds what modules return, log-probabilities among them, and the gradients that are summed over the
+    Accelerate's own policy rounds what modules return, log-probabilities among them, and the gradients that are summed
+    over the
     ranks to the compute dtype: 8 bits in bfloat16, where DDP keeps 24.
     """
-    policy, settings = plugin.mixed_precision_policy, {}
+    policy = plugin.mixed_precision_policy
+    settings = {}
     if policy is not None and policy.param_dtype == policy.reduce_dtype == policy.output_dtype:
         reduce = policy.reduce_dtype if reduce_dtype is None else reduce_dtype
         settings["mixed_precision_policy"] = replace(policy, reduce_dtype=reduce, output_dtype=None)
@@ -95,7 +102,9 @@ def _prepare_quantized(accelerator, stock_prepare, model, adapter_dtype, args, k
 
     if misfit() is not None:
         raise LaunchError(f"{misfit()}, which sharding 4-bit bases needs: take another torch, or launch with ddp.yaml")
-    plugin, device, mesh = accelerator.state.fsdp_plugin, accelerator.device, accelerator.parallelism_config
+    plugin = accelerator.state.fsdp_plugin
+    device = accelerator.device
+    mesh = accelerator.parallelism_config
     optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
     distribute.broadcast_trainable(model, optimizers, adapter_dtype, device)
     per_replica = accelerator.num_processes if mesh is None else mesh.dp_shard_size

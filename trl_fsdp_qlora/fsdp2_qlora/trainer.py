@@ -3,9 +3,9 @@
     class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
         pass
 
-Under an accelerate config with FSDP2 it shards a 4-bit base, saves plain PEFT adapters and resumes from them (of whole bases
-too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the trainer it was
-mixed into.
+Under an accelerate config with FSDP2 it shards a 4-bit base, saves plain PEFT adapters and resumes from them (of whole
+bases too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the
+trainer it was mixed into.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,9 @@ from .prepare import shard_quantized_base
 
 
 class ShardedQLoRAMixin:
-    """Mix into a TRL (or transformers) trainer, before it in the bases. `args.fsdp_gather` and `fsdp_keep_gathered` count."""
+    """Mix into a TRL (or transformers) trainer, before it in the bases. `args.fsdp_gather` and `fsdp_keep_gathered`
+    count.
+    """
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -34,7 +36,9 @@ class ShardedQLoRAMixin:
 
     @property
     def base_bytes(self):
-        """[`distribute.BaseBytes`] of this rank, measured when the model was prepared; `None` where its base is not sharded."""
+        """[`distribute.BaseBytes`] of this rank, measured when the model was prepared; `None` where its base is not
+        sharded.
+        """
         return getattr(self.model, "base_bytes", None)
 
     def training_step(self, model, *args, **kwargs):
@@ -57,7 +61,8 @@ class ShardedQLoRAMixin:
             yield
             return
         language_model = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        head, device = language_model.get_output_embeddings(), self.accelerator.device
+        head = language_model.get_output_embeddings()
+        device = self.accelerator.device
 
         def there():
             bias = getattr(head, "bias", None)

@@ -18,8 +18,12 @@ logger = get_logger(__name__)
 
 
 def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
-    """The config of the adapter that a trainer's arguments train (or `None`), and whether they name a quantized base."""
-    model, peft_config, args = call["model"], call.get("peft_config"), call.get("args")
+    """The config of the adapter that a trainer's arguments train (or `None`), and whether they name a quantized
+    base.
+    """
+    model = call["model"]
+    peft_config = call.get("peft_config")
+    args = call.get("args")
     if isinstance(model, str):
         options = getattr(args, "model_init_kwargs", None) or {}
         stored = options.get("quantization_config")
@@ -34,7 +38,9 @@ def adapter_and_base(call: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def own_config(cls: type, args: Any, model: Any, suffix: str) -> Any:
-    """`args`, or a config of class `cls` whose folder is named after `model` and the method; `TypeError` for another class."""
+    """`args`, or a config of class `cls` whose folder is named after `model` and the method; `TypeError` for another
+    class.
+    """
     if args is None:
         return cls(f"{model_name(model).rstrip('/').split('/')[-1]}-{suffix}")
     if not isinstance(args, cls):
@@ -74,8 +80,10 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
     Raises:
         ValueError: a wrong combination of launch and model.
     """
-    model, args = call["model"], call["args"]
-    quantization_config, options = call.get("quantization_config"), args.model_init_kwargs or {}
+    model = call["model"]
+    args = call["args"]
+    quantization_config = call.get("quantization_config")
+    options = args.model_init_kwargs or {}
     loaded_in = getattr(getattr(model, "config", None), "quantization_config", None)
     quantized = quantization_config or options.get("quantization_config") or loaded_in
     check_launch(quantized, getattr(args.deepspeed_plugin, "zero_stage", None))
@@ -83,7 +91,8 @@ def with_base_loaded(call: dict[str, Any], needs_reference: bool) -> dict[str, A
     if isinstance(model, str) and is_fsdp2_launch() and getattr(quantization_config, "load_in_4bit", False):
         # Once per node. TRL's own default dtype, so that the same script gives the same numbers.
         options = {"dtype": "float32", **options}
-        model, quantization_config = load_quantized_base(model, quantization_config, **options), None
+        model = load_quantized_base(model, quantization_config, **options)
+        quantization_config = None
     return {**call, "model": model, "quantization_config": quantization_config}
 
 
@@ -94,21 +103,22 @@ def checked_arguments(call: dict[str, Any]) -> tuple[dict[str, Any], Sync]:
         ValueError: no `prompt` column, an empty or too small dataset, a wrong combination of launch and model.
     """
     call = completed(call, EfficientGRPOConfig, "GRPO")
-    args, dataset = call["args"], call.get("train_dataset")
+    args = call["args"]
+    dataset = call.get("train_dataset")
     check_prompts(call, needs_prompt=call.get("environment_factory") is None)
     found = [name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)]
     found += [name for name in ("image", "images") if name in (getattr(dataset, "column_names", None) or ())]
     found += ["a streaming dataset"] if dataset is not None and not hasattr(dataset, "__len__") else []
     if args.dynamic_sampling and found:
         raise ValueError(
-            "dynamic_sampling draws single-turn completions of further text prompts, by their index in the dataset, and "
-            f"there is {', '.join(found)}: set dynamic_sampling=False"
+            "dynamic_sampling draws single-turn completions of further text prompts, by their index in the "
+            f"dataset, and there is {', '.join(found)}: set dynamic_sampling=False"
         )
     found = [name for name in found if name != "a streaming dataset"]
     if args.num_generations_first is not None and found:
         raise ValueError(
-            f"num_generations_first draws single-turn completions of text prompts in two parts, and there is {', '.join(found)}: "
-            "set num_generations_first=None"
+            "num_generations_first draws single-turn completions of text prompts in two parts, and there is "
+            f"{', '.join(found)}: set num_generations_first=None"
         )
     # Refuses what vLLM cannot serve before anything is loaded.
     sync = choose_sync(args, *adapter_and_base(call), ask=True)

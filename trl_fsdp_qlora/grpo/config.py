@@ -41,8 +41,8 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     )
     token_selection_rate: float | None = option(
         None,
-        "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, 0.5 or more. "
-        "Default: 0.75 for 'prefix_cut', and 0.5 for the others.",
+        "With token_selection: chance of a token to be kept, in (0, 1]; for 'prefix_cut' the expected share, 0.5 "
+        "or more. Default: 0.75 for 'prefix_cut', and 0.5 for the others.",
     )
     token_selection_always_first: int = option(
         0, "With token_selection: tokens at the start of a completion that are always kept (α)."
@@ -68,54 +68,59 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
     )
     prompt_selection: str = option(
         "off",
-        "Which prompts completions are drawn for: 'off', in the sampler's order; 'history', those whose completions had rewards that "
-        "differ, and a share of prompts never drawn. Changes which prompts are trained on.",
+        "Which prompts completions are drawn for: 'off', in the sampler's order; 'history', those whose completions "
+        "had rewards that differ, and a share of prompts never drawn. Changes which prompts are trained on.",
         choices=SELECTIONS,
     )
     prompt_selection_column: str | None = option(
         None,
-        "With prompt_selection: a column of the dataset, such as a difficulty, by whose values prompts that were never drawn are "
-        "told apart. Numbers may have any values, others at most 64.",
+        "With prompt_selection: a column of the dataset, such as a difficulty, by whose values prompts that were "
+        "never drawn are told apart. Numbers may have any values, others at most 64.",
     )
     prompt_selection_explore: float = option(
         0.25,
-        "With prompt_selection: share of the groups, in [0, 1], that always goes over the dataset evenly, to prompts never drawn, or drawn "
-        "longest ago.",
+        "With prompt_selection: share of the groups, in [0, 1], that always goes over the dataset evenly, to prompts "
+        "never drawn, or drawn longest ago.",
     )
     prompt_selection_half_life: float = option(
         10.0,
-        "With prompt_selection: optimizer steps after which what a prompt taught counts half. Fewer for a policy that moves fast.",
+        "With prompt_selection: optimizer steps after which what a prompt taught counts half. Fewer for a policy "
+        "that moves fast.",
     )
     num_generations_first: int | None = option(
         None,
-        "Draw that many completions of a prompt first, and the rest of num_generations only where their rewards differ; a group that "
-        "does not grow is not trained on. With dynamic_sampling, further prompts are tried in the same way.",
+        "Draw that many completions of a prompt first, and the rest of num_generations only where their rewards "
+        "differ; a group that does not grow is not trained on. With dynamic_sampling, further prompts are tried in "
+        "the same way.",
     )
     scale_rewards: str = option(
         "group",
-        "What advantages are divided by, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the group (MaxRL), for "
-        "rewards of 0 and more. Without effect, as in TRL, under multi_objective_aggregation='normalize_then_sum'.",
+        "What advantages are divided by, as in TRL ('group', 'batch' or 'none'), or 'mean': the mean reward of the "
+        "group (MaxRL), for rewards of 0 and more. Without effect, as in TRL, under "
+        "multi_objective_aggregation='normalize_then_sum'.",
     )
     rollout_sync: str = option(
         "auto",
-        "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), 'merge' (every weight, "
-        "the adapter merged, as in TRL), or 'auto': the adapter where the base is quantized, sharded, not on a GPU, or held by a "
-        "server that takes adapters.",
+        "With vLLM, what is sent to the engine after an optimizer step: 'adapter' (the LoRA adapter alone), 'merge' "
+        "(every weight, the adapter merged, as in TRL), or 'auto': the adapter where the base is quantized, sharded, "
+        "not on a GPU, or held by a server that takes adapters.",
         choices=SYNCS,
     )
     vllm_adapter_dir: str | None = option(
         None,
-        "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to see it under the same "
-        "path. By default memory, where the engine is in this process on one node, and a folder under output_dir otherwise.",
+        "With vLLM and rollout_sync 'adapter': the folder through which adapters reach the engine, which has to see "
+        "it under the same path. By default memory, where the engine is in this process on one node, and a folder "
+        "under output_dir otherwise.",
     )
     vllm_engine_kwargs: dict | str | None = option(  # noqa: RUF009 (a string, as in TRL, is JSON)
         None,
-        "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take precedence.",
+        "With vLLM in this process: further arguments of `vllm.LLM`, such as {'quantization': 'fp8'}, which take "
+        "precedence.",
     )
     tool_timeout: float | None = option(
         300.0,
-        "With tools and environments: seconds after which a call of a tool is an error that the model reads, as any other error of a "
-        "tool. None waits as long as it takes, as TRL does.",
+        "With tools and environments: seconds after which a call of a tool is an error that the model reads, as any "
+        "other error of a tool. None waits as long as it takes, as TRL does.",
     )
     fsdp_gather: str = option(**options.FSDP_GATHER)
     fsdp_keep_gathered: bool = option(**options.FSDP_KEEP_GATHERED)
@@ -134,11 +139,9 @@ class EfficientGRPOConfig(OwnConfig, GRPOConfig):
         self.check_choices()
 
     def _check_choice(self) -> None:
-        first, explore, half_life = (
-            self.num_generations_first,
-            self.prompt_selection_explore,
-            self.prompt_selection_half_life,
-        )
+        first = self.num_generations_first
+        explore = self.prompt_selection_explore
+        half_life = self.prompt_selection_half_life
         if first is not None and not 2 <= first <= self.num_generations:
             raise ValueError(
                 f"num_generations_first={first}: two completions or more can differ, and there are num_generations="

@@ -12,9 +12,9 @@ from ..scoring.transfer import to_device
 def group_permutation(batch_size: int, group_size: int, rank_offset: int = 0) -> torch.Tensor:
     """A random order of `batch_size` rows in which whole groups move and rows inside a group keep their order.
 
-    Draws exactly one `torch.randperm(batch_size)` from the global generator, which is what TRL's shuffle draws, so a run
-    with the same seed generates the same completions as stock TRL where transformers draws them as in stock. A group that
-    this rank holds only in part stays at the end of the slice where it stood.
+    Draws exactly one `torch.randperm(batch_size)` from the global generator, which is what TRL's shuffle draws, so a
+    run with the same seed generates the same completions as stock TRL where transformers draws them as in stock. A
+    group that this rank holds only in part stays at the end of the slice where it stood.
 
     Args:
         batch_size: rows on this rank.
@@ -38,9 +38,11 @@ def micro_batches(batch: dict[str, torch.Tensor | Sequence | None], group_size: 
     """`count` slices of this rank's part of a generation batch, its groups shuffled; as TRL slices it otherwise.
 
     Pixels are lists with an entry per row, to be put together by `joined_images` when a slice is used: TRL's
-    batch has them once per completion, this one once per prompt. What tells a row's images apart goes along (`image_keys`).
+    batch has them once per completion, this one once per prompt. What tells a row's images apart goes along
+    (`image_keys`).
     """
-    apart, rows = dict(split_pixel_values_by_grid(batch)), len(batch["prompt_ids"])
+    apart = dict(split_pixel_values_by_grid(batch))
+    rows = len(batch["prompt_ids"])
     if "pixel_values" in batch:
         apart["image_keys"] = fingerprints(batch)
     if isinstance(apart.get("pixel_values"), list):

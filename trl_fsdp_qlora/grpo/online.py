@@ -1,4 +1,6 @@
-"""What trainers that draw completions have around their loss: rollouts, rewards, whole groups, completions kept in checkpoints."""
+"""What trainers that draw completions have around their loss: rollouts, rewards, whole groups, completions kept in
+checkpoints.
+"""
 
 from contextlib import nullcontext
 
@@ -54,7 +56,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return sampler
 
     def _prepare_inputs(self, generation_batch):
-        # TRL's own method with one change: whole groups are shuffled, so a prompt's completions stay in one micro-batch.
+        # TRL's own method with one change: whole groups are shuffled, so a prompt's completions stay in one
+        # micro-batch.
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         every = self.args.steps_per_generation * self.num_iterations
@@ -62,7 +65,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
             batch = self._generate_and_score_completions(generation_batch)
             counts = self.accelerator.reduce(token_counts(batch, self.num_generations), reduction="sum")
             self._add_metrics(self.clock.efficiency(counts))
-            rank, slices = self.accelerator.process_index, self.args.steps_per_generation
+            rank = self.accelerator.process_index
+            slices = self.args.steps_per_generation
             self.look_for_images("pixel_values" in batch)
             self._buffered_inputs = micro_batches(batch, self.num_generations, rank, slices)
         return joined_images(self._buffered_inputs[self._step % self.args.steps_per_generation])
@@ -97,7 +101,9 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         return GenerateSettings(self.generation_config, self.generation_kwargs, self.eos_token_ids)
 
     def generating(self, wrapped=None):
-        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.decode.rollout.Rollout.generating`]."""
+        """A model to generate with beside training's rollouts, see
+        [`trl_fsdp_qlora.decode.rollout.Rollout.generating`].
+        """
         return self.rollout.generating(self.model_wrapped if wrapped is None else wrapped)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -148,7 +154,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
 
     def _forget_update(self) -> None:
         self.step_scores = None
-        self._planned_steps, self._planned_inputs = range(0), ()
+        self._planned_steps = range(0)
+        self._planned_inputs = ()
         self._micro_batches_done = 0
 
     def _look_ahead(self, door, inputs):
@@ -209,7 +216,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
         if rollouts is None:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps  # as far as the sampler is
         else:
-            self._step, self._buffered_inputs = rollouts["step"], rollouts["buffer"]
+            self._step = rollouts["step"]
+            self._buffered_inputs = rollouts["buffer"]
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -223,7 +231,8 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
     # --- what is said about a run ------------------------------------------------------------------------------------
 
     def features(self):
-        per_device, size = self.args.per_device_train_batch_size, self.num_generations
+        per_device = self.args.per_device_train_batch_size
+        size = self.num_generations
         if per_device % size == 0:
             groups = ("on", "whole groups in every micro-batch")
         elif not self.door.keeps_beginnings or self.args.tokens_per_pass == 0:
@@ -243,7 +252,9 @@ class OnlineTraining(ScoringThroughTheDoor, EfficientTraining):
 
 
 def _what_counts(inputs: dict) -> list[tuple[int, int]]:
-    """Which tensors of a micro-batch say what is scored, and how often each was written to: no two lists are equal by chance."""
+    """Which tensors of a micro-batch say what is scored, and how often each was written to: no two lists are equal by
+    chance.
+    """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages")
     tensors = [inputs[name] for name in names if name in inputs]
     return [(id(x), 0 if x.is_inference() else x._version) for x in tensors]

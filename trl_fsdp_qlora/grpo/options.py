@@ -1,4 +1,6 @@
-"""What the configs of this package have in common: the fields that several trainers take, and how a config is copied and kept."""
+"""What the configs of this package have in common: the fields that several trainers take, and how a config is copied
+and kept.
+"""
 
 import copy
 from dataclasses import fields
@@ -15,39 +17,41 @@ from ..telemetry.phases import MODES as CLOCKS
 # Arguments of `run.config_fields.option`, by the name of the field.
 PREFIX_SHARING = {
     "default": "auto",
-    "help": "How the forward and backward passes treat what rows of a batch begin with alike: the prompt of a group's completions or "
-    "of a preference pair. 'auto' computes it once, without padding, wherever that is exact, and otherwise runs as stock TRL and says why; "
-    "'cascade' and 'two_part' insist on one attention backend; 'off' is stock TRL.",
+    "help": "How the forward and backward passes treat what rows of a batch begin with alike: the prompt of a "
+    "group's completions or of a preference pair. 'auto' computes it once, without padding, wherever that is exact, "
+    "and otherwise runs as stock TRL and says why; 'cascade' and 'two_part' insist on one attention backend; 'off' "
+    "is stock TRL.",
 }
 TOKENS_PER_PASS = {
     "default": None,
-    "help": "With prefix_sharing, how many tokens (of prompts and completions, each prompt counted once) a pass with gradients holds at "
-    "most. As many micro-batches of an optimizer step run at once as fit. Not set: as many tokens as a padded micro-batch of stock TRL "
-    "has; 0: each micro-batch is computed by itself, prompts included.",
+    "help": "With prefix_sharing, how many tokens (of prompts and completions, each prompt counted once) a pass with "
+    "gradients holds at most. As many micro-batches of an optimizer step run at once as fit. Not set: as many tokens "
+    "as a padded micro-batch of stock TRL has; 0: each micro-batch is computed by itself, prompts included.",
 }
 LM_HEAD_KERNEL = {
     "default": "auto",
-    "help": "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' (two matrix "
-    "products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU. Values agree up to rounding.",
+    "help": "With prefix_sharing, what scores tokens under a frozen LM head: 'trl' (TRL's chunked kernel), 'frozen' "
+    "(two matrix products instead of three), or 'auto': 'frozen' on CPUs and under FSDP2, 'trl' on a GPU. Values "
+    "agree up to rounding.",
     "choices": HEAD_KERNELS,
 }
 COMPACT_GENERATION = {
     "default": True,
-    "help": "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample with one random "
-    "number per row: the same distribution, but not the completions that stock TRL draws from the same seed. Runs as stock, "
-    "and says why, where it would not be exact.",
+    "help": "When transformers generates: prefill each prompt once, let finished rows leave the batch, and sample "
+    "with one random number per row: the same distribution, but not the completions that stock TRL draws from the "
+    "same seed. Runs as stock, and says why, where it would not be exact.",
 }
 FSDP_GATHER = {
     "default": "auto",
-    "help": "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole model is gathered for "
-    "the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for every token; 'auto': once, where it "
-    "fits into half of the free memory of every rank.",
+    "help": "Under FSDP2, how weights come together while completions are generated and scored. 'once': the whole "
+    "model is gathered for the phase (a 4-bit base as it is packed); 'per_layer': in every forward pass, so for "
+    "every token; 'auto': once, where it fits into half of the free memory of every rank.",
     "choices": GATHERS,
 }
 FSDP_KEEP_GATHERED = {
     "default": False,
-    "help": "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank then holds the whole "
-    "4-bit base while it trains.",
+    "help": "Under FSDP2 with a 4-bit base, gather it once for all micro-batches of an optimizer step. Every rank "
+    "then holds the whole 4-bit base while it trains.",
 }
 PHASE_METRICS = {
     "default": "on",
@@ -64,7 +68,9 @@ SHOW_COMPLETIONS = {
 
 
 class OwnConfig:
-    """Mixed into a config of TRL's, before it in the bases; the dataclass sets `STOCK` and is made with `repr=False`."""
+    """Mixed into a config of TRL's, before it in the bases; the dataclass sets `STOCK` and is made with
+    `repr=False`.
+    """
 
     STOCK: ClassVar[type]  # the config of TRL's that it extends
 
@@ -83,7 +89,8 @@ class OwnConfig:
     def check_choices(self) -> None:
         """To be called last. Raises `ValueError` for a word that a field of this package does not know."""
         for item in fields(self):
-            value, known = getattr(self, item.name), item.metadata.get("choices")
+            value = getattr(self, item.name)
+            known = item.metadata.get("choices")
             if item.name == "tokens_per_pass" and value is not None and value < 0:
                 raise ValueError(f"tokens_per_pass={value} is a number of tokens; use one from 0, or leave it out")
             if known and item.name not in self.STOCK.__dataclass_fields__ and value not in known:
@@ -108,7 +115,7 @@ class OwnConfig:
         cls._take_numpy(completed)
         return completed
 
-    # --- secrets stay in memory: `torch.save` puts a config into every checkpoint, trackers are sent `to_dict` --------
+    # --- secrets stay in memory: `torch.save` puts a config into every checkpoint, trackers are sent `to_dict` -------
 
     def __getstate__(self):
         return redaction.without_secrets(self.__dict__)

@@ -24,8 +24,8 @@ from .step import StepScores
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # What TRL's pass takes of a batch next to ids and masks.
 OF_IMAGES = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles", "image_sizes",
-    "token_type_ids", "mm_token_type_ids", "image_position_ids",
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
 
 
@@ -35,9 +35,9 @@ class LossPass:
 
     Attributes:
         model: the root module, wrappers included.
-        scored_BC: completion tokens whose values are wanted (bool); all that the mask has if `None`. All others get zeros.
-            Who narrows the policy's tokens must also zero what they are compared with: `exp(0 - old)` overflows, and
-            infinity times a zero mask is not zero.
+        scored_BC: completion tokens whose values are wanted (bool); all that the mask has if `None`. All others get
+            zeros. Who narrows the policy's tokens must also zero what they are compared with: `exp(0 - old)`
+            overflows, and infinity times a zero mask is not zero.
         weight_BC: factor on the gradient of each log-probability; one if `None`.
         inputs: of the loss.
         values: of this very pass, if it was made ahead of the loss (its weights needed the log-probabilities).
@@ -58,8 +58,8 @@ class LossPass:
 class ScoringThroughTheDoor:
     """Part of a trainer: `_get_per_token_logps_and_entropies` of TRL's GRPO and RLOO trainers on packed rows.
 
-    Where a pass runs padded, rows and trailing columns without a label are left out. Old and reference passes are cut by the
-    tokens they compute instead of by rows.
+    Where a pass runs padded, rows and trailing columns without a label are left out. Old and reference passes are cut
+    by the tokens they compute instead of by rows.
     """
 
     # Of a trainer that was built without `__init__`, as some tests of TRL do.
@@ -97,7 +97,9 @@ class ScoringThroughTheDoor:
                 door.forget_images()
 
     def look_for_images(self, here: bool) -> None:
-        """Let the ranks agree whether a generation batch has images; `here`: this rank's has. Every rank has to call it."""
+        """Let the ranks agree whether a generation batch has images; `here`: this rank's has. Every rank has to call
+        it.
+        """
         for door in (self.door, self.reference_door):
             if door is not None:
                 door.look_for_images(here, self.accelerator.device)
@@ -163,8 +165,8 @@ class ScoringThroughTheDoor:
                     self.step_scores = None
             return wanted.model(**model_arguments, **for_the_door)
 
-        # TRL leaves values where the LM head is: on the last device of a model that is split over several, on the host where
-        # FSDP2 offloads it.
+        # TRL leaves values where the LM head is: on the last device of a model that is split over several, on the host
+        # where FSDP2 offloads it.
         values = (None if x is None else x.to(batch.input_ids.device) for x in stock(call, **arguments))
         logps_BC, entropies_BC, aux_loss = values
         if door.is_active and door.figures.tokens:
@@ -204,7 +206,8 @@ def padded_batch(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def batch_of(arguments: dict[str, Any], image_keys: torch.Tensor | None) -> Batch:
     """The batch of a pass with all of its completion tokens labelled, from the arguments of TRL's method."""
-    input_ids, attention_mask = arguments["input_ids"], arguments["attention_mask"]
+    input_ids = arguments["input_ids"]
+    attention_mask = arguments["attention_mask"]
     labels = input_ids.masked_fill(attention_mask == 0, IGNORED_LABEL)
     labels[:, : -arguments["logits_to_keep"]] = IGNORED_LABEL
     vision = {name: arguments[name] for name in OF_IMAGES if arguments.get(name) is not None}

@@ -1,13 +1,15 @@
 """The micro-batches of an optimizer step, scored together: what several of them begin with is computed once.
 
-Their weights are the same, and TRL has drawn them all before it uses the first. So the trainer looks ahead: which tokens each
-of them will score is known, and [`trl_fsdp_qlora.prefix_sharing.door.Door.plan_step`] says how to compute them.
+Their weights are the same, and TRL has drawn them all before it uses the first. So the trainer looks ahead: which
+tokens each of them will score is known, and [`trl_fsdp_qlora.prefix_sharing.door.Door.plan_step`] says how to compute
+them.
 
-- As many micro-batches as fit run in one pass. Each gets its scores when TRL asks for them: the last one of a pass with the
-  graph, those before it as constants, whose gradients wait for the last one's backward (see `prefix_sharing/across_passes.py`).
-- A micro-batch that does not fit is cut. Its scores are computed without a graph first. Once TRL's loss has said what their
-  gradients are, each pass runs again, with a graph, and gets its part of them ([`StepScores.go_back`]). That is one forward
-  more, as with gradient checkpointing.
+- As many micro-batches as fit run in one pass. Each gets its scores when TRL asks for them: the last one of a pass
+  with the graph, those before it as constants, whose gradients wait for the last one's backward (see
+  `prefix_sharing/across_passes.py`).
+- A micro-batch that does not fit is cut. Its scores are computed without a graph first. Once TRL's loss has said what
+  their gradients are, each pass runs again, with a graph, and gets its part of them ([`StepScores.go_back`]). That is
+  one forward more, as with gradient checkpointing.
 
 Either way TRL's loss is taken of each micro-batch as it is.
 """
@@ -64,7 +66,9 @@ class StepScores:
     """
 
     def __init__(self, plan: StepPlan, batches: list[Batch], ends_update: bool):
-        self.plan, self.batches, self.ends_update = plan, batches, ends_update
+        self.plan = plan
+        self.batches = batches
+        self.ends_update = ends_update
         self._number = -1  # the micro-batch whose scores were asked for last
         self._scores: dict[int, FusedCausalLMOutput] = {}  # of the pass at hand, by micro-batch
         self._owed: list[
@@ -93,10 +97,13 @@ class StepScores:
         return number % self.plan.batches_per_pass == 0
 
     def settle(self) -> None:
-        """No further scores are asked for: pay what waits for the backward of a later pass. After a whole step nothing does."""
+        """No further scores are asked for: pay what waits for the backward of a later pass. After a whole step nothing
+        does.
+        """
         pay(self._owed)
         self.plan.forwards.settle()
-        self._scores, self._owed = {}, []
+        self._scores = {}
+        self._owed = []
 
     def _is_last(self, batches: int) -> bool:
         """Whether the optimizer steps behind the first so many micro-batches."""
@@ -148,7 +155,8 @@ class StepScores:
         self._scores.pop(self._number, None)
         if self._cut is None:
             return
-        (number, constants, draws), self._cut = self._cut, None
+        (number, constants, draws) = self._cut
+        self._cut = None
         with draws.again():
             self._go_back(number, constants, model, autocast, without_sync)
 

@@ -37,8 +37,8 @@ def check_config(args: Any) -> None:
     strategy = args.token_selection
     check_selection(strategy, **_options(args))
     refused = {
-        "the ratio of a sequence needs the log-probabilities of all its tokens, and its gradient is no sum over tokens that "
-        "weights could estimate; use importance_sampling_level='token' and another loss_type": (
+        "the ratio of a sequence needs the log-probabilities of all its tokens, and its gradient is no sum over "
+        "tokens that weights could estimate; use importance_sampling_level='token' and another loss_type": (
             args.importance_sampling_level == "sequence" or args.loss_type == "vespo"
         ),
         "off_policy_mask_threshold takes a mean over all tokens; leave it out": args.off_policy_mask_threshold
@@ -57,8 +57,8 @@ class Choice(NamedTuple):
     scored_BC: torch.Tensor
     weight_BC: torch.Tensor | None  # where each is one
     inputs: dict[str, Any]  # with zeros in what the log-probabilities are compared with where nothing is scored
-    # Int64 `(6,)`: tokens of the loss, those of completions that were not skipped, those of the latter that are scored;
-    # completions, those of them with a scored token; what TRL divides its means over tokens by.
+    # Int64 `(6,)`: tokens of the loss, those of completions that were not skipped, those of the latter that are
+    # scored; completions, those of them with a scored token; what TRL divides its means over tokens by.
     counts: torch.Tensor
 
 
@@ -72,7 +72,9 @@ class TokenBudget:
     """
 
     def __init__(self, args: Any, rank: int = 0, entropy_bonus: bool = False, router_loss: bool = False):
-        self.args, self.rank, self.strategy = args, rank, args.token_selection
+        self.args = args
+        self.rank = rank
+        self.strategy = args.token_selection
         # A term that every completion enters, whatever its advantage, keeps all of them in.
         reasons = {
             "switched off": not args.skip_zero_advantage,
@@ -93,7 +95,8 @@ class TokenBudget:
         return found
 
     def choose(self, inputs: dict[str, Any], step: int, micro_step: int) -> Choice | None:
-        """The tokens of a training micro-batch (`inputs` of `GRPOTrainer._compute_loss`); `None` where there is no choice.
+        """The tokens of a training micro-batch (`inputs` of `GRPOTrainer._compute_loss`); `None` where there is no
+        choice.
 
         A draw depends on `step` and `micro_step`, beside the seed and the rank.
         """
@@ -123,12 +126,14 @@ class TokenBudget:
         return Choice(scored_BC, weight_BC, {**inputs, **compared}, counts)
 
     def report(self, metrics: dict[str, list]) -> Callable[[list[float]], None]:
-        """What adds the share of scored tokens to the trainer's metrics right after the loss, and corrects the means that TRL
+        """What adds the share of scored tokens to the trainer's metrics right after the loss, and corrects the means
+        that TRL
         took over all tokens: a function of the counts of that loss's [`Choice`], summed over ranks.
         """
         keys = (*SCORED_MEANS, *LEARNING_MEANS, PHI_MEAN)
         last = {key: (metrics[key], len(metrics[key]) - 1) for key in keys if metrics.get(key)}
-        fraction, nothing = metrics["tokens/scored_fraction"], metrics["tokens/nothing_to_learn"]
+        fraction = metrics["tokens/scored_fraction"]
+        nothing = metrics["tokens/nothing_to_learn"]
 
         def finish(counts: list[float]) -> None:
             valid, learning, scored, completions, scored_completions, divisor = counts
@@ -139,8 +144,9 @@ class TokenBudget:
                     "A micro-batch has no token to learn from (every advantage is zero or every completion is "
                     "masked); it leaves the gradient as it is. tokens/nothing_to_learn counts such batches."
                 )
-            # Zeros stand where nothing was computed. A skipped completion is never clipped, so its zeros are stock's; those of
-            # tokens that a selection left out of a completion are made up for. Phi is one where nothing is scored.
+            # Zeros stand where nothing was computed. A skipped completion is never clipped, so its zeros are stock's;
+            # those of tokens that a selection left out of a completion are made up for. Phi is one where nothing is
+            # scored.
             for keys, over in ((SCORED_MEANS, divisor), (LEARNING_MEANS, learning)):
                 for key in keys:
                     if key in last and scored:
@@ -157,7 +163,9 @@ class TokenBudget:
 
 
 def drop_missing(metrics: dict[str, list]) -> None:
-    """Leave the entropy of micro-batches that scored no token out of the mean; without any other there is none to log."""
+    """Leave the entropy of micro-batches that scored no token out of the mean; without any other there is none to
+    log.
+    """
     for key in SCORED_MEANS:
         metrics[key] = [value for value in metrics.pop(key, ()) if value == value]
         if not metrics[key]:

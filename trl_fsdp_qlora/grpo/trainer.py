@@ -41,7 +41,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     What differs is how, and who is asked for it:
 
-    - [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`]: what rows have in common is computed once, and padding not at all;
+    - [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`]: what rows have in common is computed once, and padding not
+      at all;
     - `budget`: which tokens of a micro-batch are computed;
     - `rollout`: where completions come from;
     - [`ShardedQLoRAMixin`]: FSDP2 with a 4-bit base;
@@ -90,7 +91,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return batch
 
     def _make_batch(self, inputs):
-        # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can wait.
+        # TRL weighs the engine's tokens here, with one more pass of the policy; where that is the loss's own, it can
+        # wait.
         weighs = self.vllm_importance_sampling_correction and not self._weighs_in_loss
         others = {"vllm_importance_sampling_correction": weighs}
         if self.model.training and self.prompt_selection is not None:
@@ -100,7 +102,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
             self._add_metrics(metrics)
             self._pending_extra_logs.update(rows.extras())
             # TRL's method asks for completions and rewards itself. It gets those of the rows.
-            inputs, others["_generate"] = rows, lambda prompts: rows.generated()
+            inputs = rows
+            others["_generate"] = lambda prompts: rows.generated()
         by_mean = self.scale_rewards == "mean" and not SCALES_BY_MEAN
         if by_mean:
             others["scale_rewards"] = "none"
@@ -114,7 +117,9 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
 
     def _choose_rows(self, inputs: list[dict]) -> ChosenRows:
         """Rows of the prompts that are chosen for a generation batch, in the place of the sampler's `inputs`."""
-        size, rank, ranks = self.num_generations, self.accelerator.process_index, self.accelerator.num_processes
+        size = self.num_generations
+        rank = self.accelerator.process_index
+        ranks = self.accelerator.num_processes
         chosen = self.prompt_selection.choose(len(inputs) * ranks // size, self.state.global_step)
         return self.prompt_selection.rows(chosen, size, rank, ranks)
 
@@ -165,7 +170,8 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return super()._get_tool_suffix_ids(fitted(tool_messages, self._tokenizer, self.max_completion_length))
 
     def generating(self, wrapped=None):
-        """A model to generate with beside training's rollouts, see [`trl_fsdp_qlora.decode.rollout.Rollout.generating`].
+        """A model to generate with beside training's rollouts, see
+        [`trl_fsdp_qlora.decode.rollout.Rollout.generating`].
 
         With vLLM it is the engine, holding the adapter as it is now.
         """
@@ -229,7 +235,9 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
         return replace(wanted, values=self._score_completions(wanted, inputs, weigh=True)), inputs
 
     def _score_completions(self, wanted: LossPass, inputs, weigh=False):
-        """Log-probabilities, entropies and router loss of a micro-batch; with `weigh` it gets the engine's importance weights."""
+        """Log-probabilities, entropies and router loss of a micro-batch; with `weigh` it gets the engine's importance
+        weights.
+        """
         options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
         values = self._get_per_token_logps_and_entropies(wanted, **padded_batch(inputs), **options)
         if self.use_vllm and SAMPLED_LOGPS in inputs and OLD_LOGPS not in inputs:
@@ -242,8 +250,10 @@ class EfficientGRPOTrainer(OnlineTraining, ShardedQLoRAMixin, GRPOTrainer):
     def _compare_with_engine(self, inputs, policy_BC, scored_BC=None):
         """Log how far the engine's log-probabilities lie from the policy's, and let that be checked. Collective."""
         figures = sampling_figures(inputs, policy_BC, scored_BC)
-        width, figures = len(figures), self.accelerator.gather(figures)
-        metrics, check = self._metrics["train" if self.model.training else "eval"], self.weight_sync_check
+        width = len(figures)
+        figures = self.accelerator.gather(figures)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        check = self.weight_sync_check
         logged_by_trl = OLD_LOGPS in inputs and IMPORTANCE_RATIO in inputs
 
         def finish(numbers):

@@ -1,4 +1,6 @@
-"""What every trainer of this package has around its loss: phases on the clock, whole checkpoints, cards, the start-up block."""
+"""What every trainer of this package has around its loss: phases on the clock, whole checkpoints, cards, the start-up
+block.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,8 @@ logger = get_logger(__name__)
 
 
 class EfficientTraining:
-    """Part of a trainer, in front of [`trl_fsdp_qlora.fsdp2_qlora.trainer.ShardedQLoRAMixin`] and TRL's class in its bases.
+    """Part of a trainer, in front of [`trl_fsdp_qlora.fsdp2_qlora.trainer.ShardedQLoRAMixin`] and TRL's class in its
+    bases.
 
     - `clock`: seconds and bytes of each phase, as ordinary metrics;
     - `checkpointing`: a checkpoint is whole or not taken for one;
@@ -46,7 +49,9 @@ class EfficientTraining:
         self.add_callback(self.telemetry)
 
     def report_start(self, tokenize=None) -> None:
-        """Let the start-up block be printed, with the first prompt as `tokenize` gives it; the last of a constructor."""
+        """Let the start-up block be printed, with the first prompt as `tokenize` gives it; the last of a
+        constructor.
+        """
         self.add_callback(StartupCallback(self.features, tokenize, lambda: self.door.figures))
         print_briefly(self)
 
@@ -70,7 +75,8 @@ class EfficientTraining:
         """As [`transformers.Trainer.train`]; `"auto"` resumes from the newest whole checkpoint, if there is one.
 
         Raises:
-            trl_fsdp_qlora.checkpoints.disk.CheckpointError: see [`trl_fsdp_qlora.checkpoints.checkpoints.WholeCheckpoints`].
+            trl_fsdp_qlora.checkpoints.disk.CheckpointError: see
+            [`trl_fsdp_qlora.checkpoints.checkpoints.WholeCheckpoints`].
         """
         with self.checkpointing.alone():
             return super().train(self.checkpointing.resume_from(resume_from_checkpoint), *args, **kwargs)

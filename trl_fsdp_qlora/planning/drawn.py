@@ -1,7 +1,7 @@
 """Micro-batches drawn from a run's own data, as its trainer would draw them, and the tokens of their packed rows.
 
-A plan without data takes every prompt for as long as the longest, and computes one per group. Of data it is known what prompts
-have in common (a system prompt, worked examples) and how long they are.
+A plan without data takes every prompt for as long as the longest, and computes one per group. Of data it is known what
+prompts have in common (a system prompt, worked examples) and how long they are.
 """
 
 import random
@@ -79,7 +79,9 @@ class Data:
 
     def _micro_batches(self, prompts: int) -> list[list[int]]:
         """Indices of distinct prompts, shuffled as an epoch is; those of a further epoch if one has too few."""
-        draw, batches, epoch = random.Random(_SEED), [], []
+        draw = random.Random(_SEED)
+        batches = []
+        epoch = []
         while len(batches) < _DRAWN:
             while len(epoch) < prompts:
                 another = list(range(len(self.prompts)))
@@ -111,7 +113,9 @@ class Data:
 
 
 def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
-    """The data that a recipe's arguments name, tokenized as its trainer does; a line and `None` if that cannot be counted."""
+    """The data that a recipe's arguments name, tokenized as its trainer does; a line and `None` if that cannot be
+    counted.
+    """
     is_paired = isinstance(script, DPOScriptArguments)
     source = script.pairs if is_paired else script.dataset
     try:
@@ -121,7 +125,9 @@ def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
             if "images" in train.column_names:
                 raise UserError("tokens of images are not")
             return Data(source, encode(list(train["prompt"]), tokenizer))
-        prompts, answers, end = [], [], tokenizer.eos_token
+        prompts = []
+        answers = []
+        end = tokenizer.eos_token
         for pair in read_pairs(source):
             if isinstance(pair["prompt"], str):
                 ended = {name: pair[name].removesuffix(end) + end for name in ("chosen", "rejected")}

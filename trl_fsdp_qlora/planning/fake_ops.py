@@ -1,7 +1,8 @@
-"""What fake tensors cannot run, as functions that allocate and keep the same bytes: flash attention, 4-bit layers, experts, head.
+"""What fake tensors cannot run, as functions that allocate and keep the same bytes: flash attention, 4-bit layers,
+experts, head.
 
-Which kernel runs depends on the device, the frozen head reads a value of its logits, experts look which of them got tokens, and
-bitsandbytes may not be installed. Each function names what it stands for; tests/planning compares with it.
+Which kernel runs depends on the device, the frozen head reads a value of its logits, experts look which of them got
+tokens, and bitsandbytes may not be installed. Each function names what it stands for; tests/planning compares with it.
 """
 
 from types import MethodType
@@ -32,7 +33,9 @@ class FourBitMatmul(torch.autograd.Function):
 
 
 class FourBitExperts(torch.autograd.Function):
-    """`fsdp2_qlora.experts` on a GPU: as many experts as fit into its scratch memory are dense at once, beside a copy of their bytes."""
+    """`fsdp2_qlora.experts` on a GPU: as many experts as fit into its scratch memory are dense at once, beside a copy
+    of their bytes.
+    """
 
     @staticmethod
     def forward(ctx, x, packed, shape):
@@ -55,7 +58,9 @@ def _dense_experts(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]
 
 
 class FourBitLinear(nn.Linear):
-    """A bitsandbytes 4-bit layer; the bytes of its quantization state, `state_bytes`, are no parameter there either."""
+    """A bitsandbytes 4-bit layer; the bytes of its quantization state, `state_bytes`, are no parameter there
+    either.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = self.out_features, self.in_features
@@ -106,12 +111,16 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """As `fsdp2_qlora.experts`, which imports bitsandbytes: transformers dispatches this module's forward as "experts"."""
+    """As `fsdp2_qlora.experts`, which imports bitsandbytes: transformers dispatches this module's forward as
+    "experts".
+    """
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
 
 
 def replace_experts(experts: nn.Module) -> None:
-    """Give transformers' experts a forward on `(tokens, hidden)` in which one expert computes all rows of tokens times k."""
+    """Give transformers' experts a forward on `(tokens, hidden)` in which one expert computes all rows of tokens times
+    k.
+    """
     first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
     shapes = {name: tuple(p.shape[1:]) for name, p in experts.named_parameters(recurse=False) if p.ndim == 3}
     shapes = {name: shape[::-1] if experts.is_transposed else shape for name, shape in shapes.items()}  # (out, in)
@@ -121,7 +130,8 @@ def replace_experts(experts: nn.Module) -> None:
         if weight.dtype == torch.uint8:
             out = FourBitExperts.apply(x, weight, shapes[name])
             for lhs, rhs, scaling in self.lora.get(name, ()):
-                lhs, rhs = lhs.unbind(), rhs.unbind()
+                lhs = lhs.unbind()
+                rhs = rhs.unbind()
                 low = nn.functional.linear(x.to(rhs[0].dtype), rhs[0])
                 out = out + scaling * nn.functional.linear(low, lhs[0]).to(out.dtype)
             return out
@@ -152,7 +162,8 @@ class FrozenHead(torch.autograd.Function):
         log_probs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            tile_TH, chunk_CH = hidden_NH[:rows].to(dtype), weight_VH[:columns].to(dtype)
+            tile_TH = hidden_NH[:rows].to(dtype)
+            chunk_CH = weight_VH[:columns].to(dtype)
             logits = log_probs_N.new_empty(len(tile_TH), len(chunk_CH))
             tiles = [logits, torch.empty_like(logits, dtype=dtype if on_gpu else None)]
             if dtype != torch.float32 and not on_gpu:  # a CPU computes a product in half precision in float32

@@ -11,8 +11,8 @@ from ..recipe.arguments import ConfigError
 GIB = 2**30
 # GiB of memory by the name of a card, as its maker states it; of a T4 as CUDA reports it in TRL's notebook (14.741).
 CARDS = {
-    "b200": 180, "h200": 141, "h100": 80, "a100": 80, "a10080gb": 80, "a10040gb": 40, "l40s": 48, "a6000": 48, "a10": 24, "a10g": 24,
-    "l4": 24, "t4": 14.7, "v100": 32, "rtx5090": 32, "rtx4090": 24, "rtx3090": 24, "rtx3070": 8,
+    "b200": 180, "h200": 141, "h100": 80, "a100": 80, "a10080gb": 80, "a10040gb": 40, "l40s": 48, "a6000": 48,
+    "a10": 24, "a10g": 24, "l4": 24, "t4": 14.7, "v100": 32, "rtx5090": 32, "rtx4090": 24, "rtx3090": 24, "rtx3070": 8,
 }  # fmt: skip
 CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs by card and driver
 SLACK = 0.05  # share of what comes and goes that the caching allocator holds beside it; assumed
@@ -20,8 +20,8 @@ SLACK = 0.05  # share of what comes and goes that the caching allocator holds be
 
 @dataclass(frozen=True)
 class Hardware:
-    """What ranks compute on: `cards` of `memory` bytes each (`None`: as many as ranks), or a CPU (no `gpu`), whose memory they
-    share."""
+    """What ranks compute on: `cards` of `memory` bytes each (`None`: as many as ranks), or a CPU (no `gpu`), whose
+    memory they share."""
 
     name: str
     memory: int
@@ -34,8 +34,8 @@ class Hardware:
 
 
 def read_hardware(text: str | None, use_cpu: bool = False) -> Hardware:
-    """The hardware that `text` names: `h100`, `24GB`, either with ` xN`, `cpu`; `None` is what is there, the CPU where the run is to
-    `use_cpu`.
+    """The hardware that `text` names: `h100`, `24GB`, either with ` xN`, `cpu`; `None` is what is there, the CPU where
+    the run is to `use_cpu`.
 
     Raises:
         ConfigError: the name is not known; says which are.
@@ -44,7 +44,8 @@ def read_hardware(text: str | None, use_cpu: bool = False) -> Hardware:
         properties = torch.cuda.get_device_properties(0)
         return Hardware(properties.name, properties.total_memory, torch.cuda.device_count())
     name, number = re.fullmatch(r"(.*?)(?:\s+[x×*]\s*(\d+))?", (text or "cpu").strip().lower()).groups()
-    name, cards = re.sub(r"[\s_-]", "", name), number and int(number)
+    name = re.sub(r"[\s_-]", "", name)
+    cards = number and int(number)
     gigabytes = re.fullmatch(r"(\d+(?:\.\d+)?)gi?b?", name)
     if cards == 0 or (gigabytes and not float(gigabytes[1])):
         raise ConfigError(f"--hardware {text!r} has no memory; write '24GB x2' for two cards of 24 GB")

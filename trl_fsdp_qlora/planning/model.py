@@ -1,4 +1,6 @@
-"""A run's model without data (base, 4-bit layers and experts, adapter), and the bytes that lie on a rank from step to step."""
+"""A run's model without data (base, 4-bit layers and experts, adapter), and the bytes that lie on a rank from step to
+step.
+"""
 
 import copy
 import math
@@ -40,8 +42,8 @@ def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
 
 
 def _pack(shape: torch.Size, nested: bool) -> tuple[nn.Parameter, int]:
-    """A weight in 4 bits, and the bytes of its state: a float32 maximum per block of 64, or, nested, a byte, and a float32 per
-    256 of these."""
+    """A weight in 4 bits, and the bytes of its state: a float32 maximum per block of 64, or, nested, a byte, and a
+    float32 per 256 of these."""
     weights = math.prod(shape)
     blocks = -(-weights // _BLOCK)
     state = blocks + 4 * -(-blocks // _NESTED_BLOCK) + 4 if nested else 4 * blocks
@@ -58,7 +60,9 @@ def _quantize(model: nn.Module, dtype: torch.dtype, nested: bool) -> None:
             module.compute_dtype = dtype
         elif fake_ops.is_experts(module):
             lora_factors_beside_the_weight()
-            module.state_bytes, module.layouts, module.lora = 0, {}, {}
+            module.state_bytes = 0
+            module.layouts = {}
+            module.lora = {}
             for name, old in list(module.named_parameters(recurse=False)):
                 if old.ndim == 3:
                     new, state = _pack(old.shape, nested)
@@ -80,7 +84,8 @@ def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
 
 
 def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | None = None) -> nn.Module:
-    """The model of a run on the meta device, in the dtypes that it is trained in; of its layers those of `layers` only.
+    """The model of a run on the meta device, in the dtypes that it is trained in; of its layers those of `layers`
+    only.
 
     Raises:
         ConfigError: the model cannot be built, or the LoRA targets match nothing.
@@ -88,7 +93,8 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     config = copy.deepcopy(config)
     if layers is not None:
         keep_layers(config.get_text_config(), layers)
-    name, dtype = settings.model.model_name_or_path, dtype_of(settings, config)
+    name = settings.model.model_name_or_path
+    dtype = dtype_of(settings, config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
@@ -118,12 +124,14 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
 
     FSDP2 and ZeRO-3 spread everything over the ranks, ZeRO-2 gradients and optimizer.
     """
-    kind, ranks = settings.launch.kind, settings.launch.processes
+    kind = settings.launch.kind
+    ranks = settings.launch.processes
     found = dict.fromkeys((BASE_4BIT, STATE, BASE, TRAINED, GRADIENTS, BUCKETS, OPTIMIZER, REFERENCE), 0)
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     quantized = any(parameter.dtype == torch.uint8 for parameter in parameters)
-    # Accelerate keeps what an FSDP2 model trains in float32 under mixed precision; of quantized ones we see to it ourselves.
+    # Accelerate keeps what an FSDP2 model trains in float32 under mixed precision; of quantized ones we see to it
+    # ourselves.
     upcast = kind == "fsdp2" and settings.mixed is not None and not quantized
     for parameter in parameters:
         part = TRAINED if parameter.requires_grad else BASE_4BIT if parameter.dtype == torch.uint8 else BASE

@@ -1,8 +1,9 @@
 """Bytes of a pass: two layers of the model run on fake tensors, the others by what the second kept beyond the first.
 
-A layer keeps for the backward what is there after it and was not before, so a model of L layers has (L - 2) of these more than the
-model of two where its backward begins, which is its peak. Gradients are there from the start, as micro-batches before this one left
-them. Nothing is allocated and no weight is read; the number of tokens is the run's own.
+A layer keeps for the backward what is there after it and was not before, so a model of L layers has (L - 2) of these
+more than the model of two where its backward begins, which is its peak. Gradients are there from the start, as
+micro-batches before this one left them. Nothing is allocated and no weight is read; the number of tokens is the run's
+own.
 """
 
 from types import SimpleNamespace
@@ -35,11 +36,14 @@ class Shape(NamedTuple):
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
-    """The micro-batch of the loss: P + G·(C - 1) tokens per group on a packed row, B·(P + C) padded; every completion at full length.
+    """The micro-batch of the loss: P + G·(C - 1) tokens per group on a packed row, B·(P + C) padded; every completion
+    at full length.
 
     Of data that was read, the packed row is one that was drawn.
     """
-    rows, prompt, length = settings.rows, settings.prompt_tokens, settings.completion_tokens
+    rows = settings.rows
+    prompt = settings.prompt_tokens
+    length = settings.completion_tokens
     if packed and settings.drawn is not None:
         return Shape(1, settings.drawn.tokens, settings.drawn.scored, True)
     if packed:  # a completion's last token is only ever a target
@@ -53,24 +57,28 @@ def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
 
     It holds as many rows as the packed row has tokens for, but TRL's kernels and masks.
     """
-    packed, width = loss_shape(settings, True, on_gpu), settings.prompt_tokens + settings.completion_tokens
+    packed = loss_shape(settings, True, on_gpu)
+    width = settings.prompt_tokens + settings.completion_tokens
     rows = min(max(1, packed.length // width), settings.rows, ROWS_HALF)
     return Shape(rows, width, rows * (settings.completion_tokens if on_gpu else width - 1), False)
 
 
 def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
-    """A pass without gradients over a generation batch: on packed rows as many completions as fit into the tokens of a padded
-    micro-batch."""
+    """A pass without gradients over a generation batch: on packed rows as many completions as fit into the tokens of a
+    padded micro-batch."""
     if settings.prefix_sharing == "off" or settings.is_paired or settings.drawn is not None:
         return loss_shape(settings, settings.prefix_sharing != "off", on_gpu)
-    prompt, length, group = settings.prompt_tokens, settings.max_completion_length, settings.num_generations
+    prompt = settings.prompt_tokens
+    length = settings.max_completion_length
+    group = settings.num_generations
     limit = settings.per_device_train_batch_size * (prompt + length)
     groups = min(limit // (prompt + group * (length - 1)), settings.rollout_rows // group)
     rows = groups * group or min(settings.rollout_rows, max(1, (limit - prompt) // max(1, length - 1)))
     return Shape(1, max(1, groups) * prompt + rows * (length - 1), rows * length, True)
 
 
-# Plans of one run (for other numbers of ranks, say) ask for the same again: the model and the passes, by what they depend on.
+# Plans of one run (for other numbers of ranks, say) ask for the same again: the model and the passes, by what they
+# depend on.
 _whole: dict[tuple, nn.Module] = {}
 _measured: dict[tuple, int] = {}
 
@@ -91,8 +99,8 @@ def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
 
 
 def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: bool, grad: bool = False) -> int:
-    """Peak bytes of a pass of the whole model above what lies there: forward and, with `grad`, backward, by a GPU's kernels or
-    not."""
+    """Peak bytes of a pass of the whole model above what lies there: forward and, with `grad`, backward, by a GPU's
+    kernels or not."""
     key = *_modules_key(settings, config), shape, on_gpu, grad
     if key not in _measured:
         # Layers by what they are: attention with or without a window, recurrent, both, an MLP alone.
@@ -113,7 +121,8 @@ def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
     from ..compat.memory import FakeTensorMode  # a name that a version of torch or TRL may not have
 
     model = build(settings, config, layers).train()
-    causal, mode = causal_model(model), FakeTensorMode()
+    causal = causal_model(model)
+    mode = FakeTensorMode()
     if settings.gradient_checkpointing:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if hasattr(model, "peft_config"):
@@ -133,7 +142,8 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         tracker = PeakTracker(*model.parameters(), *model.buffers(), *(parameter.grad for parameter in trained))
-        before, after = tracker.now, []
+        before = tracker.now
+        after = []
         stacks = (part for part in causal.get_decoder().modules() if isinstance(part, nn.ModuleList))
         for layer in next(stack for stack in stacks if len(stack) == len(layers)):
             layer.register_forward_hook(lambda *_: after.append(tracker.now))
@@ -141,7 +151,8 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
         with tracker:
             with torch.set_grad_enabled(grad), autocast:
                 size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
-                mask, ids = torch.ones(size, dtype=torch.bool), torch.zeros(shape.rows, shape.length, dtype=torch.long)
+                mask = torch.ones(size, dtype=torch.bool)
+                ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
                 # Mamba's layers would multiply by a mask.
                 attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
                 inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
@@ -171,7 +182,8 @@ def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
 
 def measure_of(settings: Settings, config: PretrainedConfig, step: Step, on_gpu: bool) -> int:
     """Peak bytes of the passes with gradients of a step on packed rows."""
-    longest, is_cut = step.longest, step.passes_per_batch > 1
+    longest = step.longest
+    is_cut = step.passes_per_batch > 1
     if step.trunks:
         return measure_step(settings, config, longest, on_gpu, is_cut)
     shape = Shape(1, longest.tokens, longest.rows * settings.max_completion_length, True)
@@ -181,7 +193,8 @@ def measure_of(settings: Settings, config: PretrainedConfig, step: Step, on_gpu:
 def measure_step(
     settings: Settings, config: PretrainedConfig, longest: Pass, on_gpu: bool, is_cut: bool = False
 ) -> int:
-    """Peak bytes of an optimizer step, above what lies there, in which passes share trunks: of the last two passes of a group.
+    """Peak bytes of an optimizer step, above what lies there, in which passes share trunks: of the last two passes of
+    a group.
 
     Args:
         longest: the pass that holds most; both are as long.
@@ -214,11 +227,14 @@ def _bytes_of_states(settings: Settings, config: PretrainedConfig, prompts: int)
 
 
 def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, is_cut: bool) -> list[int]:
-    """Peaks in bytes of a model of few layers: of the trunk and a pass that is not its last, of the last pass, of the trunk's backward."""
+    """Peaks in bytes of a model of few layers: of the trunk and a pass that is not its last, of the last pass, of the
+    trunk's backward.
+    """
     from ..compat.memory import PeakTracker
 
     model, mode = _few_layers(settings, config, layers)
-    causal, peaks = causal_model(model), []
+    causal = causal_model(model)
+    peaks = []
     recomputed = checkpointed(causal)
     every_layer = settings.launch.kind == "fsdp2" or not all(
         map(keeps_keys, layer_types(causal.config.get_text_config()))
@@ -233,7 +249,8 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
 
         def forward(tokens: int, kept: KeptInPass) -> torch.Tensor:
             row = SimpleNamespace(kept=kept, is_computed=False)
-            ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, 1, 1, 1, dtype=torch.bool)
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
             attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
             inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
             with computing(row, recomputed):
@@ -257,7 +274,8 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
                 with torch.no_grad():
                     forward(longest.trunk, KeptInPass(values, gives=[(0, 0, longest.trunk)], is_trunk=True))
                     score_pass(forward(longest.tokens, KeptInPass(values, takes=[0])))
-            store, end = KeptValues(), "trunk" if every_layer else None
+            store = KeptValues()
+            end = "trunk" if every_layer else None
             forward(longest.trunk, KeptInPass(store, gives=[(0, 0, longest.trunk)], end_of=end, is_trunk=True))
             for ending in (frozenset(), frozenset([0])):
                 takes = [0] if any(key[-1] == 0 for key in store.values) else []
@@ -275,7 +293,9 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
 
 def score(hidden_NH, weight_VH, packed: bool, on_gpu: bool, settings: Settings) -> torch.Tensor:
     """Log-probabilities `(N,)` by the kernel that scores on this device, or what takes its bytes."""
-    device, trained, gathered = "cuda" if on_gpu else "cpu", weight_VH.requires_grad, settings.launch.kind == "fsdp2"
+    device = "cuda" if on_gpu else "cpu"
+    trained = weight_VH.requires_grad
+    gathered = settings.launch.kind == "fsdp2"
     asked = {"trained": trained, "gathered": gathered, "triton": True}  # which torch's CUDA build brings
     if packed and choose_head_kernel(settings.lm_head_kernel, device, hidden_NH.dtype, **asked) != "trl":
         keeps = torch.is_grad_enabled() and hidden_NH.requires_grad

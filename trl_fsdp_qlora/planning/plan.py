@@ -39,7 +39,8 @@ class Plan:
     """What a run needs of each rank's device, in bytes.
 
     Attributes:
-        phases: phase -> component -> bytes of the fullest rank, in a step's order, under the names that telemetry measures by.
+        phases: phase -> component -> bytes of the fullest rank, in a step's order, under the names that telemetry
+            measures by.
         capacity: bytes that a rank may use.
         parameters: `(of the base, trained)`.
         step: the passes of an optimizer step.
@@ -80,7 +81,8 @@ class Plan:
     def warning(self) -> str | None:
         """That prompt and completion are longer than the model has positions; `None` where they are not."""
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
-        prompt, completion = self.settings.prompt_tokens, self.settings.completion_tokens
+        prompt = self.settings.prompt_tokens
+        completion = self.settings.completion_tokens
         if prompt + completion <= positions:
             return None
         what = "answers of" if self.settings.is_paired else "max_completion_length:"
@@ -96,16 +98,16 @@ def plan_recipe(
     processes: int | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan a recipe's command line, see [`from_words`], [`read_launch`], [`read_hardware`], on as many ranks as cards unless
-    `processes` is given. A `UserError` is one line on what cannot be read or built."""
+    """Plan a recipe's command line, see [`from_words`], [`read_launch`], [`read_hardware`], on as many ranks as cards
+    unless `processes` is given. A `UserError` is one line on what cannot be read or built."""
     named = hardware and read_hardware(hardware)
     settings = from_words(words, config, read_launch(accelerate_config, processes or (named and named.cards)), **more)
     return make_plan(settings, named)
 
 
 def make_plan(settings: Settings, hardware: Hardware | None = None, config: PretrainedConfig | None = None) -> Plan:
-    """Plan a run on `hardware`, by default what is there; the model's `config` is read where it is not given. A `ConfigError` is one
-    line on what cannot be read or built."""
+    """Plan a run on `hardware`, by default what is there; the model's `config` is read where it is not given. A
+    `ConfigError` is one line on what cannot be read or built."""
     config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
     hardware = hardware or read_hardware(None, settings.launch.use_cpu)
     logger = logging.getLogger("transformers")
@@ -126,14 +128,17 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
 
 
 def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, step: Step) -> dict[str, dict[str, int]]:
-    launch, skeleton, gpu = settings.launch, passes.whole(settings, config), hardware.gpu
+    launch = settings.launch
+    skeleton = passes.whole(settings, config)
+    gpu = hardware.gpu
     shape = passes.loss_shape(settings, settings.prefix_sharing != "off", gpu)
     held = model.static_bytes(skeleton, settings)
     there = dict.fromkeys(held, 0) | {model.BUCKETS: held[model.BUCKETS]} if launch.offload else held
     gradients = {name: there[name] for name in (model.GRADIENTS, model.BUCKETS)}
     lies = {name: size for name, size in there.items() if name not in gradients}
     engine = 0  # vLLM's share of a card; nothing where it serves elsewhere
-    phases, resting = {}, {}
+    phases = {}
+    resting = {}
     if not settings.is_paired:
         if settings.use_vllm and settings.vllm_mode == "colocate" and gpu:
             engine = int(hardware.memory * settings.vllm_gpu_memory_utilization)
@@ -179,8 +184,8 @@ def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tup
     """Bytes of weights that a rank of a sharded model has together, beside its shards; zeros where none are sharded.
 
     Returns:
-        In a layer's pass: what the root keeps, two layers (one computing, the next on its way), and what one is received in
-        (FSDP2 receives a unit in one buffer, gloo in two). The whole model.
+        In a layer's pass: what the root keeps, two layers (one computing, the next on its way), and what one is
+        received in (FSDP2 receives a unit in one buffer, gloo in two). The whole model.
     """
     if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
         return 0, 0
@@ -192,7 +197,8 @@ def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tup
             total += parameter.numel() * 2 if cast else parameter.nbytes
         return total
 
-    causal, total = model.causal_model(skeleton), weights(skeleton)
+    causal = model.causal_model(skeleton)
+    total = weights(skeleton)
     names = set(getattr(causal, "_no_split_modules", None) or ())
     inside = [weights(module) for module in causal.modules() if type(module).__name__ in names]
     buffers = 0 if settings.launch.kind != "fsdp2" else 1 if on_gpu else 2
@@ -200,13 +206,19 @@ def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tup
 
 
 def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
-    """What a rank generates with, all its rows at full length: `(keys, values and recurrent states; of these the prompts' keys and
-    values in one row; what a token step needs beside them)`.
+    """Bytes that a rank generates with, all its rows at full length.
 
-    A token step copies the logits (as the model gives them, in float32 twice, in float64 while a token is drawn), or one layer's
-    cache, as it grows and repeated for grouped queries. (On a CPU decoding may keep a prompt's keys once for its group.)
+    Returns:
+        Of keys, values and recurrent states; of these the prompts' keys and values in one row; and what a token step
+        needs next to them.
+
+    A token step copies the logits (as the model gives them, in float32 twice, in float64 while a token is drawn), or
+    one layer's cache, as it grows and repeated for grouped queries. (On a CPU decoding may keep a prompt's keys once
+    for its group.)
     """
-    text, rows, dtype = config.get_text_config(), settings.rollout_rows, model.compute_dtype(settings, config)
+    text = config.get_text_config()
+    rows = settings.rollout_rows
+    dtype = model.compute_dtype(settings, config)
     heads = getattr(text, "num_attention_heads", None) or 1  # where there are recurrent layers only, of nothing
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     of_keys = getattr(text, "num_key_value_heads", None) or heads
@@ -230,7 +242,8 @@ def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict
     rows = settings.rollout_rows
     if settings.compact_generation:  # different prompts are computed once
         rows = max(1, rows // settings.num_generations)
-    # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per row.
+    # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per
+    # row.
     shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
     prefill = passes.measure(settings, config, shape, gpu) + rows * prompt
     return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
@@ -247,16 +260,21 @@ def changed(plan: Plan, **values: Any) -> Plan:
 
 
 def largest(plan: Plan, name: str, step: int = 1) -> int:
-    """The largest value of the field `name`, in multiples of `step`, with which the run fits; 0 where the smallest does not."""
+    """The largest value of the field `name`, in multiples of `step`, with which the run fits; 0 where the smallest
+    does not.
+    """
     return step * _most_that_fits(lambda count: changed(plan, **{name: count * step}), _MOST // step)
 
 
 def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
     """The largest count up to `most` whose plan fits; 0 if that of 1 does not.
 
-    Bytes grow nearly linearly, so the next count that is tried is where the line through the two last ones meets the capacity.
+    Bytes grow nearly linearly, so the next count that is tried is where the line through the two last ones meets the
+    capacity.
     """
-    fitting, too_many, tried = 0, most + 1, []
+    fitting = 0
+    too_many = most + 1
+    tried = []
     count = 1
     while too_many - fitting > 1:
         plan = plan_of(count)
@@ -273,15 +291,18 @@ def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
     return fitting
 
 
-# What `most_that_fits` plans: stock TRL, a group in a micro-batch (what prefix sharing needs without `tokens_per_pass`), this run.
+# What `most_that_fits` plans: stock TRL, a group in a micro-batch (what prefix sharing needs without
+# `tokens_per_pass`), this run.
 _STOCK = {"prefix_sharing": "off", "compact_generation": False}
 _WHOLE = {"prefix_sharing": "auto", "tokens_per_pass": 0}
-STOCK, WHOLE_GROUPS, HERE = "stock TRL", "whole groups in a micro-batch", "here"
+STOCK = "stock TRL"
+WHOLE_GROUPS = "whole groups in a micro-batch"
+HERE = "here"
 
 
 def with_group(plan: Plan, group: int, **values: Any) -> Plan:
-    """The plan of the same run, with as many prompts per step and `group` completions of each. Micro-batches become more, not larger,
-    unless `values` has another `per_device_train_batch_size`."""
+    """The plan of the same run, with as many prompts per step and `group` completions of each. Micro-batches become
+    more, not larger, unless `values` has another `per_device_train_batch_size`."""
     settings = plan.settings
     rows = values.get("per_device_train_batch_size", settings.per_device_train_batch_size)
     factor = group * settings.per_device_train_batch_size / (settings.num_generations * rows)
@@ -295,8 +316,10 @@ def with_group(plan: Plan, group: int, **values: Any) -> Plan:
 
 
 def most_that_fits(plan: Plan) -> dict[str, dict[str, int]]:
-    """The largest group and the longest completion that fit, each with everything else as planned: in stock TRL, with whole groups in
-    micro-batches, and here; and the tokens that one rank computes with gradients per optimizer step of the run as it is."""
+    """The largest group and the longest completion that fit, each with everything else as planned: in stock TRL, with
+    whole groups in micro-batches, and here; and the tokens that one rank computes with gradients per optimizer step of
+    the run as it is.
+    """
     settings = plan.settings
     # Prompts per step stay what they are.
     step = settings.num_generations // math.gcd(settings.num_generations, settings.gradient_accumulation_steps)
@@ -331,7 +354,8 @@ def format_most(plan: Plan, found: dict[str, dict[str, int]]) -> str:
     for name, label in labels.items():
         numbers = found[name]
         lines.append(
-            f"{label:<{width}}  {numbers['num_generations']:>8,}  {numbers['max_completion_length']:>10,}  {numbers['tokens']:>20,}"
+            f"{label:<{width}}  {numbers['num_generations']:>8,}  {numbers['max_completion_length']:>10,}  "
+            f"{numbers['tokens']:>20,}"
         )
     return "\n".join(lines)
 
@@ -360,7 +384,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def fewest_cards(plan: Plan) -> int:
-    """With how many cards of this kind the run fits, one rank each; 0 where not even with the most that is asked for."""
+    """With how many cards of this kind the run fits, one rank each; 0 where not even with the most that is asked
+    for.
+    """
     # Only sharding makes a rank's part smaller, so that a launch without it needs one card or fits on none.
     for cards in _CARDS if plan.settings.launch.kind in ("fsdp2", "zero2", "zero3") else (1,):
         if changed(replace(plan, hardware=replace(plan.hardware, cards=cards)), processes=cards).fits:
@@ -369,9 +395,13 @@ def fewest_cards(plan: Plan) -> int:
 
 
 def ways(plan: Plan, most: int = 3) -> list[str]:
-    """Lines of the recipe, each of which alone makes the run fit; those that change nothing in the result come first."""
-    settings, found = plan.settings, []
-    rows, length = settings.per_device_train_batch_size, getattr(settings, settings.length_field) or 0
+    """Lines of the recipe, each of which alone makes the run fit; those that change nothing in the result come
+    first.
+    """
+    settings = plan.settings
+    found = []
+    rows = settings.per_device_train_batch_size
+    length = getattr(settings, settings.length_field) or 0
     batches = 1 if settings.is_paired else settings.rollout_batches
     sharded = settings.launch.kind == "fsdp2" and not settings.is_paired
     dense = settings.model.use_peft and not settings.model.load_in_4bit
@@ -402,15 +432,20 @@ def _lines(values: dict[str, Any]) -> str:
 
 def _format_step(plan: Plan) -> str:
     """How micro-batches are computed, in a line."""
-    settings, step = plan.settings, plan.step
-    rows, batches = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    settings = plan.settings
+    step = plan.step
+    rows = settings.per_device_train_batch_size
+    batches = settings.gradient_accumulation_steps
     parts = ["1 pass" if step.passes == 1 else f"{step.passes:,} passes"]
     if step.trunks:
         parts.append(f"{counted(step.trunks, 'forward')} of prompts")
     if step.values:
         parts.append(f"{counted(step.values, 'forward')} without gradients")
     stock = batches * rows * (settings.prompt_tokens + settings.max_completion_length)
-    line = f"an optimizer step: {batches} x {rows} completions in {', '.join(parts)}: {step.computed:,} tokens, {stock:,} in stock TRL"
+    line = (
+        f"an optimizer step: {batches} x {rows} completions in {', '.join(parts)}: {step.computed:,} tokens, "
+        f"{stock:,} in stock TRL"
+    )
     if settings.launch.kind == "fsdp2":
         line += f"; the weights are gathered {step.gathers} times"
     if step.reason and settings.prefix_sharing != "off":
@@ -425,21 +460,24 @@ def format_bytes(size: float) -> str:
 
 def _assumed(settings: Settings) -> list[str]:
     """What the tokens of a pass were taken from."""
-    data, drawn, prompt = settings.data, settings.drawn, settings.prompt_tokens
+    data = settings.data
+    drawn = settings.drawn
+    prompt = settings.prompt_tokens
     lines = []
     if drawn is not None:
         levels = [
             f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(drawn.levels)
         ]
         lines.append(
-            f"counted: micro-batches drawn from {data.source} compute {drawn.tokens:,} of {drawn.padded_tokens:,} padded tokens at "
-            f"most ({', '.join(levels)}); its longest prompt has {prompt:,} tokens"
+            f"counted: micro-batches drawn from {data.source} compute {drawn.tokens:,} of {drawn.padded_tokens:,} "
+            f"padded tokens at most ({', '.join(levels)}); its longest prompt has {prompt:,} tokens"
         )
         if settings.prefix_sharing == "off":
             lines[0] += "; prefix_sharing: off computes all"
     if settings.is_paired and drawn is None:
         lines.append(
-            f"assumed: prompts of {prompt} tokens (--prompt_tokens), answers of {settings.completion_tokens} (--pairs FILE counts them)"
+            f"assumed: prompts of {prompt} tokens (--prompt_tokens), answers of {settings.completion_tokens} "
+            "(--pairs FILE counts them)"
         )
     elif not settings.is_paired:
         prompts = (
@@ -448,28 +486,32 @@ def _assumed(settings: Settings) -> list[str]:
             else f"prompts of {prompt} tokens (--prompt_tokens, or --dataset FILE counts them), "
         )
         lines.append(
-            f"assumed: {prompts}every completion {settings.max_completion_length} tokens long, none without an advantage"
+            f"assumed: {prompts}every completion {settings.max_completion_length} tokens long, none without an "
+            "advantage"
         )
     return lines
 
 
 def format_plan(plan: Plan) -> str:
     """The table of phases and components, whether it fits, and what was assumed."""
-    settings, launch, hardware = plan.settings, plan.settings.launch, plan.hardware
+    settings = plan.settings
+    launch = plan.settings.launch
+    hardware = plan.hardware
     unit, name = (GIB, "GiB") if plan.peak >= GIB else (2**20, "MiB")
     heads = [f"{phase}{' *' if phase == plan.limiting else ''}" for phase in plan.phases]
     rows = [(f"{name} per rank", heads)]
     for part in dict.fromkeys(part for phase in plan.phases.values() for part in phase):
         rows.append((part, [f"{phase[part] / unit:.2f}" if part in phase else "" for phase in plan.phases.values()]))
     rows.append(("together", [f"{plan.total(phase) / unit:.2f}" for phase in plan.phases]))
-    width, widths = max(len(label) for label, _ in rows), [max(10, len(head)) for head in heads]
+    width = max(len(label) for label, _ in rows)
+    widths = [max(10, len(head)) for head in heads]
     where = f"{launch.processes} × {hardware.name}" if launch.processes > 1 else hardware.name
     fits = "it fits" if plan.fits else "it does not fit"
     if not plan.enough_cards:
         fits += f": there are {hardware.cards} cards for {launch.processes} ranks"
     lines = [
-        f"{settings.model.model_name_or_path}: {plan.parameters[0] / 1e9:.2f}e9 weights, {plan.parameters[1] / 1e6:.1f}e6 "
-        f"trained; {launch.kind} on {where}, {format_bytes(plan.capacity)} per rank",
+        f"{settings.model.model_name_or_path}: {plan.parameters[0] / 1e9:.2f}e9 weights, "
+        f"{plan.parameters[1] / 1e6:.1f}e6 trained; {launch.kind} on {where}, {format_bytes(plan.capacity)} per rank",
         "",
         *(f"{label:<{width}}  " + "  ".join(map(str.rjust, cells, widths)) for label, cells in rows),
         "",

@@ -27,7 +27,8 @@ _PROMPTS, _PICTURES = 64, 8  # training prompts whose lengths are looked at, and
 def plan_first(
     script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> Plan | None:
-    """The plan of a recipe's run, on the main rank; warns where it does not fit. Elsewhere, and where none can be made, `None`.
+    """The plan of a recipe's run, on the main rank; warns where it does not fit. Elsewhere, and where none can be
+    made, `None`.
 
     A mistake of the plan's own never ends a run: it is one line. With `require_fit` all ranks learn the verdict.
 
@@ -82,8 +83,9 @@ def longest_prompt(
 class PlanVsActual(TrainerCallback):
     """Puts `memory/planned_mib` among the trainer's `metrics` of training, and prints planned and measured bytes once.
 
-    After the first step that had an advantage other than zero: a step without computes next to nothing in its loss. On a GPU the
-    allocator, which is what is measured, knows neither the context nor its own slack, so that both are left out of the plan.
+    After the first step that had an advantage other than zero: a step without computes next to nothing in its loss. On
+    a GPU the allocator, which is what is measured, knows neither the context nor its own slack, so that both are left
+    out of the plan.
     """
 
     def __init__(self, metrics: Callable[[], dict[str, list]], plan: Plan):

@@ -142,7 +142,8 @@ def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
 
 
 def read_launch(path: str | None, processes: int | None = None) -> Launch:
-    """The launch that an accelerate config (a file or a name; `None` is one process) describes, with `processes` if given.
+    """The launch that an accelerate config (a file or a name; `None` is one process) describes, with `processes` if
+    given.
 
     Raises:
         UserError: no such file or name.

@@ -1,6 +1,8 @@
-"""The forwards of an optimizer step, in numbers: what `prefix_sharing.door.Door.plan_step` makes of full-length completions.
+"""The forwards of an optimizer step, in numbers: what `prefix_sharing.door.Door.plan_step` makes of full-length
+completions.
 
-Every prompt has the same length and shares nothing with another one. The rows of a step are its groups, one behind the other.
+Every prompt has the same length and shares nothing with another one. The rows of a step are its groups, one behind the
+other.
 """
 
 from typing import NamedTuple
@@ -66,8 +68,10 @@ class Step(NamedTuple):
 
 def plan_step(settings: Settings, reason: str | None = None) -> Step:
     """The passes of a step; `reason`: why this model cannot keep what several passes share."""
-    rows, accumulated = settings.rows, settings.gradient_accumulation_steps
-    prompt, completion = settings.prompt_tokens, settings.completion_tokens
+    rows = settings.rows
+    accumulated = settings.gradient_accumulation_steps
+    prompt = settings.prompt_tokens
+    completion = settings.completion_tokens
     if settings.prefix_sharing == "off":
         width = prompt + completion
         return Step(
@@ -95,8 +99,8 @@ def plan_step(settings: Settings, reason: str | None = None) -> Step:
 
 
 def _shared(shape: tuple[int, int, int, int, int], tokens_per_pass: int | None, one_by_one: bool) -> Step | None:
-    """The passes of micro-batches that are looked ahead to; `None` if each computes its own prompts. `one_by_one`: DeepSpeed's, each of
-    which has a pass of its own."""
+    """The passes of micro-batches that are looked ahead to; `None` if each computes its own prompts. `one_by_one`:
+    DeepSpeed's, each of which has a pass of its own."""
     rows, batches, _, prompt, completion = shape
     limit = tokens_per_pass or rows * (prompt + completion)
     sizes = [rows * count for count in range(batches, 0, -1) if batches % count == 0]

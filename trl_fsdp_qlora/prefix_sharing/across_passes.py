@@ -1,20 +1,24 @@
-"""Beginnings that several passes have in common are computed once, with their gradient: a prompt whose group is cut in two.
+"""Beginnings that several passes have in common are computed once, with their gradient: a prompt whose group is cut in
+two.
 
 A packed pass computes a beginning once for its own rows. The rows of an optimizer step may not fit into one pass (one
-completion in each micro-batch, a group larger than memory). Then what they begin with is computed by a forward of its own, a
-*trunk*, and every layer *keeps* what later tokens need of it: keys and values, or the states that a recurrent layer ends in.
+completion in each micro-batch, a group larger than memory). Then what they begin with is computed by a forward of its
+own, a
+*trunk*, and every layer *keeps* what later tokens need of it: keys and values, or the states that a recurrent layer
+    ends in.
 
     trunk:   [ prompt ]                       graph of the prompt, kept
     pass 0:  [ completion 0 | completion 1 ]  attends to the prompt's keys and values as constants
     pass 1:  [ completion 2 | completion 3 ]  the last one: attends to them as they are
 
-A pass that is not the last one takes what was kept as constants ([`_Lend`]), and its backward adds what is owed to them to an
-account. In the last pass they are part of the graph, and the accounts of all passes before are handed over where its backward
-begins ([`_HandOver`]). So the trunk's backward runs once, in that of the last pass, and every backward is the one that the
-trainer calls itself. Weights do not change in between, so all of this is what one pass over all rows would compute, up to
-the order of sums.
+A pass that is not the last one takes what was kept as constants ([`_Lend`]), and its backward adds what is owed to
+them to an account. In the last pass they are part of the graph, and the accounts of all passes before are handed over
+where its backward begins ([`_HandOver`]). So the trunk's backward runs once, in that of the last pass, and every
+backward is the one that the trainer calls itself. Weights do not change in between, so all of this is what one pass
+over all rows would compute, up to the order of sums.
 
-Tokens that predict a label belong to the pass that scores it. So a trunk ends one token before the first label of its rows.
+Tokens that predict a label belong to the pass that scores it. So a trunk ends one token before the first label of its
+rows.
 """
 
 from collections import Counter
@@ -161,7 +165,9 @@ def grow_pass(sequences: Sequences, kept: list[KeptNode], rows: np.ndarray, min_
 
 
 def _tails_sorted(few: Sequences, needed_B, path_B, depth_B) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that have tokens, sorted by their kept beginning and what follows, and how much of the latter neighbours share."""
+    """Rows that have tokens, sorted by their kept beginning and what follows, and how much of the latter neighbours
+    share.
+    """
     width = few.tokens_BL.shape[1]
     columns = np.minimum(np.arange(width) + depth_B[:, None], width - 1)
     tails_BL = np.take_along_axis(few.tokens_BL, columns, axis=1)
@@ -193,7 +199,8 @@ class Account:
 
     def withdraw(self) -> torch.Tensor | None:
         """What is on it, which is paid once."""
-        total, self.total = self.total, None
+        total = self.total
+        self.total = None
         return total
 
 
@@ -288,7 +295,8 @@ class KeptInPass:
         gives: of a trunk, `(node, first token in the row, tokens)`.
         takes: nodes whose keys lie behind those of the row, in their order.
         ending: nodes that no later forward needs; they are taken as they are, not as constants.
-        end_of: of a trunk whose every layer has to be in the backward, the name of its last hidden states; else `None`.
+        end_of: of a trunk whose every layer has to be in the backward, the name of its last hidden states; else
+            `None`.
         ends: names of such trunks, which are handed over with the output.
         is_trunk: nothing is scored.
         has_gradients: a backward will come.
@@ -364,7 +372,10 @@ class Forward:
     """
 
     def __init__(self, sequences: Sequences, forest: Forest, kept: KeptInPass, is_first: bool):
-        self.sequences, self.forest, self.kept, self.is_first = sequences, forest, kept, is_first
+        self.sequences = sequences
+        self.forest = forest
+        self.kept = kept
+        self.is_first = is_first
 
 
 class StepForwards:
@@ -386,7 +397,9 @@ class StepForwards:
         agree: Callable[[list[int]], list[int]],
         ties_ends: bool = False,
     ):
-        self.sequences, self.rows_of_pass, self.min_length = sequences, rows_of_pass, min_length
+        self.sequences = sequences
+        self.rows_of_pass = rows_of_pass
+        self.min_length = min_length
         pass_B = np.zeros(len(sequences.lengths_B), dtype=int)
         for number, rows in enumerate(rows_of_pass):
             pass_B[rows] = number
@@ -499,7 +512,8 @@ class StepPlan:
 
     Attributes:
         forwards: with gradients.
-        values: without, if a batch is cut into several passes: a loss needs all of its values before there is a gradient.
+        values: without, if a batch is cut into several passes: a loss needs all of its values before there is a
+            gradient.
         batches_per_pass, passes_per_batch: one of the two is 1.
     """
 

@@ -48,8 +48,8 @@ class AttentionCall:
     """One attention layer on a packed row.
 
     Attributes:
-        query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied; keys and values of
-            kept segments lie behind those of the row.
+        query, key, value: `(1, H, T, D)`, `(1, H_kv, T, D)`, `(1, H_kv, T, D_v)`, rotary embedding applied; keys and
+            values of kept segments lie behind those of the row.
         window: tokens a query may look back, itself included, or `None`.
         scaling: factor on the scores; softcap: tanh cap on the scores or `None`; sinks: `(H,)` or `None`.
         base: name of the implementation underneath; own_function: that implementation, as a function.
@@ -106,7 +106,8 @@ def _prefix_shared_attention(module, query, key, value, attention_mask, *, base:
 
 @torch.compiler.disable  # every batch has another layout, and each would be traced anew
 def _packed_attention(module, query, key, value, attention_mask, base: str, kwargs: dict):
-    own_function, layout = own_attention_function(base, module), current.layout
+    own_function = own_attention_function(base, module)
+    layout = current.layout
     if query.shape[2] != layout.tokens:  # a vision tower's
         return own_function(module, query, key, value, attention_mask, **kwargs)
     try:
@@ -233,7 +234,9 @@ def set_aside(model: PreTrainedModel) -> Iterator[None]:
 
 
 def use_in_decoder(model: PreTrainedModel, name: str) -> None:
-    """Let the decoder of `model` attend by the implementation `name`; a vision tower, whose rows are images, as it did."""
+    """Let the decoder of `model` attend by the implementation `name`; a vision tower, whose rows are images, as it
+    did.
+    """
     text = model.config.get_text_config(decoder=True)
     parts = {} if text is model.config else {key: getattr(model.config, key, None) for key in model.config.sub_configs}
     towers = {key: part._attn_implementation for key, part in parts.items() if part not in (None, text)}
@@ -243,12 +246,16 @@ def use_in_decoder(model: PreTrainedModel, name: str) -> None:
 
 
 def no_mask(device: torch.device) -> torch.Tensor:
-    """A 4-D mask of one element, which transformers passes through: without it restarting positions would be separate sequences."""
+    """A 4-D mask of one element, which transformers passes through: without it restarting positions would be separate
+    sequences.
+    """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def tree(call: AttentionCall) -> torch.Tensor:
-    """Attention output `(1, T, H, D_v)` on a dense row: the model's own function, once per tree, with the mask of its prefixes."""
+    """Attention output `(1, T, H, D_v)` on a dense row: the model's own function, once per tree, with the mask of its
+    prefixes.
+    """
     parts = []
     forest = call.layout.forest
     for start, length in zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True):
@@ -259,7 +266,9 @@ def tree(call: AttentionCall) -> torch.Tensor:
 
 def tree_mask(call, start: int, length: int) -> torch.Tensor:
     """`(1, 1, length, length)`, added to the scores of a tree of a dense row; kept for the next layer."""
-    layout, device, dtype = call.layout, call.query.device, call.query.dtype
+    layout = call.layout
+    device = call.query.device
+    dtype = call.query.dtype
     key = ("tree", call.window, start, dtype, device)
     if key not in layout.cache:
         place = torch.arange(start, start + length, device=device)
@@ -276,11 +285,13 @@ def tree_mask(call, start: int, length: int) -> torch.Tensor:
 class DenseMask:
     """One mask of all pairs of a packed row, for attention that is code of a model's own.
 
-    It computes every pair and throws most away, so it is used only for rows that have no more pairs than stock's padded ones.
+    It computes every pair and throws most away, so it is used only for rows that have no more pairs than stock's
+    padded ones.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.layers, self.dtype = attention_layers(model), model.dtype
+        self.layers = attention_layers(model)
+        self.dtype = model.dtype
 
     @staticmethod
     def serves(model: PreTrainedModel) -> bool:
@@ -302,7 +313,8 @@ class DenseMask:
 
     def of(self, layout: PackedLayout) -> torch.Tensor:
         """`(1, 1, T, T)`, added to the scores: a segment so far, and all of its ancestors."""
-        device, forest = layout.input_ids.device, layout.forest
+        device = layout.input_ids.device
+        forest = layout.forest
         layout.layer_calls = ["dense"] * self.layers
         seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
         for segment, (start, length) in enumerate(zip(forest.starts.tolist(), forest.lengths.tolist(), strict=True)):

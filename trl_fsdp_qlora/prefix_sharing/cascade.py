@@ -4,14 +4,16 @@ With (o_s, l_s) the output and log-sum-exp of a segment over itself (causal) and
 
     l = log(exp l_s + exp l_a),    o = exp(l_s - l) o_s + exp(l_a - l) o_a
 
-is softmax attention over both. Merging is associative, so it goes on over any number of ancestors. The backward needs no new
-kernel. Writing P for the probabilities of the *merged* softmax, dS = P * (dO V^T - rowsum(dO * o)), and P = exp(S - l): with
-the merged o and l put in, a flash backward over any part computes that part's columns of dS exactly. So it runs once per part,
-dQ is the sum, and dK and dV of an ancestor add up over its own queries and those of all its descendants.
+is softmax attention over both. Merging is associative, so it goes on over any number of ancestors. The backward needs
+no new kernel. Writing P for the probabilities of the *merged* softmax, dS = P * (dO V^T - rowsum(dO * o)), and P =
+exp(S - l): with the merged o and l put in, a flash backward over any part computes that part's columns of dS exactly.
+So it runs once per part, dQ is the sum, and dK and dV of an ancestor add up over its own queries and those of all its
+descendants.
 
-It wins wherever it applies (no softcap, no sinks, one head size; sliding windows on CUDA alone): keys and values are never
-copied for a segment or repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and there is no mask.
-torch's public `varlen_attn` cannot serve: its backward takes the output and the log-sum-exp of its own forward (docs/LOG.md).
+It wins wherever it applies (no softcap, no sinks, one head size; sliding windows on CUDA alone): keys and values are
+never copied for a segment or repeated for grouped queries, nothing but q, k, v, o and l is kept for backward, and
+there is no mask. torch's public `varlen_attn` cannot serve: its backward takes the output and the log-sum-exp of its
+own forward (docs/LOG.md).
 """
 
 # A kernel's annotations are read as text: `tl` is only there where Triton is.
@@ -52,8 +54,8 @@ def refuses(call) -> str | None:
         major, minor = torch.cuda.get_device_capability(call.query.device)
         if major < 8:
             return f"CUDA flash attention wants compute capability 8.0, this device has {major}.{minor}"
-        # torch's own list, `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`: the backward raises. A pass
-        # without gradients is refused as well, so that old and new log-probabilities are rounded alike.
+        # torch's own list, `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`: the backward
+        # raises. A pass without gradients is refused as well, so that old and new log-probabilities are rounded alike.
         if 192 < size <= 224 and ((8, 6) <= (major, minor) <= (8, 9) or (12, 0) <= (major, minor) <= (12, 1)):
             return f"CUDA flash attention has no backward for heads of {size} on compute capability {major}.{minor}"
     if call.query.device.type not in ("cpu", "cuda"):
@@ -72,8 +74,8 @@ def attend(call) -> torch.Tensor:
 def merge(out, lse, ancestor_out, ancestor_lse) -> torch.Tensor:
     """The output over both parts, from `(…, D)` outputs and their log-sum-exps `(…)`, computed in at least float32.
 
-    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike. On a GPU one kernel computes it,
-    without copies in float32, and rounds to the outputs' dtype as whoever stores it would.
+    A weight rounded to bfloat16 is off by up to 1 in 256, for all of a head's numbers alike. On a GPU one kernel
+    computes it, without copies in float32, and rounds to the outputs' dtype as whoever stores it would.
     """
     if out.ndim == 3 and runs(_merge_kernel, out):
         merged = torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -125,7 +127,8 @@ def _merge_kernel(
             ancestor_lse_ptr + token * ancestor_lse_token + head * ancestor_lse_head, mask=there, other=0.0
         )
         share = tl.sigmoid(ancestor_lse.to(tl.float32) - own_lse.to(tl.float32))[:, None]
-        head, inside = head[:, None], there[:, None] & (place < size)[None, :]
+        head = head[:, None]
+        inside = there[:, None] & (place < size)[None, :]
         place_own = token * own_token + head * own_head + place[None, :] * own_place
         place_ancestor = token * ancestor_token + head * ancestor_head + place[None, :] * ancestor_place
         own = tl.load(own_ptr + place_own, mask=inside, other=0.0).to(tl.float32)
@@ -136,7 +139,9 @@ def _merge_kernel(
 
 
 def _with_kept(gradient: torch.Tensor, keys: int) -> torch.Tensor:
-    """The gradient `(T, H, D)` of the row's keys, with zeros for those of kept segments behind them: `(keys, H, D)`."""
+    """The gradient `(T, H, D)` of the row's keys, with zeros for those of kept segments behind them:
+    `(keys, H, D)`.
+    """
     if len(gradient) == keys:
         return gradient
     extended = gradient.new_zeros(keys, *gradient.shape[1:])
@@ -155,7 +160,10 @@ class _Cascade(torch.autograd.Function):
         kernels = _varlen if q.device.type == "cuda" else _batched
         out, lse, extra = kernels.forward(q, k, v, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse, *extra)
-        ctx.layout, ctx.scale, ctx.window, ctx.kernels = layout, scale, window, kernels
+        ctx.layout = layout
+        ctx.scale = scale
+        ctx.window = window
+        ctx.kernels = kernels
         return out
 
     @staticmethod
@@ -175,7 +183,9 @@ def _parts(layout: PackedLayout) -> tuple[list[tuple], list[tuple]]:
     `cross`: what attends to an ancestor, and that ancestor, each as `(start, 1, length)`.
     """
     if "cascade" not in layout.cache:
-        forest, own, cross = layout.forest, [], []
+        forest = layout.forest
+        own = []
+        cross = []
         for stretch in forest.stretches():
             own += padded_batches(forest.starts[stretch], forest.lengths[stretch], layout.tokens)
         for crossing in forest.crossings():
@@ -198,7 +208,9 @@ def _rows(x: torch.Tensor, part: tuple) -> torch.Tensor:
 
 
 class _batched:
-    """CPU flash kernels over batches of equal-length stretches: views of the row; unequal completions are padded to their longest."""
+    """CPU flash kernels over batches of equal-length stretches: views of the row; unequal completions are padded to
+    their longest.
+    """
 
     @staticmethod
     def forward(q, k, v, layout, scale, window):
@@ -219,7 +231,9 @@ class _batched:
     def backward(grad_out, q, k, v, out, lse, extra, layout, scale, window):
         own, cross = _parts(layout)
         # The kernels take (batch, H, length, D).
-        grad_h, out_h, lse_h = grad_out.transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
+        grad_h = grad_out.transpose(1, 2)
+        out_h = out.transpose(1, 2)
+        lse_h = lse.transpose(1, 2).unsqueeze(-1)
 
         def call(queries, keys, causal):
             grad = _take(grad_h, queries)
@@ -265,14 +279,17 @@ class _Call:
 
 
 class _varlen:
-    """CUDA flash attention with cumulative lengths: one call for all segments, one per stretch and level of its ancestors."""
+    """CUDA flash attention with cumulative lengths: one call for all segments, one per stretch and level of its
+    ancestors.
+    """
 
     @staticmethod
     def _calls(layout: PackedLayout, device: torch.device, window: int | None) -> list[_Call]:
         key = ("varlen", device, window)
         if key not in layout.cache:
             lengths = layout.forest.lengths[: layout.forest.computed]
-            (cu, longest), every = cumulative(lengths, device), slice(0, layout.tokens)
+            (cu, longest) = cumulative(lengths, device)
+            every = slice(0, layout.tokens)
             looks_back = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
             calls = [_Call(every, every, (cu, cu, longest, longest), True, looks_back)]
             calls += (
@@ -289,7 +306,8 @@ class _varlen:
         out = lse = None
         extra = ()
         for call in _varlen._calls(layout, q.device, window):
-            k_part, v_part = k_T[call.keys], v_T[call.keys]
+            k_part = k_T[call.keys]
+            v_part = v_T[call.keys]
             q_part = q_T[call.queries] if call.siblings is None else call.siblings.take(q_T, k.shape[1])
             flash = torch.ops.aten._flash_attention_forward
             of_part = q_part, k_part, v_part, *call.lengths, 0.0, call.is_causal
@@ -309,16 +327,20 @@ class _varlen:
     @staticmethod
     def backward(grad_out, q, k, v, out, lse, extra, layout, scale, window):
         q_T, k_T, v_T = (x[0].transpose(0, 1) for x in (q, k, v))
-        grad_T, out_T, grads = grad_out[0].contiguous(), out[0], None
+        grad_T = grad_out[0].contiguous()
+        out_T = out[0]
+        grads = None
         for i, call in enumerate(_varlen._calls(layout, q.device, window)):
-            k_part, v_part = k_T[call.keys], v_T[call.keys]
+            k_part = k_T[call.keys]
+            v_part = v_T[call.keys]
             if call.siblings is None:
                 grad_part, q_part, out_part = (x[call.queries] for x in (grad_T, q_T, out_T))
                 lse_part = lse[:, call.queries].contiguous()
             else:
                 grad_part, q_part, out_part = (call.siblings.take(x, k.shape[1]) for x in (grad_T, q_T, out_T))
                 lse_part = call.siblings.take_lse(lse, k.shape[1])
-            flash, random = torch.ops.aten._flash_attention_backward, extra[2 * i : 2 * i + 2]
+            flash = torch.ops.aten._flash_attention_backward
+            random = extra[2 * i : 2 * i + 2]
             of_part = grad_part, q_part, k_part, v_part, out_part, lse_part, *call.lengths, 0.0, call.is_causal
             dq, dk, dv = flash(*of_part, *random, scale=scale, **call.window)
             if grads is None:
@@ -350,21 +372,23 @@ def _whole_ancestors(forest: Forest, device: torch.device) -> list[_Call]:
 
 # --- CUDA, with a sliding window -------------------------------------------------------------------------------------
 
-# Keys of a call times the segments that attend to each: flash attention's backward holds their gradients apart for every head.
+# Keys of a call times the segments that attend to each: flash attention's backward holds their gradients apart for
+# every head.
 _EXPANDED_KEYS = 2**15
 
 
 class _Siblings:
     """Segments that attend to one ancestor through a window, as heads of one sequence.
 
-    How far a query looks back into its ancestor depends on how far it stands behind the ancestor's end, in each segment anew. So
-    segments that follow each other in a sequence, as for whole ancestors, would need a mask. Next to each other they are
-    heads, and one window of the kernel serves all of them. Heads that have a key head in common are neighbours there: with r
-    query heads per key head and N segments, its heads are `(H_kv, N, r)`. Keys are neither copied for a segment nor repeated.
+    How far a query looks back into its ancestor depends on how far it stands behind the ancestor's end, in each
+    segment anew. So segments that follow each other in a sequence, as for whole ancestors, would need a mask. Next to
+    each other they are heads, and one window of the kernel serves all of them. Heads that have a key head in common
+    are neighbours there: with r query heads per key head and N segments, its heads are `(H_kv, N, r)`. Keys are
+        neither copied for a segment nor repeated.
 
     Args:
-        token_SN: for each of the S distances from the ends of the ancestors and each of N segments the token of the row that stands
-            there; -1 for none.
+        token_SN: for each of the S distances from the ends of the ancestors and each of N segments the token of the
+            row that stands there; -1 for none.
     """
 
     def __init__(self, token_SN: np.ndarray, device: torch.device):
@@ -372,7 +396,8 @@ class _Siblings:
         slot_R, child_R = (~is_pad_SN).nonzero()
         # In the order of the row, so that neighbours are recognised.
         order = np.argsort(token_SN[slot_R, child_R])
-        slot_R, child_R = slot_R[order], child_R[order]
+        slot_R = slot_R[order]
+        child_R = child_R[order]
         self.tokens_R = token_SN[slot_R, child_R]
         self.slot_R, self.child_R = (to_device(torch.from_numpy(x), device) for x in (slot_R, child_R))
         self.token_S1N = to_device(torch.from_numpy(np.where(is_pad_SN, 0, token_SN)), device).unsqueeze(1)
@@ -416,20 +441,24 @@ def _ends_of_ancestors(forest: Forest, window: int, device: torch.device) -> lis
 
 def _few_at_once(forest: Forest, children: list[tuple], seen: int) -> list[list[tuple]]:
     """Ancestors with those that attend to them, in sets of which a backward holds no more than [`_EXPANDED_KEYS`]."""
-    sets, keys, most = [], 0, 0
+    sets = []
+    keys = 0
+    most = 0
     for ancestor, segments in children:
         keys += min(int(forest.lengths[ancestor]), seen)
         most = max(most, len(segments))
         if not sets or keys * most > _EXPANDED_KEYS:
             sets.append([])
-            keys, most = min(int(forest.lengths[ancestor]), seen), len(segments)
+            keys = min(int(forest.lengths[ancestor]), seen)
+            most = len(segments)
         sets[-1].append((ancestor, segments))
     return sets
 
 
 def _siblings_call(forest: Forest, children: list[tuple], seen: int, device: torch.device) -> _Call:
     """One call for some ancestors and the `(segment, gap)` that attend to each."""
-    # A query that stands s tokens behind its ancestor's end sees the last `seen - s` tokens of it, so only s < seen count.
+    # A query that stands s tokens behind its ancestor's end sees the last `seen - s` tokens of it, so only s < seen
+    # count.
     first = min(gap for _, segments in children for _, gap in segments)
     last = max(min(gap + int(forest.lengths[segment]), seen) for _, segments in children for segment, gap in segments)
     distances = last - first

@@ -1,10 +1,11 @@
-"""`share_prompts(model)`: equal beginnings of a batch's rows are computed once, behind the call that every TRL trainer makes.
+"""`share_prompts(model)`: equal beginnings of a batch's rows are computed once, behind the call that every TRL trainer
+makes.
 
-TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. The [`Door`] stands in front of that forward, inside
-the root module's, so DDP, FSDP2, PEFT and autocast stay what they are. A pass goes through it in five steps: it is read
-([`layout.decode`]), laid out ([`forest.grow`], [`layout.lay_out`]), run, scored
-([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. Where that would not be exact it runs as in stock TRL, and
-one line says why.
+TRL's trainers score with `model(..., labels=labels, fused_lm_head=True)`. The [`Door`] stands in front of that
+forward, inside the root module's, so DDP, FSDP2, PEFT and autocast stay what they are. A pass goes through it in five
+steps: it is read ([`layout.decode`]), laid out ([`forest.grow`], [`layout.lay_out`]), run, scored
+([`trl_fsdp_qlora.scoring.logprobs.score_with_head`]) and scattered. Where that would not be exact it runs as in stock
+TRL, and one line says why.
 """
 
 import contextlib
@@ -67,7 +68,8 @@ _NOTHING_TO_COMPARE = "nothing to compare"
 _PAIRS_PER_TOKEN = 6.0
 
 
-# torch.compile takes the model's own forward and nothing of the door: every batch has another layout, and would be traced anew.
+# torch.compile takes the model's own forward and nothing of the door: every batch has another layout, and would be
+# traced anew.
 _not_compiled = torch.compiler.disable
 _but_for_the_model = torch.compiler.disable(recursive=False)
 
@@ -84,20 +86,21 @@ def share_prompts(
     outputs: tuple[str, ...] = ("log_probs", "entropy"),
     lm_head_kernel: str = "auto",
 ) -> nn.Module:
-    """Compute equal beginnings of a batch's rows once wherever `model` is called with `fused_lm_head=True`, as TRL does.
+    """Compute equal beginnings of a batch's rows once wherever `model` is called with `fused_lm_head=True`, as TRL
+    does.
 
         trainer = trl.DPOTrainer(...)
         share_prompts(trainer.model)
 
-    What such a call returns is what it was: a `FusedCausalLMOutput` with the same fields, equal up to rounding. Every other
-    call (`generate`, a forward with logits) is the model's own. Calling this twice changes nothing, and
+    What such a call returns is what it was: a `FusedCausalLMOutput` with the same fields, equal up to rounding. Every
+    other call (`generate`, a forward with logits) is the model's own. Calling this twice changes nothing, and
     `attention="off"` takes it back.
 
     Args:
-        model: a causal language model as TRL's trainers hold it: with PEFT on it or not, before or after it was wrapped.
-            A model without TRL's fused head gets one.
-        attention: `"auto"` (packed where that is exact, else as in stock TRL with one line that says why), `"off"`, or the
-            name of an attention backend, `"cascade"` or `"two_part"`, which then is used or is an error.
+        model: a causal language model as TRL's trainers hold it: with PEFT on it or not, before or after it was
+            wrapped. A model without TRL's fused head gets one.
+        attention: `"auto"` (packed where that is exact, else as in stock TRL with one line that says why), `"off"`, or
+            the name of an attention backend, `"cascade"` or `"two_part"`, which then is used or is an error.
         temperature, outputs: of the head, for a model that TRL gave none.
         lm_head_kernel: what scores the tokens: `"trl"`, `"frozen"` or `"auto"`, see
             [`trl_fsdp_qlora.scoring.logprobs.choose_head_kernel`].
@@ -127,8 +130,8 @@ def open_door(
 
     Args:
         entropy_gradient: somebody may ask for the entropy's gradient, which not every kernel has.
-        compares: let the door compare its first pass with stock's by itself. A trainer that compares gradients, too, does
-            it with [`Door.compare_with_stock`].
+        compares: let the door compare its first pass with stock's by itself. A trainer that compares gradients, too,
+            does it with [`Door.compare_with_stock`].
         expects_images: prompts may have images, on some ranks earlier than on others.
     """
     if attention not in CHOICES:
@@ -261,7 +264,9 @@ class Batch:
 
 @dataclass
 class Rehearsal:
-    """A packed pass that is compared with stock's: layers note what they cannot compute, so that ranks meet in every collective."""
+    """A packed pass that is compared with stock's: layers note what they cannot compute, so that ranks meet in every
+    collective.
+    """
 
     is_dense: bool
     problems: list[str] = field(default_factory=list)
@@ -295,7 +300,9 @@ class Door:
     def configure(
         self, model: nn.Module, attention: str, lm_head_kernel: str, entropy_gradient: bool, compares: bool
     ) -> None:
-        """Give the model layers that can compute packed rows, once; a backend by name that cannot serve it is an error."""
+        """Give the model layers that can compute packed rows, once; a backend by name that cannot serve it is an
+        error.
+        """
         self.attention, self.lm_head_kernel = attention, lm_head_kernel
         self.entropy_gradient, self.compares = entropy_gradient, compares
         if attention == "off":
@@ -325,8 +332,10 @@ class Door:
         install_recurrent(base)
         self.recurrent = bool(recurrent_layers(base))
         self.layers = support.attention_layers(base) + len(recurrent_layers(base))
-        self.images, self.position_limit = Images(base), support.position_limit(base)
-        self.takes_positions, self.stock_positions = support.takes_positions(base), support.stock_positions(base)
+        self.images = Images(base)
+        self.position_limit = support.position_limit(base)
+        self.takes_positions = support.takes_positions(base)
+        self.stock_positions = support.stock_positions(base)
         self.sees_distances = support.sees_distances(base)
         self.hidden_size = base.config.get_text_config().hidden_size
         for table in () if self.takes_positions else support.position_tables(base):
@@ -402,7 +411,8 @@ class Door:
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Inside, passes run as in stock TRL."""
-        before, self.is_aside = self.is_aside, True
+        before = self.is_aside
+        self.is_aside = True
         try:
             yield
         finally:
@@ -447,7 +457,8 @@ class Door:
     def compare_with_stock(
         self, model: nn.Module, batch: Batch, autocast=contextlib.nullcontext, tokens_per_pass: int | None = None
     ) -> None:
-        """Before the first pass of a kind (with gradients, with images): compute a few rows both ways, see [`self_check`].
+        """Before the first pass of a kind (with gradients, with images): compute a few rows both ways, see
+        [`self_check`].
 
         A collective: every rank has to call it in front of every pass. If the two differ, passes run as in stock TRL.
 
@@ -455,7 +466,8 @@ class Door:
             model: the root module, wrappers included.
             batch: what is about to be scored.
             autocast: context manager factory that the forward runs in.
-            tokens_per_pass: of the pass, see [`score`]. No forward of the comparison holds more tokens than one of the pass.
+            tokens_per_pass: of the pass, see [`score`]. No forward of the comparison holds more tokens than one of the
+                pass.
         """
         if not self.checked:
             self._look_at_wrappers()
@@ -488,8 +500,8 @@ class Door:
     def _compare_by_itself(self, stock, batch: Batch | None, sequences: Sequences | None) -> bool:
         """The same from inside the forward, for trainers that know nothing of the door: values alone.
 
-        Ranks that hold parts of the model meet in each of its forwards, so they compare together, once all of them can pack.
-        Others may be alone in this forward (an evaluation on the first rank), and judge alone.
+        Ranks that hold parts of the model meet in each of its forwards, so they compare together, once all of them can
+        pack. Others may be alone in this forward (an evaluation on the first rank), and judge alone.
 
         Returns:
             Whether this pass may run packed.
@@ -506,7 +518,8 @@ class Door:
             if (False, bool(with_images)) in self.checked:
                 return True
             if not has_images:
-                # Rows that begin alike are compared: in a batch of pairs (all chosen, all rejected) they are no neighbours.
+                # Rows that begin alike are compared: in a batch of pairs (all chosen, all rejected) they are no
+                # neighbours.
                 order, _ = sort_by_prefix(sequences.tokens_BL, sequences.lengths_B)
                 batch = batch.rows(order)
             through = _through_the_door(self.base, stock)
@@ -576,7 +589,8 @@ class Door:
         def packed(is_dense: bool, part: slice) -> torch.Tensor:
             if not is_readable:  # for the ranks that meet in it
                 return padded(part)
-            rehearsal, these = Rehearsal(is_dense), few.rows(np.arange(part.start, part.stop))
+            rehearsal = Rehearsal(is_dense)
+            these = few.rows(np.arange(part.start, part.stop))
             of_images = {"num_images": these.num_images, "image_keys": these.image_keys}
             values = forward(these.arguments(), rehearsal=rehearsal, **of_images)
             calls = len(self.figures.layer_calls)
@@ -612,15 +626,16 @@ class Door:
     def plan_step(
         self, batches: list[Batch], tokens_per_pass: int | None = None, one_by_one: bool = False
     ) -> StepPlan | None:
-        """How to compute batches that are scored with the same weights, so that a beginning they share is computed once.
+        """How to compute batches that are scored with the same weights, so that a beginning they share is computed
+        once.
 
         A collective: every rank has to call it with equally many batches.
 
         Args:
             batches: of one width.
-            tokens_per_pass: of a pass with gradients, together with the trunks that are alive then; those of one padded batch
-                if `None`. If any two batches share something, as many run at once as fit. A batch that is longer than
-                `tokens_per_pass` is cut.
+            tokens_per_pass: of a pass with gradients, together with the trunks that are alive then; those of one
+                padded batch if `None`. If any two batches share something, as many run at once as fit. A batch that is
+                longer than `tokens_per_pass` is cut.
             one_by_one: each batch has a pass of its own.
 
         Returns:
@@ -673,7 +688,8 @@ class Door:
             return None  # too many beginnings at once: alone, each batch is as small as it was
         if chosen < rows and one_by_one:
             self._log_once(
-                f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot be cut here"
+                f"Micro-batches of {rows} rows are longer than tokens_per_pass={tokens_per_pass}, and cannot "
+                "be cut here"
             )
             chosen = rows
         chosen = max(chosen, 1)
@@ -800,8 +816,11 @@ class Door:
 
     @_but_for_the_model
     def _score_in_passes(self, stock, arguments, batch, sequences, tokens_per_pass: int) -> FusedCausalLMOutput:
-        """As many packed passes as the rank that needs most; stock's, of as many rows as fit, if one rank cannot pack."""
-        device, (rows, width) = arguments["input_ids"].device, arguments["input_ids"].shape
+        """As many packed passes as the rank that needs most; stock's, of as many rows as fit, if one rank cannot
+        pack.
+        """
+        device = arguments["input_ids"].device
+        (rows, width) = arguments["input_ids"].shape
         cuts = []
         if sequences is not None:
             cuts = cut_rows(sequences, tokens_per_pass, lambda few: self._grow(batch, sequences.rows(few)).tokens)
@@ -840,7 +859,9 @@ class Door:
 
     @_not_compiled
     def _forwards_of_cuts(self, batch: Batch | None, sequences: Sequences | None, cuts: list) -> StepForwards | None:
-        """How passes without gradients compute a beginning that several of them share once; `None` where they share none."""
+        """How passes without gradients compute a beginning that several of them share once; `None` where they share
+        none.
+        """
         if len(cuts) < 2 or torch.is_grad_enabled() or batch.router_loss or self._cannot_keep is not None:
             return None
         if self._why_not_keep() is not None:
@@ -863,8 +884,10 @@ class Door:
             arguments.pop(name, None)
         router_loss = arguments.pop("output_router_logits", False)
         router_loss = router_loss or getattr(self.base.config.get_text_config(), "output_router_logits", False)
-        input_ids, labels = arguments.pop("input_ids", None), arguments.pop("labels", None)
-        mask, num_items = arguments.pop("attention_mask", None), arguments.pop("num_items_in_batch", None)
+        input_ids = arguments.pop("input_ids", None)
+        labels = arguments.pop("labels", None)
+        mask = arguments.pop("attention_mask", None)
+        num_items = arguments.pop("num_items_in_batch", None)
         vision = {name: arguments.pop(name) for name in Images.ARGUMENTS if name in arguments}
         if arguments:
             raise UnpackableBatch(f"its forward takes {sorted(arguments)}, whose meaning on a packed row is not known")
@@ -928,7 +951,9 @@ class Door:
 
     @property
     def can_be_dense(self) -> bool:
-        """Whether prefixes of completions can be computed once under a dense mask; a state is not kept at every token."""
+        """Whether prefixes of completions can be computed once under a dense mask; a state is not kept at every
+        token.
+        """
         return can_nest(self.base, self.attention) and not (self.recurrent or self.dense)
 
     @_not_compiled
@@ -978,7 +1003,8 @@ class Door:
         config = self.base.config.get_text_config()
         mask = batch.labels[:, 1:] != IGNORED_LABEL
         count = mask.sum().clamp(min=1) if batch.num_items is None else batch.num_items
-        loss, aux_loss = -values["log_probs"].sum() / count, None
+        loss = -values["log_probs"].sum() / count
+        aux_loss = None
         if batch.router_loss:
             from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -989,7 +1015,8 @@ class Door:
 
 
 def sampled_rows(batch: Batch, count: int) -> np.ndarray:
-    """So many rows, half of them the first (with images, if any) and half the last ones: neighbours mostly share a prompt.
+    """So many rows, half of them the first (with images, if any) and half the last ones: neighbours mostly share a
+    prompt.
 
     Of a smaller batch the last row is taken again, so that ranks have equally many.
     """

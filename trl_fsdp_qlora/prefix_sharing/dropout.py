@@ -1,7 +1,7 @@
 """Where a model draws at random while it trains, read off its modules, whatever the fields of its config are called.
 
-A packed row has another shape than a padded batch, so masks are drawn for other numbers: unbiased, not the same. Dropout of
-attention's weights has no counterpart there, nor have layers left out at random.
+A packed row has another shape than a padded batch, so masks are drawn for other numbers: unbiased, not the same.
+Dropout of attention's weights has no counterpart there, nor have layers left out at random.
 """
 
 import contextlib
@@ -40,7 +40,9 @@ def draws(model: torch.nn.Module) -> list[Draw]:
 
 
 def attention_reason(model: torch.nn.Module) -> str | None:
-    """Why draws in attention, or layers left out at random, keep `model` off packed rows; `None` where there are none."""
+    """Why draws in attention, or layers left out at random, keep `model` off packed rows; `None` where there are
+    none.
+    """
     modules = dict(model.named_modules())
     for draw in draws(model):
         if "layerdrop" in draw.attribute.lower():
@@ -53,7 +55,9 @@ def attention_reason(model: torch.nn.Module) -> str | None:
 
 
 def other_dropout(model: torch.nn.Module) -> str | None:
-    """A line on dropout outside of attention (LoRA's, residual), which draws other masks on a packed row, or `None`."""
+    """A line on dropout outside of attention (LoRA's, residual), which draws other masks on a packed row, or
+    `None`.
+    """
     kinds = set()
     for draw in draws(model):
         kind = next((part for part in draw.name.split(".") if "drop" in part.lower()), draw.attribute)

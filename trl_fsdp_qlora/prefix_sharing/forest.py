@@ -1,17 +1,19 @@
 """Equal beginnings of token sequences, at any depth: a forest of segments.
 
-Each row of a batch is a sequence of tokens. Sorted by their tokens, rows that begin alike are neighbours, and the length of
-the longest common prefix (LCP) of each row with the row before it describes the whole prefix tree. Every node of that tree at
-which rows part *could* be computed once for all of them. Which ones are is decided by what they save: see [`choose_nodes`].
+Each row of a batch is a sequence of tokens. Sorted by their tokens, rows that begin alike are neighbours, and the
+length of the longest common prefix (LCP) of each row with the row before it describes the whole prefix tree. Every
+node of that tree at which rows part *could* be computed once for all of them. Which ones are is decided by what they
+save: see [`choose_nodes`].
 
-A *segment* is a run of tokens `[depth, depth + length)` that a set of rows has in common and that is computed once. It attends
-to itself, causally, and to all of its ancestors. Segments lie in the packed row in *stretches*, one for each kind and level:
+A *segment* is a run of tokens `[depth, depth + length)` that a set of rows has in common and that is computed once. It
+attends to itself, causally, and to all of its ancestors. Segments lie in the packed row in *stretches*, one for each
+kind and level:
 
     [ inner, level 0 | inner, level 1 | … | leaves, level 0 | leaves, level 1 | … ]
 
-A segment's level is the number of its ancestors, an inner segment has descendants. Inside a stretch, segments with a common
-ancestor are neighbours and come in the order in which these ancestors lie in the row. So what attends to an ancestor is at
-most one run of tokens in each stretch.
+A segment's level is the number of its ancestors, an inner segment has descendants. Inside a stretch, segments with a
+common ancestor are neighbours and come in the order in which these ancestors lie in the row. So what attends to an
+ancestor is at most one run of tokens in each stretch.
 """
 
 import itertools
@@ -41,7 +43,9 @@ class Node(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Runs of queries `[starts, starts + lengths)` in the row, neighbours of each other, and the segment that each attends to."""
+    """Runs of queries `[starts, starts + lengths)` in the row, neighbours of each other, and the segment that each
+    attends to.
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -64,8 +68,8 @@ class Forest:
             first real one of a row.
         end_T: of a row with dense masks, the place behind the last token that sees each one, so token q attends to k
             if k <= q < end_T[k] (and both are in one segment); else `None`.
-        kept: how many segments, the last ones, an earlier pass computed. They are no part of the packed row. Their keys and
-            values lie behind those of the row, so their places are those behind the row's last token.
+        kept: how many segments, the last ones, an earlier pass computed. They are no part of the packed row. Their
+            keys and values lie behind those of the row, so their places are those behind the row's last token.
         offset_S: what the positions of each segment's tree are counted from; `None` where the batch says it.
     """
 
@@ -126,7 +130,8 @@ class Forest:
                 is_kept = keys >= self.computed
                 borders = 1 + np.flatnonzero(is_kept[1:] != is_kept[:-1])
                 for run in np.split(np.arange(len(first)), borders):
-                    starts, run_ends = self.starts[first[run]], ends[last[run]]
+                    starts = self.starts[first[run]]
+                    run_ends = ends[last[run]]
                     crossings.append(Crossing(starts, run_ends - starts, keys[run]))
         return crossings
 
@@ -138,7 +143,8 @@ class Forest:
         return path[::-1]
 
     def part(self, segments: np.ndarray, rows: np.ndarray, offset_S: np.ndarray) -> tuple["Forest", list[int]]:
-        """A pass over some rows of the batch that computes only these segments; their ancestors are kept from earlier passes.
+        """A pass over some rows of the batch that computes only these segments; their ancestors are kept from earlier
+        passes.
 
         Args:
             segments: indices, in increasing order.
@@ -182,8 +188,11 @@ class Forest:
         return forest, kept
 
     def lengthened(self, tokens: int) -> "Forest":
-        """With so many more tokens at the end of the last segment, a leaf. They are in no row, and no other token attends to them."""
-        starts, lengths = self.starts.copy(), self.lengths.copy()
+        """With so many more tokens at the end of the last segment, a leaf. They are in no row, and no other token
+        attends to them.
+        """
+        starts = self.starts.copy()
+        lengths = self.lengths.copy()
         lengths[self.computed - 1] += tokens
         starts[self.computed :] += tokens
         place_BL = np.where(self.place_BL >= self.tokens, self.place_BL + tokens, self.place_BL)
@@ -202,7 +211,8 @@ def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.nda
     """An order of rows in which equal prefixes are neighbours, and the LCP of each row with the row before it.
 
     Args:
-        tokens_BL: numbers that are equal if and only if tokens are. What stands behind the end of a row does not matter.
+        tokens_BL: numbers that are equal if and only if tokens are. What stands behind the end of a row does not
+            matter.
         lengths_B: tokens of each row that count.
 
     Returns:
@@ -214,7 +224,8 @@ def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.nda
     # Any order of whole tokens will do. That of their bytes is one.
     keys = [row.tobytes() for row in tokens_BL]
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=int)
-    tokens_BL, lengths_B = tokens_BL[order], lengths_B[order]
+    tokens_BL = tokens_BL[order]
+    lengths_B = lengths_B[order]
     differs = tokens_BL[1:] != tokens_BL[:-1]
     first_difference = np.where(differs.any(1), differs.argmax(1), tokens_BL.shape[1])
     return order, np.minimum(first_difference, np.minimum(lengths_B[1:], lengths_B[:-1])).astype(int)
@@ -223,7 +234,9 @@ def sort_by_prefix(tokens_BL: np.ndarray, lengths_B: np.ndarray) -> tuple[np.nda
 def sorted_rows(
     tokens_BL: np.ndarray, lengths_B: np.ndarray, spans_B2: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that have tokens to compute, sorted by [`sort_by_prefix`], and their common prefixes, which part no image."""
+    """The rows that have tokens to compute, sorted by [`sort_by_prefix`], and their common prefixes, which part no
+    image.
+    """
     needed = np.flatnonzero(lengths_B)
     order, common = sort_by_prefix(tokens_BL[needed], lengths_B[needed])
     rows = needed[order]
@@ -236,7 +249,9 @@ def sorted_rows(
 
 
 def prefix_nodes(common: np.ndarray) -> list[Node]:
-    """Every node of a prefix tree at which rows part, from the LCPs of its sorted rows; parents follow their children."""
+    """Every node of a prefix tree at which rows part, from the LCPs of its sorted rows; parents follow their
+    children.
+    """
     nodes, open_nodes = [], []  # open: (depth, first row), depths increasing
     for row, depth in enumerate([*common.tolist(), 0], start=1):
         first = row - 1
@@ -251,9 +266,9 @@ def prefix_nodes(common: np.ndarray) -> list[Node]:
 def choose_nodes(nodes: list[Node], lengths: np.ndarray, min_length: int = 1) -> list[Node]:
     """The nodes of a prefix tree that are computed once for their rows.
 
-    One level costs nothing worth mentioning: of all ways of computing at most one node per row once, the one that saves most
-    is taken. Each further node makes what lies below it attend once more, so it has to save [`MIN_SAVED_TOKENS`] and
-    [`MIN_SAVED_FRACTION`] of the tokens below it.
+    One level costs nothing worth mentioning: of all ways of computing at most one node per row once, the one that
+    saves most is taken. Each further node makes what lies below it attend once more, so it has to save
+    [`MIN_SAVED_TOKENS`] and [`MIN_SAVED_FRACTION`] of the tokens below it.
 
     Args:
         nodes: from [`prefix_nodes`].
@@ -338,8 +353,8 @@ def grow(
         spans_B2: tokens `[first, last]` of a row that are not parted (those of its images); (0, -1) for none.
         shares: whether equal beginnings are computed once at all.
         min_length: shortest segment that others may go on from.
-        pairs_per_token: allows rows with dense masks, and says how many query-key pairs cost a layer as much as one token
-            costs it outside of attention; `None` for models that cannot compute them.
+        pairs_per_token: allows rows with dense masks, and says how many query-key pairs cost a layer as much as one
+            token costs it outside of attention; `None` for models that cannot compute them.
     """
     rows, common = sorted_rows(tokens_BL, lengths_B, spans_B2)
     lengths = lengths_B[rows]
@@ -357,8 +372,10 @@ def grow(
 
 def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape: tuple[int, int]) -> Forest:
     """The forest in which `nodes` are computed once, for `rows` of the batch, sorted, with their `lengths`."""
-    # Outer nodes first, so that parents are known: (parent, level, depth, length, source row, first and last sorted row).
-    inner, pieces = sorted(nodes, key=lambda node: (node.first, -node.last, node.depth)), []
+    # Outer nodes first, so that parents are known: (parent, level, depth, length, source row, first and last sorted
+    # row).
+    inner = sorted(nodes, key=lambda node: (node.first, -node.last, node.depth))
+    pieces = []
     path: list[int] = []  # indices of the pieces that contain the current one
     covered_by = np.full(len(rows), -1)
     for index, node in enumerate(inner):
@@ -409,7 +426,8 @@ def segments_of(rows: np.ndarray, lengths: np.ndarray, nodes: list[Node], shape:
 
 def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:
     """Pieces in the order of the packed row, see the module."""
-    # Roots of equal length are neighbours, so that they can be computed as one batch; below them the order of tokens decides.
+    # Roots of equal length are neighbours, so that they can be computed as one batch; below them the order of tokens
+    # decides.
     rank: dict[int, tuple] = {}
 
     def key(piece: int) -> tuple:
@@ -425,8 +443,8 @@ def _row_order(parents, levels, lengths, is_leaf, first) -> np.ndarray:
 def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, shape: tuple[int, int]) -> Forest:
     """The forest in which every tree is one segment: its whole prefix tree, read row by row.
 
-    What a row adds to the rows before it are its tokens behind the LCP. Read one after the other, these are the tree in
-    preorder, so the tokens that may see token k are exactly those from k up to the end of its subtree.
+    What a row adds to the rows before it are its tokens behind the LCP. Read one after the other, these are the tree
+    in preorder, so the tokens that may see token k are exactly those from k up to the end of its subtree.
     """
     added_from = np.concatenate([[0], common])
     added = np.maximum(lengths - added_from, 0)
@@ -463,7 +481,8 @@ def _dense_segments(rows: np.ndarray, lengths: np.ndarray, common: np.ndarray, s
 
 
 def rows_behind_subtree(common: np.ndarray, width: int) -> np.ndarray:
-    """`(B, width)`: for sorted row i and depth d, the first later row that has left i's node of depth d; B if none has.
+    """`(B, width)`: for sorted row i and depth d, the first later row that has left i's node of depth d; B if none
+    has.
 
     Args:
         common: LCP of each sorted row with the row before it.

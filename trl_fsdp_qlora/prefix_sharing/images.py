@@ -1,12 +1,14 @@
 """Images in prompts on packed rows: those of each prompt once, and its positions as the model itself would make them.
 
-TRL's batch holds a prompt's pixels once for each of its completions. A packed row holds each prompt once, so it takes the
-pixels of one row of every group, in the order in which the prompts stand in it: the model writes its image features over the
-placeholders from left to right. Classes with three-axis rotary positions (Qwen-VL, GLM-4V) work them out from the images'
-grids; their own `get_rope_index` does that for one row of each group, and a group's completions count on from there.
+TRL's batch holds a prompt's pixels once for each of its completions. A packed row holds each prompt once, so it takes
+the
+pixels of one row of every group, in the order in which the prompts stand in it: the model writes its image features
+over the placeholders from left to right. Classes with three-axis rotary positions (Qwen-VL, GLM-4V) work them out from
+the images' grids; their own `get_rope_index` does that for one row of each group, and a group's completions count on
+from there.
 
-Rows share a prompt where tokens *and pixels* agree: "How many are red?" is asked of many pictures. Where the tokens of an
-image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
+Rows share a prompt where tokens *and pixels* agree: "How many are red?" is asked of many pictures. Where the tokens of
+an image see each other in both directions (Gemma 3 and 4), a prompt's segment has the model's own mask.
 """
 
 import inspect
@@ -41,10 +43,10 @@ FEATURE_BYTES = 2**30
 def fingerprints(vision: dict[str, Any]) -> torch.Tensor:
     """`(B, 1)` hashes of each row's images: of their pixels, in their order, and of how these are cut.
 
-    Two rows share a prompt, and a frozen tower's features, if theirs agree, so a sum of the pixels would not do: pictures whose
-    equal shapes stand in other places have equal sums. Each number is scrambled together with its place before it is added.
-    Nothing is read on the host but what TRL itself reads to cut the pixels into rows. Pixels are hashed once: the passes over
-    one batch have the same tensors.
+    Two rows share a prompt, and a frozen tower's features, if theirs agree, so a sum of the pixels would not do:
+    pictures whose equal shapes stand in other places have equal sums. Each number is scrambled together with its place
+    before it is added. Nothing is read on the host but what TRL itself reads to cut the pixels into rows. Pixels are
+    hashed once: the passes over one batch have the same tensors.
     """
     keys = _known_keys(vision)
     if keys is None:
@@ -104,7 +106,9 @@ def _version(x: torch.Tensor) -> int:
 
 
 def on_host(vision: dict[str, Any], waits: bool = False) -> dict[str, Any]:
-    """Vision arguments with those that the host reads on the host, if they were copied there; with `waits` all of them."""
+    """Vision arguments with those that the host reads on the host, if they were copied there; with `waits` all of
+    them.
+    """
     found = {}
     for name in _READ:
         x = vision.get(name)
@@ -151,7 +155,8 @@ def _line_hashes(x: torch.Tensor) -> torch.Tensor:
 
 def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
     """Rows of the batch whose images the packed row holds, in its order."""
-    forest, rows = layout.forest, []
+    forest = layout.forest
+    rows = []
     first_B, last_B = sequences.spans_B2.T
     for segment, row in enumerate(forest.source[: forest.computed].tolist()):
         # Of a batch without a label one token is computed, which may stand for a part of an image.
@@ -166,8 +171,9 @@ def image_rows(layout: PackedLayout, sequences: Sequences) -> list[int]:
 class Images:
     """Images in the prompts of one model's packed rows.
 
-    A tower that nothing trains is run apart from the model, without a graph, and once for each prompt's images while its features
-    are kept. Not under FSDP or ZeRO-3, where its weights are gathered by the root module's forward, on all ranks alike.
+    A tower that nothing trains is run apart from the model, without a graph, and once for each prompt's images while
+    its features are kept. Not under FSDP or ZeRO-3, where its weights are gathered by the root module's forward, on
+    all ranks alike.
 
     Attributes:
         reason: why batches with images run padded, or `None`.
@@ -177,13 +183,15 @@ class Images:
     ARGUMENTS = (*PER_IMAGE, *PER_TOKEN)
 
     def __init__(self, model: PreTrainedModel):
-        self.model, self.inner = model, model.base_model
+        self.model = model
+        self.inner = model.base_model
         self.features: dict[tuple[int, ...], ModelOutput] = {}
         self.shared: dict[str, torch.Tensor] | None = None  # what ranks without images run the tower on
         self._is_watching = False  # inside `in_every_forward`: twice there, the tower would run twice
         names = ("image_token_id", "image_token_index")
         self.token = next((t for t in (getattr(model.config, name, None) for name in names) if t is not None), None)
-        self.reason, kind = None, model.config.model_type
+        self.reason = None
+        kind = model.config.model_type
         if not hasattr(self.inner, "get_image_features"):
             self.reason = f"{kind} has no get_image_features"
         elif "token_type_ids" in _parameters(type(self.inner).forward) and not hasattr(model, _MASKS):
@@ -202,7 +210,8 @@ class Images:
     def mark(self, sequences: Sequences) -> None:
         """Give tokens that stand for other images other numbers, so that they are never taken for equal ones.
 
-        All images of a row stand in one segment, or their pixels could not be given to the model in the order of the row.
+        All images of a row stand in one segment, or their pixels could not be given to the model in the order of the
+        row.
 
         Raises:
             UnpackableBatch: it is not known which images are a row's own, or some of them are not computed.
@@ -220,7 +229,8 @@ class Images:
         sequences.tokens_BL = np.where(is_image_BL, number_B[:, None], sequences.tokens_BL)
         sequences.spans_B2 = np.stack([first_B, last_B], axis=1)
         if hasattr(self.model, _MASKS):
-            # The mask of an image is made for roots alone: a row shares with those that are equal up to its last image.
+            # The mask of an image is made for roots alone: a row shares with those that are equal up to its last
+            # image.
             up_to_images_BL = np.where(np.arange(width) <= last_B[:, None], sequences.tokens_BL, 0)
             _, beginning_B = np.unique(up_to_images_BL, axis=0, return_inverse=True)
             sequences.tokens_BL[:, 0] += (1 + beginning_B.reshape(-1)) << 32
@@ -228,8 +238,8 @@ class Images:
     def to_send(self, batch) -> dict[str, torch.Tensor]:
         """What the host has to know of a batch's images, to be copied there together with its tokens.
 
-        It is what TRL and transformers read there to cut pixels apart and to count positions, piece by piece, and the hashes
-        of pixels that nobody has hashed.
+        It is what TRL and transformers read there to cut pixels apart and to count positions, piece by piece, and the
+        hashes of pixels that nobody has hashed.
         """
         vision = on_host(batch.vision)
         sent = {name: vision[name] for name in _READ if name in vision}
@@ -281,8 +291,11 @@ class Images:
         return self._count(batch, (batch.input_ids == self.token).sum(1).cpu().numpy(), patches)
 
     def _count(self, batch, tokens_B: np.ndarray, patches: torch.Tensor | None) -> list[int]:
-        """The same of the tokens that stand for images in each row, and of Gemma 4's images the patches that are no padding."""
-        pixels, grids = batch.vision["pixel_values"], on_host(batch.vision).get("image_grid_thw")
+        """The same of the tokens that stand for images in each row, and of Gemma 4's images the patches that are no
+        padding.
+        """
+        pixels = batch.vision["pixel_values"]
+        grids = on_host(batch.vision).get("image_grid_thw")
         if grids is not None:
             merge = getattr(self.model.config.vision_config, "spatial_merge_size", 1)
             tokens_of_image = (grids.prod(-1) // merge**2).tolist()
@@ -292,7 +305,8 @@ class Images:
         else:
             images = len(pixels)
             rows_with_images = int((tokens_B > 0).sum())
-            # A class that pads each row's pictures to those of the row with most (Idefics, SmolVLM) has an entry per row.
+            # A class that pads each row's pictures to those of the row with most (Idefics, SmolVLM) has an entry per
+            # row.
             is_per_row = pixels.ndim == 5 and images == len(tokens_B) and "image_sizes" not in batch.vision
             if is_per_row or images == rows_with_images:
                 return [int(count > 0) for count in tokens_B]
@@ -336,7 +350,8 @@ class Images:
 
         Text in front of an image counts tokens, and text behind it counts on from the first token there.
         """
-        forest, device = layout.forest, batch.input_ids.device
+        forest = layout.forest
+        device = batch.input_ids.device
         first_B, last_B = sequences.spans_B2.T
         segment_T = np.repeat(np.arange(forest.segments), forest.lengths)
         rows_with_images = np.flatnonzero((last_B >= 0) & (forest.place_BL[np.arange(len(last_B)), last_B] >= 0))
@@ -355,7 +370,8 @@ class Images:
         wanted = *PER_TOKEN, "image_grid_thw"
         named = {name: x for name, x in rows_of_images(self._counted(batch), heads).items() if name in wanted}
         code = torch.from_numpy(sequences.code_BL[heads])
-        ids, mask = (code // 2).clamp(min=0), (code >= 0).long()
+        ids = (code // 2).clamp(min=0)
+        mask = (code >= 0).long()
         of_heads, _ = self.inner.get_rope_index(ids, attention_mask=mask, **named)
         of_heads = to_device(of_heads, device)
         head_T = head_B[layout.row_T]
@@ -370,7 +386,9 @@ class Images:
         return torch.where(has_images_T, of_images, positions)
 
     def _encoded(self, vision: dict[str, Any], rows: list[int], keys: list) -> dict[str, ModelOutput]:
-        """`mm_encoder_outputs` for the images of some rows, in their order; the oldest are forgotten beyond `FEATURE_BYTES`."""
+        """`mm_encoder_outputs` for the images of some rows, in their order; the oldest are forgotten beyond
+        `FEATURE_BYTES`.
+        """
         for row, key in zip(rows, keys, strict=True):
             if key not in self.features:
                 with torch.no_grad():
@@ -388,7 +406,8 @@ class Images:
         return self.inner.get_image_features(**images, return_dict=True)
 
     def share(self, batch) -> None:
-        """Agree on images for [`in_every_forward`], where ranks meet in the tower. Every rank has to call it, once one has images.
+        """Agree on images for [`in_every_forward`], where ranks meet in the tower. Every rank has to call it, once one
+        has images.
 
         The first prompt with images on any rank gives those of all.
         """
@@ -408,8 +427,8 @@ class Images:
     def in_every_forward(self) -> Iterator[None]:
         """Inside, a forward without images runs the tower too, on [`share`]'s, whose features count zero times.
 
-        Where the tower's weights are sharded or its gradients reduced, a rank whose prompts have no image would otherwise leave
-        the others waiting.
+        Where the tower's weights are sharded or its gradients reduced, a rank whose prompts have no image would
+        otherwise leave the others waiting.
         """
         if self.shared is None or self._is_watching:
             yield
@@ -446,14 +465,16 @@ def own_masks(
 ) -> dict[int, dict[str, torch.Tensor | None]]:
     """Masks of a row's prompts as the model itself makes them where an image's tokens see those behind them.
 
-    `given` has what the row has per token. For each place where prompts of one length begin, and each kind of layer, there is a mask
-    `(n, 1, P, P)`, or `None` where it is causal; nothing for other models.
+    `given` has what the row has per token. For each place where prompts of one length begin, and each kind of layer,
+    there is a mask `(n, 1, P, P)`, or `None` where it is causal; nothing for other models.
     """
     make = getattr(model, _MASKS, None)
     name = next((name for name in given if make and name in _parameters(make)), None)
     if name is None:
         return {}
-    masks, forest, runs = {}, layout.forest, []
+    masks = {}
+    forest = layout.forest
+    runs = []
     # In the batches of `two_part`: a root that others go on from is no neighbour of one that stands alone.
     for stretch in forest.stretches():
         if forest.levels[stretch.start] == 0:

@@ -1,11 +1,12 @@
 """From a batch of sequences with labels to one packed row, and back.
 
-[`read_batch`] copies the batch to the host, [`forest.grow`] finds equal beginnings there, and [`lay_out`] makes what the model
-is called with. A row of the batch may be padded on either side. Tokens are counted from its first real one. The last token
-that has a label is only ever a target, so a row is computed up to the token before it.
+[`read_batch`] copies the batch to the host, [`forest.grow`] finds equal beginnings there, and [`lay_out`] makes what
+the model is called with. A row of the batch may be padded on either side. Tokens are counted from its first real one.
+The last token that has a label is only ever a target, so a row is computed up to the token before it.
 
-Positions are those that stock's forward gives: columns of the padded batch. Rows of one tree may stand in different columns
-if the model sees positions only by their differences ([`support.sees_distances`]). They then get the columns of one of them.
+Positions are those that stock's forward gives: columns of the padded batch. Rows of one tree may stand in different
+columns if the model sees positions only by their differences ([`support.sees_distances`]). They then get the columns
+of one of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,8 +20,8 @@ from ..scoring.transfer import to_device
 from .forest import Forest, sort_by_prefix
 
 IGNORED_LABEL = -100
-# On CUDA rows are as long as a multiple of so many tokens. Batches differ by some tokens, and torch's allocator keeps blocks of
-# every size that it was asked for.
+# On CUDA rows are as long as a multiple of so many tokens. Batches differ by some tokens, and torch's allocator keeps
+# blocks of every size that it was asked for.
 ROW_MULTIPLE = 64
 
 
@@ -93,7 +94,8 @@ def decode(code_BL: np.ndarray) -> Sequences:
     host = code_BL
     if (host == -2).any():
         raise UnpackableBatch("a label stands where the attention mask has no token")
-    is_token, width = host >= 0, host.shape[1]
+    is_token = host >= 0
+    width = host.shape[1]
     lengths_B = is_token.sum(1)
     offsets_B = np.where(lengths_B > 0, is_token.argmax(1), 0)
     ends_B = width - is_token[:, ::-1].argmax(1)
@@ -110,7 +112,8 @@ def decode(code_BL: np.ndarray) -> Sequences:
 
 
 def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np.ndarray], int]) -> list[np.ndarray]:
-    """Rows in sets whose packed tokens stay within a limit (a row that is longer stands alone), cut where they share least.
+    """Rows in sets whose packed tokens stay within a limit (a row that is longer stands alone), cut where they share
+    least.
 
     Rows without a label are in the first set.
 
@@ -122,7 +125,8 @@ def cut_rows(sequences: Sequences, tokens_per_pass: int, tokens_of: Callable[[np
     if not len(kept):
         return [np.arange(len(needed_B))]
     order, common = sort_by_prefix(sequences.tokens_BL[kept], needed_B[kept])
-    rows, common = kept[order], np.concatenate([[0], common])
+    rows = kept[order]
+    common = np.concatenate([[0], common])
     added = needed_B[rows] - common  # tokens beyond what a row has in common with the one before
     cuts, first = [], 0
     while first < len(rows):
@@ -151,16 +155,18 @@ class PackedLayout:
     Attributes:
         forest: its segments.
         input_ids, position_ids: `(1, T)`.
-        score_index_N, targets_N, scatter_index_N: for each of the N labels the place in the row that predicts it, the label,
-            and where its result belongs in the flattened `(B, L - 1)`. Behind the last label the first two may go on.
-        multiplicity_1T: how many tokens of the batch a token stands for (the router loss of MoE models counts with it).
+        score_index_N, targets_N, scatter_index_N: for each of the N labels the place in the row that predicts it, the
+            label, and where its result belongs in the flattened `(B, L - 1)`. Behind the last label the first two may
+            go on.
+        multiplicity_1T: how many tokens of the batch a token stands for (the router loss of MoE models counts with
+        it).
         shape: `(B, L)` of the padded batch.
         row_T, column_T: where in it each token stands, on the host.
         backend: `"auto"` or the name of the attention backend to use.
         layer_calls: backend name for each attention layer that saw this layout, in order, recomputation included.
         kernels: what computed the layers of each kind, by the kind's name.
-        problems: where this is a list, a layer that cannot be computed notes why and gives zeros, so that this rank meets
-            the others in every collective of the forward; where it is `None`, such a layer raises.
+        problems: where this is a list, a layer that cannot be computed notes why and gives zeros, so that this rank
+            meets the others in every collective of the forward; where it is `None`, such a layer raises.
         is_computed: the forward is over; what runs from now on is a recomputation, and has no way back.
         own_masks: of roots with images, see `images.py`.
         kept: an `across_passes.KeptInPass`, what layers keep for other passes; `None` if each pass stands alone.
@@ -218,8 +224,9 @@ def lay_out(
     """The packed row of a forest that was grown from all rows of a batch; one transfer to its device.
 
     Args:
-        multiple: of tokens, and of labels. The last leaf gets as many more tokens as that takes, copies of its last one that
-            nothing is read from. A row that does not end with a leaf, or that ends with an image, stays as it is.
+        multiple: of tokens, and of labels. The last leaf gets as many more tokens as that takes, copies of its last
+            one that nothing is read from. A row that does not end with a leaf, or that ends with an image, stays as it
+            is.
     """
     rows, width = input_ids.shape
     batch_row, token = ((forest.place_BL >= 0) & (forest.place_BL < forest.tokens)).nonzero()
@@ -245,7 +252,8 @@ def lay_out(
         multiplicity_T = np.pad(multiplicity_T, (0, filling))
     scored_row, scored_token = sequences.scored_BL.nonzero()
     target_column = scored_token + sequences.offsets_B[scored_row]
-    predicting, target = forest.place_BL[scored_row, scored_token - 1], scored_row * width + target_column
+    predicting = forest.place_BL[scored_row, scored_token - 1]
+    target = scored_row * width + target_column
     if len(target):
         predicting, target = (np.pad(x, (0, -len(x) % multiple), "edge") for x in (predicting, target))
     parts = [
@@ -299,7 +307,9 @@ def equal_runs(starts: Iterable[int], lengths: Iterable[int]) -> list[tuple[int,
 
 
 def padded(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Segments of unequal length as a batch: their `(n, longest)` places in a row of `tokens`, and the flat ones that are real."""
+    """Segments of unequal length as a batch: their `(n, longest)` places in a row of `tokens`, and the flat ones that
+    are real.
+    """
     within = np.arange(lengths.max())
     index = np.minimum(starts[:, None] + within, tokens - 1)
     return torch.from_numpy(index), torch.from_numpy(np.flatnonzero(within < lengths[:, None]))
@@ -312,16 +322,21 @@ TOKENS_PER_CALL = 128
 def padded_batches(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> list[tuple]:
     """Neighbouring segments in as few batches as padding allows, in their order.
 
-    A batch is `(start, count, length)` if its segments are equally long, else `(index, real)` as [`padded`] returns them.
+    A batch is `(start, count, length)` if its segments are equally long, else `(index, real)` as [`padded`] returns
+    them.
     """
     batches, first = [], 0
     while first < len(starts):
-        last, longest, used = first + 1, int(lengths[first]), int(lengths[first])
+        last = first + 1
+        longest = int(lengths[first])
+        used = int(lengths[first])
         while last < len(starts):
             wider = max(longest, int(lengths[last]))
             if wider * (last + 1 - first) > 1.25 * (used + int(lengths[last])) + TOKENS_PER_CALL:
                 break
-            longest, used, last = wider, used + int(lengths[last]), last + 1
+            longest = wider
+            used = used + int(lengths[last])
+            last = last + 1
         part = slice(first, last)
         if (lengths[part] == longest).all():
             batches.append((int(starts[first]), last - first, longest))

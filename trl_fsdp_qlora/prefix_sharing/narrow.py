@@ -17,8 +17,9 @@ def call_on_scored_rows(
 ) -> FusedCausalLMOutput:
     """`model(**arguments)`, a call of TRL's fused forward, on the part of the batch that has labels.
 
-    What is left keeps its columns, so its positions and, the model being causal, its values. One row always stays, so that
-    every rank meets every other in the forward. A router loss counts every row, and images belong to rows: nothing is cut then.
+    What is left keeps its columns, so its positions and, the model being causal, its values. One row always stays, so
+    that every rank meets every other in the forward. A router loss counts every row, and images belong to rows:
+    nothing is cut then.
 
     Args:
         keeps_columns: keep all columns (rotary tables that depend on the longest position).

@@ -1,13 +1,14 @@
 """Recurrent layers on a packed row: each layer's own forward, level by level.
 
 Linear attention, state space models and short convolutions carry a state from token to token, which on a packed row
-would run on from one segment into the next. So a layer is called on the roots first, with a cache that keeps the states they
-end in, and then on the segments of each further level as a batch, with a cache that answers the states of their parents.
-Autograd adds up what segments send back into their parents. No kernel is touched, and no family of models has a line of its
+would run on from one segment into the next. So a layer is called on the roots first, with a cache that keeps the
+states they end in, and then on the segments of each further level as a batch, with a cache that answers the states of
+their parents. Autograd adds up what segments send back into their parents. No kernel is touched, and no family of
+models has a line of its
 own: a layer is served if it speaks the cache protocol of transformers (`cache_utils.LinearAttentionCacheLayerMixin`).
-Mamba-1 goes on from no state in transformers' code; such a layer gets each leaf behind all of its ancestors, whose output is
-kept once. Segments that others go on from are not padded: that would need a mask of each layer's own. Leaves are, behind
-their last token.
+Mamba-1 goes on from no state in transformers' code; such a layer gets each leaf behind all of its ancestors, whose
+output is kept once. Segments that others go on from are not padded: that would need a mask of each layer's own. Leaves
+are, behind their last token.
 """
 
 import functools
@@ -107,7 +108,9 @@ def state_bytes(module: nn.Module, width: int) -> int:
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """The argument that a recurrent layer takes its cache by; `None` where it is not known, so the layer cannot be called twice."""
+    """The argument that a recurrent layer takes its cache by; `None` where it is not known, so the layer cannot be
+    called twice.
+    """
     parameters = inspect.signature(type(module).forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), None)
 
@@ -121,17 +124,25 @@ def install(model: nn.Module) -> None:
 
 
 def gathered_per_call(model: nn.Module) -> str | None:
-    """Why the recurrent layers of `model` (as it is wrapped now) cannot be called as often as a batch wants; `None` if they can.
+    """Why the recurrent layers of `model` (as it is wrapped now) cannot be called as often as a batch wants; `None` if
+    they can.
 
-    A layer is called once for each run of prompts and each batch of completions. Where every call of it gathers weights, ranks with
-    other batches would wait for each other. A wrapper around the whole layer or above it gathers once.
+    A layer is called once for each run of prompts and each batch of completions. Where every call of it gathers
+    weights, ranks with other batches would wait for each other. A wrapper around the whole layer or above it gathers
+    once.
     """
     for layer in recurrent_layers(model):
         if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
-            return "DeepSpeed's ZeRO-3 gathers a recurrent layer's weights in each of its calls, whose number differs between ranks"
+            return (
+                "DeepSpeed's ZeRO-3 gathers a recurrent layer's weights in each of its calls, whose number differs "
+                "between ranks"
+            )
         inside = (module for module in layer.modules() if module is not layer)
         if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in inside):
-            return "FSDP wraps parts of a recurrent layer and gathers them in each of its calls, whose number differs between ranks"
+            return (
+                "FSDP wraps parts of a recurrent layer and gathers them in each of its calls, whose number differs "
+                "between ranks"
+            )
     return None
 
 
@@ -163,7 +174,8 @@ def _branch(module: nn.Module, args: tuple, kwargs: dict):
 
 def _compute(module: nn.Module, tokens: dict, layout: PackedLayout) -> torch.Tensor:
     """The layer's output `(1, T, ...)` from its arguments that have one entry per token, `(1, T, ...)`."""
-    forward, takes_cache = module.own_forward, cache_name(module)
+    forward = module.own_forward
+    takes_cache = cache_name(module)
     # Each leaf is then computed behind its ancestors, without a state.
     whole = not goes_on_from_a_state(type(module))
     batches, order = _plan(layout, tokens["hidden_states"].device, whole)
@@ -271,8 +283,10 @@ def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
         inner = np.flatnonzero((forest.levels == level) & ~forest.is_leaf)
         place_in_level[inner] = np.arange(len(inner))
     for stretch in forest.stretches():
-        starts, lengths = forest.starts[stretch], forest.lengths[stretch]
-        level, is_inner = int(forest.levels[stretch.start]), not forest.is_leaf[stretch.start]
+        starts = forest.starts[stretch]
+        lengths = forest.lengths[stretch]
+        level = int(forest.levels[stretch.start])
+        is_inner = not forest.is_leaf[stretch.start]
         parents = None if level == 0 else place_in_level[forest.parents[stretch]]
         if is_inner or level == 0:
             first = 0
@@ -295,7 +309,8 @@ def _batches_by_level(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
 def _whole_batches(forest: Forest) -> tuple[list[_Batch], list[np.ndarray]]:
     """Calls on each leaf behind all of its ancestors; the first leaf below a segment gives that segment's outputs."""
     leaves = np.flatnonzero(forest.is_leaf)
-    paths, seen = [], set()
+    paths = []
+    seen = set()
     for leaf in leaves.tolist():
         segments = [*forest.path(leaf), leaf]
         place = [np.arange(forest.starts[s], forest.starts[s] + forest.lengths[s]) for s in segments]
@@ -322,12 +337,14 @@ def _similar(length_S: np.ndarray) -> list[np.ndarray]:
     by_length = np.argsort(-length_S, kind="stable")
     sorted_S = np.maximum(length_S[by_length], SHORTEST)
     # best[i]: cost of the i longest; the last batch of them begins at cut[i], which is its longest.
-    best, cut = np.zeros(len(sorted_S) + 1), np.zeros(len(sorted_S) + 1, int)
+    best = np.zeros(len(sorted_S) + 1)
+    cut = np.zeros(len(sorted_S) + 1, int)
     for i in range(1, len(sorted_S) + 1):
         costs = best[:i] + sorted_S[:i] * np.arange(i, 0, -1) + TOKENS_PER_CALL
         cut[i] = costs.argmin()
         best[i] = costs[cut[i]]
-    batches, end = [], len(sorted_S)
+    batches = []
+    end = len(sorted_S)
     while end:
         batches.append(np.sort(by_length[cut[end] : end]))
         end = cut[end]

@@ -1,4 +1,5 @@
-"""Which packed row the layers of a model compute: set around the forward of the root, and again where they are recomputed.
+"""Which packed row the layers of a model compute: set around the forward of the root, and again where they are
+recomputed.
 
 It does not travel through the arguments of the layers, which many models drop. What gradient checkpointing is given to
 recompute, during backward, carries the row along.
@@ -12,7 +13,8 @@ import torch
 
 from .layout import PackedLayout
 
-# Where transformers' layers and torch's `checkpoint_wrapper` keep the function that checkpoints them; what such modules have.
+# Where transformers' layers and torch's `checkpoint_wrapper` keep the function that checkpoints them; what such
+# modules have.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 _CHECKPOINTED = ("gradient_checkpointing", "checkpoint_fn")
 
@@ -31,7 +33,9 @@ def checkpointed(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def keeps_no_graph(modules: list[torch.nn.Module]) -> bool:
-    """Whether reentrant checkpointing is on in one of these ([`checkpointed`]): its layers run without a graph at first."""
+    """Whether reentrant checkpointing is on in one of these ([`checkpointed`]): its layers run without a graph at
+    first.
+    """
     for module in modules:
         functions = [vars(module).get(name) for name in _CHECKPOINTS]
         functions = [x.checkpoint if isinstance(x, _WithRow) else x for x in functions]
@@ -43,13 +47,16 @@ def keeps_no_graph(modules: list[torch.nn.Module]) -> bool:
 
 @contextmanager
 def computing(layout: PackedLayout | None, recomputed: list[torch.nn.Module] = ()) -> Iterator[None]:
-    """Inside, layers compute this row; so do those of `recomputed` ([`checkpointed`]) when a backward computes them again."""
+    """Inside, layers compute this row; so do those of `recomputed` ([`checkpointed`]) when a backward computes them
+    again.
+    """
     for module in recomputed:  # in each pass: transformers sets these functions anew when training starts
         for name in _CHECKPOINTS:
             checkpoint = vars(module).get(name)
             if checkpoint is not None and not isinstance(checkpoint, _WithRow):
                 setattr(module, name, _WithRow(checkpoint))
-    before, current.layout = current.layout, layout
+    before = current.layout
+    current.layout = layout
     try:
         yield
     finally:
@@ -57,7 +64,9 @@ def computing(layout: PackedLayout | None, recomputed: list[torch.nn.Module] = (
 
 
 def note(layout: PackedLayout, error: Exception, where: str = "") -> None:
-    """While passes are compared, keep why a layer cannot be computed, so that this rank goes on and meets the others; else raise."""
+    """While passes are compared, keep why a layer cannot be computed, so that this rank goes on and meets the others;
+    else raise.
+    """
     if layout.problems is None or layout.is_computed or is_out_of_memory(error):
         raise error
     layout.problems.append(where + reason_of(error))
@@ -81,7 +90,8 @@ def place(table: torch.nn.Module) -> None:
 
     def positions_of_the_row(module, args, kwargs):
         if current.layout is not None:
-            given, positions = kwargs.get("position_ids"), current.layout.position_ids[0]
+            given = kwargs.get("position_ids")
+            positions = current.layout.position_ids[0]
             kwargs["position_ids"] = positions if given is None else positions.view_as(given)
         return args, kwargs
 

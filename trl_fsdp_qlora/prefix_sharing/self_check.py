@@ -1,12 +1,14 @@
 """A few rows computed both ways, packed and padded, before a model's first pass: log-probabilities and gradients.
 
-In float32 the two agree to a few units in the last place, and fixed limits serve. In half precision (or TF32) single tokens
-differ by hundredths of a nat, by how much depends on the model. So it is measured: the same padded rows are computed again with
-their embeddings moved by as much as rounding moves numbers anyway, and every later rounding falls out differently. What is
-several times further off than that is no rounding. A fault of a few percent in every token (an attention scaled by 1.03) hides
-among single tokens and shows in the gradient's projection, where rounding averages out.
+In float32 the two agree to a few units in the last place, and fixed limits serve. In half precision (or TF32) single
+tokens differ by hundredths of a nat, by how much depends on the model. So it is measured: the same padded rows are
+computed again with their embeddings moved by as much as rounding moves numbers anyway, and every later rounding falls
+out differently. What is several times further off than that is no rounding. A fault of a few percent in every token
+(an attention scaled by 1.03) hides among single tokens and shows in the gradient's projection, where rounding averages
+out.
 
-No forward holds more tokens than the step's own ([`cut_sample`]). All ranks judge one set of sums, so that they decide alike.
+No forward holds more tokens than the step's own ([`cut_sample`]). All ranks judge one set of sums, so that they decide
+alike.
 """
 
 import contextlib
@@ -25,19 +27,21 @@ from ..compat.fsdp import has_unreduced_gradients, misfit, reducing
 from ..scoring.transfer import to_device
 from .scope import is_out_of_memory, reason_of
 
-# Mean |Δ log-probability| in nats that is never called a fault. Padded and packed float32 passes were never further apart
-# than 6e-5 (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state moves
-# them by 0.1 to 2. First tokens, predicted across the border of two segments, are judged by themselves, too.
+# Mean |Δ log-probability| in nats that is never called a fault. Padded and packed float32 passes were never further
+# apart than 6e-5 (SmolLM2-135M), while a completion cut off its prompt, a lost window or a leaking recurrent state
+# moves them by 0.1 to 2. First tokens, predicted across the border of two segments, are judged by themselves, too.
 MEAN_DIFFERENCE_FP32 = 1e-3
 MEAN_DIFFERENCE_HALF, FIRST_DIFFERENCE_HALF = 0.05, 0.03
 # Norm of the difference of the gradients over the norm of the gradient.
 GRADIENT_DIFFERENCE_FP32, GRADIENT_DIFFERENCE_HALF = 1e-3, 0.25
 # Beyond that, so many times what rounding moved the padded pass by, twice as many for a single token (docs/LOG.md).
 OVER_NOISE, NOISE_PASSES = 3.0, 5
-# How far the packed gradient's projection on the padded one may be from 1. Beyond that, so many times what rounding changed in it,
-# and in the gradient, of which it leaves 1 / sqrt(tokens) in a projection (10,000 healthy starts, docs/LOG.md).
+# How far the packed gradient's projection on the padded one may be from 1. Beyond that, so many times what rounding
+# changed in it, and in the gradient, of which it leaves 1 / sqrt(tokens) in a projection (10,000 healthy starts,
+# docs/LOG.md).
 PROJECTION_OFF, PROJECTION_OVER_NOISE = 0.01, 4.0
-# Rows to compare. Where single tokens say little, more of them; where there are fewer, rounding is measured more often.
+# Rows to compare. Where single tokens say little, more of them; where there are fewer, rounding is measured more
+# often.
 ROWS_FP32, ROWS_HALF = 4, 8
 MOST_NOISE_PASSES = 16
 # One token counts for no more than this many nats: rounding can move a very unlikely one by any amount.
@@ -47,7 +51,9 @@ MISSING_BELOW = -0.5
 
 
 def reduced_over_ranks(values: list[float], device: torch.device, reduce: str = "MAX") -> list[float]:
-    """Element-wise `"MAX"` or `"SUM"` over ranks; the values themselves in a single process. Every rank has to call it."""
+    """Element-wise `"MAX"` or `"SUM"` over ranks; the values themselves in a single process. Every rank has to call
+    it.
+    """
     if not torch.distributed.is_initialized() or _judges_alone.get():
         return values
     tensor = to_device(torch.tensor(values), device)
@@ -88,8 +94,8 @@ def rounding_unit(model: PreTrainedModel, device: torch.device) -> float:
 def compares_gradients(model: torch.nn.Module) -> bool:
     """Whether gradients are recorded and a plain `backward` through `model` may be undone.
 
-    So it is where nothing wraps it but DDP, or FSDP2 with nothing pending; not where the wrapper has a backward of its own
-    (DeepSpeed, FSDP1), nor in a torch whose FSDP2 is not known.
+    So it is where nothing wraps it but DDP, or FSDP2 with nothing pending; not where the wrapper has a backward of its
+    own (DeepSpeed, FSDP1), nor in a torch whose FSDP2 is not known.
     """
     if isinstance(model, FSDPModule):
         return torch.is_grad_enabled() and misfit() is None and not has_unreduced_gradients(model)
@@ -113,7 +119,8 @@ class Cuts(NamedTuple):
 
 
 def cut_sample(packed: list[tuple[int, int]], rows: int, width: int, tokens: int, device: torch.device) -> Cuts:
-    """Cut the passes over `rows` rows so that no forward holds more tokens than the step's own. Every rank has to call it.
+    """Cut the passes over `rows` rows so that no forward holds more tokens than the step's own. Every rank has to call
+    it.
 
     Args:
         packed: this rank's rows `[first, last)` of each packed forward.
@@ -138,8 +145,9 @@ def compare(
 ) -> str | None:
     """What is wrong with the packed pass over a few rows, judged alike by every rank; `None` for nothing.
 
-    Every rank has to call it, with equally many rows. Gradients are those of a sum over the scored tokens with random weights; each
-    pass is added to the others' with its sign, so there is never more than one copy of them. Where one rank runs out of memory,
+    Every rank has to call it, with equally many rows. Gradients are those of a sum over the scored tokens with random
+    weights; each pass is added to the others' with its sign, so there is never more than one copy of them. Where one
+    rank runs out of memory,
     all end, unless ranks meet in the passes themselves: there the others wait until its launcher ends them.
 
     Args:
@@ -150,7 +158,8 @@ def compare(
         cuts: of [`cut_sample`].
         embeddings, unit: what `embeddings` give is moved by [`rounding_unit`].
     """
-    device, sharded = scored_BC.device, _meet_in_passes(model)
+    device = scored_BC.device
+    sharded = _meet_in_passes(model)
     draw = torch.Generator().manual_seed(0)  # not signs: equal rows would cancel
     weight_BC = torch.where(scored_BC, torch.randn(scored_BC.shape, generator=draw).to(device), 0.0)
 
@@ -167,7 +176,8 @@ def compare(
 
     def against_padded(packed_BC: torch.Tensor, gradients: "_Gradients") -> dict[str, float]:
         found = {"gradient": gradients.squared_norm(), "gradient_noise": 0.0}
-        padded_BC, noise_NBC = whole_pass(padded, cuts.padded, -1.0), []
+        padded_BC = whole_pass(padded, cuts.padded, -1.0)
+        noise_NBC = []
         found["gradient_off"] = gradients.squared_norm()
         passes = NOISE_PASSES * max(1, ROWS_HALF // len(scored_BC)) if unit else 0
         for seed in range(min(passes, MOST_NOISE_PASSES)):
@@ -200,13 +210,17 @@ def compare(
 
 
 def _meet_in_passes(model: torch.nn.Module) -> bool:
-    """Whether the weights of `model` are gathered in its passes, so that a rank that leaves one leaves the others waiting."""
+    """Whether the weights of `model` are gathered in its passes, so that a rank that leaves one leaves the others
+    waiting.
+    """
     is_known = isinstance(model, (DistributedDataParallel, PreTrainedModel, PeftModel))
     return not is_known or any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _attempt(sharded: bool, work: Callable, *args: Any) -> tuple[Any, Exception | None]:
-    """What `work` gives, or the error that ended it, for [`_agree`]; raised at once if ranks would wait in the pass anyway."""
+    """What `work` gives, or the error that ended it, for [`_agree`]; raised at once if ranks would wait in the pass
+    anyway.
+    """
     try:
         return work(*args), None
     except Exception as error:
@@ -231,7 +245,9 @@ def _agree(error: Exception | None, device: torch.device) -> str | None:
 def statistics(
     packed_BC: torch.Tensor, padded_BC: torch.Tensor, noise_NBC: Sequence[torch.Tensor], scored_BC: torch.Tensor
 ) -> dict[str, float]:
-    """Sums over this rank's tokens, to be added over ranks; `noise_NBC`: how far rounding moved the padded ones, N times."""
+    """Sums over this rank's tokens, to be added over ranks; `noise_NBC`: how far rounding moved the padded ones, N
+    times.
+    """
 
     def clipped(values: torch.Tensor) -> torch.Tensor:
         return values.float().abs().nan_to_num(MOST_PER_TOKEN).clamp(max=MOST_PER_TOKEN)
@@ -250,11 +266,12 @@ def statistics(
 
 
 def verdict(found: dict[str, float], exact: bool) -> str | None:
-    """What is wrong with a packed pass; `None` where rounding explains the difference, or where fixed limits hold (`exact`).
+    """What is wrong with a packed pass; `None` where rounding explains the difference, or where fixed limits hold
+    (`exact`).
 
-    `found`: [`statistics`], and squares of norms, which add up over shards and ranks: of the packed gradient, of its difference from
-    the padded one, of what rounding changes in that (`gradient_noise`), of the padded one, and of it as rounding moves it
-    (`gradient_moved_1`, ...).
+    `found`: [`statistics`], and squares of norms, which add up over shards and ranks: of the packed gradient, of its
+    difference from the padded one, of what rounding changes in that (`gradient_noise`), of the padded one, and of it
+    as rounding moves it (`gradient_moved_1`, ...).
     """
     if found["missing"]:
         return f"{found['missing']:.0f} log-probabilities are missing or not finite: a difference in log-probability"
@@ -263,7 +280,8 @@ def verdict(found: dict[str, float], exact: bool) -> str | None:
     for name, what, floor in (("", "mean", floors[0]), ("first_", "first tokens' mean", floors[1])):
         count = max(found[f"{name}tokens"], 1)
         noise = max(noise, found[f"{name}noise"] / count)  # of all tokens, where that of few is small by chance
-        off, limit = found[f"{name}off"] / count, max(floor, OVER_NOISE * (1 + count**-0.5) * noise)
+        off = found[f"{name}off"] / count
+        limit = max(floor, OVER_NOISE * (1 + count**-0.5) * noise)
         if off > limit:
             return f"{what} difference in log-probability from the padded pass is {off:.2g} nats (limit {limit:.2g})"
     size, off, moved_by = (found.get(name, 0.0) ** 0.5 for name in ("gradient", "gradient_off", "gradient_noise"))
@@ -276,15 +294,16 @@ def verdict(found: dict[str, float], exact: bool) -> str | None:
 def _projection_verdict(found: dict[str, float]) -> str | None:
     """What is wrong with the length of the packed gradient p along the padded one d; `None` if rounding explains it.
 
-    Rounding moves both at random, which makes <p, d> / |d|² less than 1 by the square of what it moved d by. |p - d|² / 2 |d|²
-    makes up for that if it moved p as far, and what is left is (1 + |p|² / |d|²) / 2.
+    Rounding moves both at random, which makes <p, d> / |d|² less than 1 by the square of what it moved d by. |p - d|²
+    / 2 |d|² makes up for that if it moved p as far, and what is left is (1 + |p|² / |d|²) / 2.
     """
     padded = found.get("gradient_padded", 0.0)
     if not padded:
         return None
     off = (found["gradient"] / padded - 1) / 2
     moved_off = [(value / padded - 1) / 2 for name, value in found.items() if name.startswith("gradient_moved_")]
-    noise, tokens = found["gradient_noise"] / padded, max(found["tokens"], 1)
+    noise = found["gradient_noise"] / padded
+    tokens = max(found["tokens"], 1)
     by_rounding = max((sum(x**2 for x in moved_off) / max(len(moved_off), 1)) ** 0.5, (noise / tokens) ** 0.5)
     # The last is for one of the two having no rounding at all.
     limit = max(PROJECTION_OFF, PROJECTION_OVER_NOISE * by_rounding) + noise / 2
@@ -337,7 +356,8 @@ def _gradients_aside(model: torch.nn.Module) -> Iterator[_Gradients]:
         with torch.no_grad():
             yield _Gradients([])
         return
-    # Under DDP each rank compares its own; FSDP2's unreduced gradients would be whole ones, kept until the next backward.
+    # Under DDP each rank compares its own; FSDP2's unreduced gradients would be whole ones, kept until the next
+    # backward.
     reduction = model.no_sync() if isinstance(model, DistributedDataParallel) else reducing(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # has the optimizer's parameters while it is sharded

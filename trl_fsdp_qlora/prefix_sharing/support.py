@@ -1,4 +1,6 @@
-"""Which models can be computed on a packed row, decided from the model itself; the first pass shows what this cannot see."""
+"""Which models can be computed on a packed row, decided from the model itself; the first pass shows what this cannot
+see.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -25,7 +27,8 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None:
         return f"{type(model).__name__} is not a transformers model"
-    name, text = config.model_type, config.get_text_config(decoder=True)
+    name = config.model_type
+    text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
     if (reason := _layers_reason(model, text)) is not None:
@@ -41,7 +44,8 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None:
     """Why the layers of `model` cannot be computed on packed rows, or `None`."""
-    name, types = model.config.model_type, layer_types(text)
+    name = model.config.model_type
+    types = layer_types(text)
     other = sorted(set(types) - _ATTENTION - _BOTH - _RECURRENT - _NEITHER)
     if other:
         return f"{name} has {', '.join(other)} layers, whose masks are their own"
@@ -55,7 +59,9 @@ def _layers_reason(model: PreTrainedModel, text: PreTrainedConfig) -> str | None
 
 
 def keeps_states_itself(model: PreTrainedModel) -> bool:
-    """Whether recurrent layers keep their states somewhere else than in transformers' cache (RecurrentGemma: on the modules)."""
+    """Whether recurrent layers keep their states somewhere else than in transformers' cache (RecurrentGemma: on the
+    modules).
+    """
     in_cache = {module.layer_idx for module in recurrent_layers(model)}
     recurrent = sum(kind in _BOTH | _RECURRENT for kind in layer_types(model.config.get_text_config(decoder=True)))
     return len(in_cache) < recurrent or (getattr(model, "_is_stateful", False) and not in_cache)
@@ -121,7 +127,9 @@ def stock_positions(model: PreTrainedModel) -> Callable[[torch.Tensor, torch.Ten
 
 
 def sees_distances(model: PreTrainedModel) -> bool:
-    """Whether `model` sees positions only by their differences: rotary embeddings, and no table of absolute positions."""
+    """Whether `model` sees positions only by their differences: rotary embeddings, and no table of absolute
+    positions.
+    """
     config = model.config.get_text_config(decoder=True)
     has_rotary = getattr(config, "rope_parameters", None) is not None
     decoder = model.get_decoder()

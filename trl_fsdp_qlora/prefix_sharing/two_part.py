@@ -1,10 +1,10 @@
 """`two_part`: the model's own attention function, called once for roots and once for the segments below each parent.
 
-The keys of a segment are those of its ancestors, expanded over the segments that have them in common, with its own behind
-them; queries are its own. Whatever the model's function does (softcap, sinks, a sliding window through its mask, grouped
-queries, any head size) it does here, so this backend serves every layer that takes a mask. The price is one copy of the
-ancestors' keys and values per segment, of what a window sees at most, kept for backward, and a mask of (longest segment) x
-(ancestors + longest segment).
+The keys of a segment are those of its ancestors, expanded over the segments that have them in common, with its own
+behind them; queries are its own. Whatever the model's function does (softcap, sinks, a sliding window through its
+mask, grouped queries, any head size) it does here, so this backend serves every layer that takes a mask. The price is
+one copy of the ancestors' keys and values per segment, of what a window sees at most, kept for backward, and a mask of
+(longest segment) x (ancestors + longest segment).
 """
 
 import itertools
@@ -39,8 +39,11 @@ def attend(call) -> torch.Tensor:
 
 
 def _own(call, q, k, v, mask=None) -> torch.Tensor:
-    """The model's attention for queries that are the last ones of their keys: `(n, queries, H, D_v)`; causal without a mask."""
-    queries, keys = q.shape[2], k.shape[2]
+    """The model's attention for queries that are the last ones of their keys: `(n, queries, H, D_v)`; causal without a
+    mask.
+    """
+    queries = q.shape[2]
+    keys = k.shape[2]
     if mask is None and is_flash(call.base):
         return call.run(q, k, v, None, sliding_window=call.window)
     cuts = queries != keys or (call.window is not None and call.window < keys)
@@ -87,12 +90,16 @@ def _below(call, path: list[tuple[int, int]], batch: tuple) -> torch.Tensor:
 
 
 def _batches(layout: PackedLayout, device: torch.device) -> list[tuple[list[tuple[int, int]], tuple]]:
-    """What is computed in one call, in row order: the `(start, length)` of the ancestors, and the segments as a batch."""
+    """What is computed in one call, in row order: the `(start, length)` of the ancestors, and the segments as a
+    batch.
+    """
     key = ("two_part", device)
     if key not in layout.cache:
-        forest, batches = layout.forest, []
+        forest = layout.forest
+        batches = []
         for stretch in forest.stretches():
-            starts, lengths = forest.starts[stretch], forest.lengths[stretch]
+            starts = forest.starts[stretch]
+            lengths = forest.lengths[stretch]
             if forest.levels[stretch.start] == 0:
                 batches += [([], run) for run in equal_runs(starts, lengths)]
                 continue

@@ -78,7 +78,8 @@ def changed_arguments(args: Any) -> dict[str, Any]:
 
     What a config has worked out from other fields is no difference.
     """
-    changed, derived = {}, getattr(args, DERIVED, {})
+    changed = {}
+    derived = getattr(args, DERIVED, {})
     for item in fields(args):
         if not item.init or item.name in _NOT_RECIPE or is_secret_name(item.name):
             continue
@@ -112,9 +113,14 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
 
 def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     """The card of what `trainer` trains, an adapter or a whole model, called `name` or as its output folder."""
-    args, state, info = trainer.args, trainer.state, trainer.card_info
-    model, name = trainer.accelerator.unwrap_model(trainer.model), name or Path(args.output_dir).name
-    adapter, base, data = is_peft_model(model), model_name(model), portable(info.dataset)
+    args = trainer.args
+    state = trainer.state
+    info = trainer.card_info
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    name = name or Path(args.output_dir).name
+    adapter = is_peft_model(model)
+    base = model_name(model)
+    data = portable(info.dataset)
     licence = info.license or base_model_license(base) or "other"
     base_is_local = Path(base).is_absolute() or Path(base).exists()
     base = Path(base).name if base_is_local else base
@@ -122,7 +128,8 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
     prompt = info.quickstart_prompt or [{"role": "user", "content": "What is 12 + 30?"}]
     columns = {"image", "images"}.intersection(getattr(trainer.train_dataset, "column_names", None) or ())
     if columns and isinstance(trainer.processing_class, ProcessorMixin) and not isinstance(prompt, str):
-        task, pictures = "image-text-to-text", type(trainer.processing_class).__name__
+        task = "image-text-to-text"
+        pictures = type(trainer.processing_class).__name__
         content = [{"type": "image", "path": "picture.png"}, {"type": "text", "text": prompt[-1]["content"]}]
         prompt = [*prompt[:-1], prompt[-1] | {"content": content}]
     problems = "held-out problems" if info.accuracy_on == "test" else "validation problems"
@@ -179,6 +186,8 @@ def write_card(trainer: Any, folder: str | Path, name: str | None = None, tags: 
 
 
 def write_first_card(trainer: Any, folder: str | Path) -> None:
-    """[`write_card`] where there is none, in the place of PEFT's: that has nothing filled in but this machine's path to the base."""
+    """[`write_card`] where there is none, in the place of PEFT's: that has nothing filled in but this machine's path
+    to the base.
+    """
     if not Path(folder, "README.md").is_file():
         write_card(trainer, folder)

@@ -20,8 +20,8 @@ from .merge import load_model
 
 LOGITS = "logits.json"
 _TOKENS, _ENTRIES = 8, 32
-# Rounding of two ways through the same layers, in units of the dtype's own: sums in float32 differ in their order by some
-# dozens of them over a deep model, half precision rounds every layer's output anew, by a few.
+# Rounding of two ways through the same layers, in units of the dtype's own: sums in float32 differ in their order by
+# some dozens of them over a deep model, half precision rounds every layer's output anew, by a few.
 _UNITS = {"float32": 64, "bfloat16": 4, "float16": 4}
 
 
@@ -40,11 +40,14 @@ def few_logits(
 def record_logits(
     model: PeftModel, folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Write `logits.json` (some 5 kB): what the adapter in `model` gives for a few fixed tokens, and what the base alone does.
+    """Write `logits.json` (some 5 kB): what the adapter in `model` gives for a few fixed tokens, and what the base
+    alone does.
 
-    It computes on `device` in `dtype`, by default those of the weights, which are whole. The model's training mode is restored.
+    It computes on `device` in `dtype`, by default those of the weights, which are whole. The model's training mode is
+    restored.
     """
-    size, training = model.config.get_text_config().vocab_size, model.training
+    size = model.config.get_text_config().vocab_size
+    training = model.training
     ids, entries = ([(2 * i + 1) * size // (2 * n) for i in range(n)] for n in (_TOKENS, min(_ENTRIES, size)))
     model.eval()
     try:
@@ -60,13 +63,16 @@ def record_logits(
 
 
 def record(folder: str | Path, trainer: Any) -> None:
-    """[`record_logits`] of the adapter that `trainer` has saved in `folder`. Every rank calls it; one computes, and may fail alone.
+    """[`record_logits`] of the adapter that `trainer` has saved in `folder`. Every rank calls it; one computes, and
+    may fail alone.
 
-    Where FSDP2 shards the weights all ranks gather them, if they fit into half of the free memory of each. Otherwise, and under
-    DeepSpeed, nothing is recorded: a forward of a sharded model is collective, and a rank that failed in it would leave the others
-    waiting.
+    Where FSDP2 shards the weights all ranks gather them, if they fit into half of the free memory of each. Otherwise,
+    and under
+    DeepSpeed, nothing is recorded: a forward of a sharded model is collective, and a rank that failed in it would
+    leave the others waiting.
     """
-    accelerator, writes = trainer.accelerator, trainer.args.should_save
+    accelerator = trainer.accelerator
+    writes = trainer.args.should_save
     if has_sharded_adapter(trainer.model):
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
         with gathered_as("auto", trainer.model, accelerator.device):
@@ -79,7 +85,8 @@ def record(folder: str | Path, trainer: Any) -> None:
 
 
 def prove(adapter: str | Path, base: str) -> str:
-    """Load the folder `adapter` on `base` (Hub id or folder) with plain PEFT, on the CPU, and compare with its `logits.json`.
+    """Load the folder `adapter` on `base` (Hub id or folder) with plain PEFT, on the CPU, and compare with its
+    `logits.json`.
 
     Returns:
         A line that says how close they are, and how far the adapter is from its base.
@@ -94,7 +101,8 @@ def prove(adapter: str | Path, base: str) -> str:
     model = load_model(base, adapter, **how).eval()
     found = torch.tensor(few_logits(model, kept["input_ids"], kept["entries"]), dtype=torch.float64)
     recorded, of_base = (torch.tensor(kept[name], dtype=torch.float64) for name in ("logits", "logits_of_the_base"))
-    difference, effect = float((found - recorded).abs().max()), float((recorded - of_base).abs().max())
+    difference = float((found - recorded).abs().max())
+    effect = float((recorded - of_base).abs().max())
     # What multiplies 4-bit weights differs from device to device; bitsandbytes does it in bfloat16 on some CPUs.
     dtype = torch.bfloat16 if "quantization" in kept else how["dtype"]
     eps = torch.finfo(dtype).eps * _UNITS.get(plain(dtype), 4)

@@ -1,4 +1,6 @@
-"""A base with an adapter on it, as a user names them; and merged into an ordinary folder, for servers that take no adapters."""
+"""A base with an adapter on it, as a user names them; and merged into an ordinary folder, for servers that take no
+adapters.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,8 @@ def merge_adapter(
     revision: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Load the base in `dtype` on the CPU, merge the adapter, and save model, tokenizer and card in `output`, whole or not at all.
+    """Load the base in `dtype` on the CPU, merge the adapter, and save model, tokenizer and card in `output`, whole or
+    not at all.
 
     Args:
         adapter: folder or Hub id of a PEFT adapter.
@@ -64,8 +67,8 @@ def merge_adapter(
         dtype: of the weights, while merging and in the folder. The host needs room for the base in it.
 
     Raises:
-        UserError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, the merged weights
-            are not finite, or the disk is full.
+        UserError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, the
+            merged weights are not finite, or the disk is full.
     """
     output = Path(output)
     if output.exists():

@@ -17,12 +17,15 @@ from ..errors import UserError
 from ..run.one_line import OneLineParser
 from .logits import LOGITS, prove
 
-CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "README.md"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CARD = "README.md"
 FILES = (CONFIG, WEIGHTS, CARD, "training.png", LOGITS)  # all that is sent: no optimizer states, no pickles, no logs
 
 
 def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> str:
-    """Check `folder` and copy what is published of it into `scratch`, with the base named as readers find it; returns that name.
+    """Check `folder` and copy what is published of it into `scratch`, with the base named as readers find it; returns
+    that name.
 
     Raises:
         UserError: no adapter, no card, a card of another base, values that are not finite, a base that no reader has.
@@ -30,17 +33,19 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
     try:
         validate_repo_id(repo)
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        trained_on, card = str(config["base_model_name_or_path"]), ModelCard.load(folder / CARD)
+        trained_on = str(config["base_model_name_or_path"])
+        card = ModelCard.load(folder / CARD)
         broken = [name for name, value in load_file(folder / WEIGHTS).items() if not value.isfinite().all()]
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{folder} cannot be published as {repo}: {_one_line(error)}") from error
     if broken:
         raise UserError(f"{folder / WEIGHTS} holds values that are not finite, in {broken[0]}")
-    base, named = base or trained_on, card.data.base_model
+    base = base or trained_on
+    named = card.data.base_model
     if Path(base).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", base):
         raise UserError(
-            f"{folder / CONFIG} names the folder {Path(base).name!r} as the base, which no reader has; say which model on the "
-            "Hub it is: --base owner/name"
+            f"{folder / CONFIG} names the folder {Path(base).name!r} as the base, which no reader has; say which "
+            "model on the Hub it is: --base owner/name"
         )
     if named not in {base, trained_on, Path(trained_on).name}:
         raise UserError(f"{folder / CARD} says base_model: {named}, but the adapter was trained on {trained_on}")
@@ -61,13 +66,14 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
 def send(scratch: Path, repo: str, base: str, private: bool | None = None) -> str:
     """Publish what [`stage`] has left in `scratch` by one commit, or not at all.
 
-    Before anything is sent, plain PEFT has to give the logits that were recorded when the adapter was saved on `base` (Hub id or
-    folder); afterwards what was sent is downloaded and compared. Returns a line that says so.
+    Before anything is sent, plain PEFT has to give the logits that were recorded when the adapter was saved on `base`
+    (Hub id or folder); afterwards what was sent is downloaded and compared. Returns a line that says so.
 
     Raises:
         UserError: the adapter does not give the recorded logits; whatever the Hub or the connection refuses.
     """
-    api, proof = HfApi(), "no logits were recorded when it was saved"
+    api = HfApi()
+    proof = "no logits were recorded when it was saved"
     files = [path.name for path in scratch.iterdir()]
     if LOGITS in files:
         try:
@@ -109,11 +115,13 @@ def run_publish(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         base = stage(given.adapter, scratch, given.repo, given.base)
-        files, data = {path.name for path in scratch.iterdir()}, ModelCard.load(scratch / CARD).data
+        files = {path.name for path in scratch.iterdir()}
+        data = ModelCard.load(scratch / CARD).data
         left_out = sorted({path.name for path in given.adapter.iterdir()} - files)
         print(f"to be published as {given.repo}: {', '.join(sorted(files))}")
         print(f"left out: {', '.join(left_out) or 'nothing'}")
-        licence, sets = data.license, ", ".join(data.datasets or ["not stated"])
+        licence = data.license
+        sets = ", ".join(data.datasets or ["not stated"])
         print(f"a reader of the card sees: adapter of {base}, licence {licence}, data {sets}", flush=True)
         for result in data.eval_results or []:
             print(f"  {result.metric_name} on {result.dataset_name}: {result.metric_value}", flush=True)

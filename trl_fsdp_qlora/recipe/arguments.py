@@ -31,13 +31,15 @@ class UnknownKeys(ConfigError):
 
 @dataclass
 class ScriptArguments:
-    """Data, rewards and accuracy of a recipe; everything else is the trainer's config. `--help` has a line for each."""
+    """Data, rewards and accuracy of a recipe; everything else is the trainer's config. `--help` has a line for
+    each.
+    """
 
     dataset: str = option(
         MISSING,
         "Hub id, local file (.jsonl, .json, .csv, .parquet) or folder, generators with their settings: "
-        "'reasoning_gym:chain_sum(max_terms=3)', 'addition', 'multiplication' or 'coloured_shapes' (pictures), or a function of your "
-        "own that returns rows: my_data.py:load.",
+        "'reasoning_gym:chain_sum(max_terms=3)', 'addition', 'multiplication' or 'coloured_shapes' (pictures), or a "
+        "function of your own that returns rows: my_data.py:load.",
     )
     dataset_config: str | None = option(None, "Configuration name of a Hub dataset.")
     dataset_split: str = option("train", "Split to train on, or several as one: `train+test`.")
@@ -63,7 +65,8 @@ class ScriptArguments:
     )
     environment: str | None = option(
         None,
-        "An environment whose methods are tools, by import path: examples/agents/calculator.py:Calculator; docs/agents.md.",
+        "An environment whose methods are tools, by import path: examples/agents/calculator.py:Calculator; "
+        "docs/agents.md.",
     )
     tools: list[str] = field(
         default_factory=list,
@@ -71,8 +74,8 @@ class ScriptArguments:
     )
     tool_format: str | None = option(
         None,
-        "A function by import path that gets the tokenizer and returns it with a chat template that knows tools, for a model whose "
-        "own does not.",
+        "A function by import path that gets the tokenizer and returns it with a chat template that knows tools, for "
+        "a model whose own does not.",
     )
     accuracy_steps: int = option(0, "Measure accuracy every so many optimizer steps; 0 for before and after only.")
     accuracy_samples: int = option(0, "k of pass@k and majority@k after training; 0 for greedy decoding only.")
@@ -98,11 +101,13 @@ class _Parser(TrlParser):
         raise ConfigError(re.sub(r"^argument |(?<=[a-z])/--[a-z-]+", "", message))
 
 
-Words, Defaults = Sequence[str] | None, Mapping[str, Any] | None
+Words = Sequence[str] | None
+Defaults = Mapping[str, Any] | None
 
 
 def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> tuple:
-    """Instances of the dataclasses `types` from `--config FILE.yaml` and the command line, as [`recipe_fields`] reads them.
+    """Instances of the dataclasses `types` from `--config FILE.yaml` and the command line, as [`recipe_fields`] reads
+    them.
 
     Raises:
         ConfigError: as there; a value that one of the types refuses.
@@ -116,11 +121,12 @@ def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults =
 
 
 def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> Namespace:
-    """Every field of the dataclasses `types`, from `--config FILE.yaml` and the command line, which wins; no instance is made.
+    """Every field of the dataclasses `types`, from `--config FILE.yaml` and the command line, which wins; no instance
+    is made.
 
-    A value of the file is read as the same text on the command line would be, so `1e-5`, `no` and `3.0` mean the same there. What
-    no word can say (null, a mapping, a list for a field that takes one word) is taken as TRL takes it. The file's `env` goes into
-    the environment.
+    A value of the file is read as the same text on the command line would be, so `1e-5`, `no` and `3.0` mean the same
+    there. What no word can say (null, a mapping, a list for a field that takes one word) is taken as TRL takes it. The
+    file's `env` goes into the environment.
 
     Args:
         argv: the command line; the process's own by default.
@@ -165,7 +171,9 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
 
 
 def check_options(words: Sequence[str], known: Collection[str]) -> None:
-    """Refuse options that are none of `known`: a [`ConfigError`] names the nearest, or what `trl grpo`'s options are called here."""
+    """Refuse options that are none of `known`: a [`ConfigError`] names the nearest, or what `trl grpo`'s options are
+    called here.
+    """
     values = {}
     for i, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -178,8 +186,8 @@ def check_options(words: Sequence[str], known: Collection[str]) -> None:
 
 
 def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Path) -> None:
-    """Refuse keys of the file at `path` that are none of `known`, all at once: a [`ConfigError`] names the nearest, or says what the
-    keys of a config of `trl grpo` or Axolotl are called here."""
+    """Refuse keys of the file at `path` that are none of `known`, all at once: a [`ConfigError`] names the nearest, or
+    says what the keys of a config of `trl grpo` or Axolotl are called here."""
     values = {key: value for key, value in config.items() if key not in known}
     of_axolotl = is_axolotl(config)
     translated = [line for key, value in values.items() for line in in_our_words(str(key), value, known, of_axolotl)]

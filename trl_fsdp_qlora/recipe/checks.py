@@ -50,7 +50,9 @@ def check_script(script: ScriptArguments) -> None:
 
 
 def check_training(config: Any, model: ModelConfig) -> None:
-    """Refuse what can only be a mistake, or would end in an error after the model is loaded; the [`ConfigError`] names what to write."""
+    """Refuse what can only be a mistake, or would end in an error after the model is loaded; the [`ConfigError`] names
+    what to write.
+    """
     for line in (*mistakes(config), *mistakes(model)):
         raise ConfigError(line)
     prefix_sharing = getattr(config, "prefix_sharing", "auto")  # configs of TRL's own have no such field
@@ -86,7 +88,9 @@ def _loaded(auto_class: type, name: str | None, revision: str | None, field: str
 
 
 def read_config(name: str | None, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model, in a folder or on the Hub, without its weights; a [`ConfigError`] says why it cannot be read."""
+    """The config of a model, in a folder or on the Hub, without its weights; a [`ConfigError`] says why it cannot be
+    read.
+    """
     return _loaded(AutoConfig, name, revision, "model_name_or_path")
 
 
@@ -114,7 +118,8 @@ def _first_line(error: Exception) -> str:
 def lora_config(model: ModelConfig) -> PeftConfig | None:
     """`trl.get_peft_config`, with one target as the list that it was.
 
-    `ModelConfig` unpacks a list of one, and PEFT takes a bare string as a regular expression for a module's whole name.
+    `ModelConfig` unpacks a list of one, and PEFT takes a bare string as a regular expression for a module's whole
+    name.
     """
     config = get_peft_config(model)
     targets = getattr(config, "target_modules", None)
@@ -137,7 +142,9 @@ def build_bare(name: str, config: PretrainedConfig, **how: Any) -> nn.Module:
 
 
 def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
-    """A model of [`build_bare`] with the adapter that `model` asks for, if any; [`ConfigError`] where its targets match nothing."""
+    """A model of [`build_bare`] with the adapter that `model` asks for, if any; [`ConfigError`] where its targets
+    match nothing.
+    """
     adapter = lora_config(model)
     try:
         with torch.device("meta"):

@@ -1,7 +1,9 @@
 """A recipe's tools and environment, and episodes outside of training: what is measured is what is trained.
 
-Training's own episodes are TRL's (`GRPOTrainer._tool_call_loop`). Accuracy needs them greedy, on every rank, without a trainer and
-without a trace in its metrics, so the loop stands here a second time: a turn of the model, its calls, their results, the next turn.
+Training's own episodes are TRL's (`GRPOTrainer._tool_call_loop`). Accuracy needs them greedy, on every rank, without a
+trainer and
+without a trace in its metrics, so the loop stands here a second time: a turn of the model, its calls, their results,
+    the next turn.
 """
 
 import asyncio
@@ -25,7 +27,9 @@ _NO_TOOLS = ("reset", "get_reward")
 
 @dataclass
 class Agent:
-    """What a model may do: call `tools`, and the methods of an instance of `environment` that its episode has for itself."""
+    """What a model may do: call `tools`, and the methods of an instance of `environment` that its episode has for
+    itself.
+    """
 
     tools: list[Callable] = field(default_factory=list)
     environment: Callable | None = None
@@ -54,7 +58,8 @@ def agent_of(script: ScriptArguments, template_options: dict | None = None) -> A
     """The tools and the environment that `script` names; `None` if it names none.
 
     Raises:
-        UserError: an import path leads nowhere, the environment has no `reset`, or no `get_reward` although `rewards` names it.
+        UserError: an import path leads nowhere, the environment has no `reset`, or no `get_reward` although `rewards`
+            names it.
     """
     if not script.tools and script.environment is None:
         if OWN_REWARD in script.rewards:
@@ -158,14 +163,16 @@ def run_episodes(
     Args:
         tokenizer: with a chat template that knows tools.
         generate: completions of some token ids in the turn of a number.
-        max_length: tokens behind the prompt, results of tools included. A result that goes beyond ends its episode unread.
+        max_length: tokens behind the prompt, results of tools included. A result that goes beyond ends its episode
+            unread.
         max_tool_turns: turns that may follow calls; any number if `None`.
         lockstep: `generate` is collective: a rank whose episodes are over goes on, for nobody, until all ranks' are.
     """
     tokenizer = compat.with_response_schema(tokenizer)
     template = compat.training_chat_template(tokenizer)
     episodes = begin(agent, rows, tokenizer)
-    live, turn = list(episodes), 0
+    live = list(episodes)
+    turn = 0
     while _any_rank(bool(live), lockstep):
         completions = generate(
             [episode.ids for episode in live] or [episodes[0].ids[: episodes[0].prompt_length]], turn
@@ -191,7 +198,8 @@ def run_episodes(
             episode.ids = episode.ids + suffix
             episode.messages += answers
             going_on.append(episode)
-        live, turn = going_on, turn + 1
+        live = going_on
+        turn = turn + 1
     return episodes
 
 

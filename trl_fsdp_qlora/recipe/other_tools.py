@@ -1,4 +1,6 @@
-"""What the keys of `trl grpo`'s and Axolotl's configs are called here, so that a config of theirs is answered in one go."""
+"""What the keys of `trl grpo`'s and Axolotl's configs are called here, so that a config of theirs is answered in one
+go.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +63,8 @@ _AXOLOTL = {
     "lora_target_linear": "lora_target_modules: [all-linear]",
     "peft_use_dora": "use_dora: {value}",
     "peft_use_rslora": "use_rslora: {value}",
-    "micro_batch_size": "per_device_train_batch_size: {value} (completions; whole groups if it is a multiple of num_generations)",
+    "micro_batch_size": "per_device_train_batch_size: {value} (completions; whole groups if it is a multiple of "
+    "num_generations)",
     "num_epochs": "num_train_epochs: {value}",
     "optimizer": "optim: {value}",
     "lr_scheduler": "lr_scheduler_type: {value}",

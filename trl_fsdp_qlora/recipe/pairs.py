@@ -29,7 +29,8 @@ class DPOScriptArguments(ScriptArguments):
     pairs_per_problem: int = option(2, "Pairs of one problem, at most.")
     pair_worked: bool = option(
         True,
-        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) where no answer of the model is right.",
+        "Prefer the dataset's worked answer (SVAMP's equation, GSM8K's rationale) where no answer of the model "
+        "is right.",
     )
     max_completion_length: int = option(256, "Length limit of the model's answers, here and for `evaluate`.")
 
@@ -56,7 +57,8 @@ def sample_pairs(
         taught: a worked right answer to each, which is chosen where none of the samples is right; or `None`.
         samples: completions drawn of each problem, at temperature 1.
         most: pairs of one problem. An answer is in one pair only.
-        max_new_tokens, answer_format, batch_size, seed, progress: as of [`trl_fsdp_qlora.evaluation.accuracy.evaluate`].
+        max_new_tokens, answer_format, batch_size, seed, progress: as of
+            [`trl_fsdp_qlora.evaluation.accuracy.evaluate`].
     """
     rows = prompts.to_list()
     _, config = generation_configs(model, tokenizer, max_new_tokens, temperature=1.0, top_p=1.0)

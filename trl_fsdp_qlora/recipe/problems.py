@@ -12,7 +12,8 @@ from .script import say
 
 
 class Problems(NamedTuple):
-    """The problems that a recipe's arguments name, as from [`trl_fsdp_qlora.data.datasets.read_problems`]; no question stands in two of them.
+    """The problems that a recipe's arguments name, as from [`trl_fsdp_qlora.data.datasets.read_problems`]; no question
+    stands in two of them.
 
     `validation` is empty where none is taken out, `test` is `None` where nothing is held out.
     """
@@ -55,8 +56,8 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
     elif not args.skip_accuracy:
         what = f"split {args.eval_split!r}" if has_splits(args.dataset) else "which has no splits"
         raise DatasetError(
-            f"training and held-out problems are both {args.dataset!r}, {what}; set held_out to a number of problems to take out of "
-            "it, or eval_dataset to another file, or skip_accuracy: true"
+            f"training and held-out problems are both {args.dataset!r}, {what}; set held_out to a number of problems "
+            "to take out of it, or eval_dataset to another file, or skip_accuracy: true"
         )
     if args.validation:
         train, validation = hold_out(train, args.validation, field="validation")
@@ -71,7 +72,8 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
     The second is `None` where `skip_accuracy` is set and the arguments name no held-out problems.
     """
     problems = load_problems(args)
-    train, of_test = prompts_of(args, problems.train), args.accuracy_on == "test"
+    train = prompts_of(args, problems.train)
+    of_test = args.accuracy_on == "test"
     measured = problems.test if of_test else problems.validation
     if measured is None:
         say(f"data: {counted(len(train), 'training problem')} from {args.dataset}; none held out")
@@ -84,7 +86,9 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
 
 
 def load_held_out(args: ScriptArguments) -> Dataset:
-    """The prompts to measure on alone; a file without splits is measured whole, unless `held_out` takes a part of it."""
+    """The prompts to measure on alone; a file without splits is measured whole, unless `held_out` takes a part of
+    it.
+    """
     if args.accuracy_on == "validation":
         return load_data(args)[1]
     if args.held_out:

@@ -1,4 +1,6 @@
-"""What a run does beside training: held-out accuracy on the way, the record in `metrics.json`, and a limit of its seconds."""
+"""What a run does beside training: held-out accuracy on the way, the record in `metrics.json`, and a limit of its
+seconds.
+"""
 
 import os
 import time
@@ -29,7 +31,9 @@ PATHS = "_paths.json"
 
 @nonfatal("the record of where the data lies")
 def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
-    """Note where files and folders with data lie, of which `metrics.json`, which may be published, has the name alone."""
+    """Note where files and folders with data lie, of which `metrics.json`, which may be published, has the name
+    alone.
+    """
     paths = {}
     for name in FILES:
         given = getattr(script, name, None) or ""
@@ -90,20 +94,26 @@ def format_result(result: dict[str, Any]) -> str:
 
 
 class AccuracyCallback(TrainerCallback):
-    """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps, on every rank.
+    """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps, on
+    every rank.
 
-    Training begins with the model prepared, so a sharded one can generate; a run that resumes keeps what it measured then. What
-    is measured between steps is logged with that step's metrics, and stands on the card.
+    Training begins with the model prepared, so a sharded one can generate; a run that resumes keeps what it measured
+    then. What is measured between steps is logged with that step's metrics, and stands on the card.
     """
 
     def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
-        self.trainer, self.script, self.test, self.record = trainer, script, test, record
+        self.trainer = trainer
+        self.script = script
+        self.test = test
+        self.record = record
         self.seconds_before = 0.0
         self.agent = agent_of(script, getattr(trainer.args, "chat_template_kwargs", None))
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
         """Held-out accuracy as it is now, on every rank."""
-        trainer, script, args = self.trainer, self.script, self.trainer.args
+        trainer = self.trainer
+        script = self.script
+        args = self.trainer.args
         how = {"max_new_tokens": args.max_completion_length, "answer_format": script.answer_format, "seed": args.seed}
         how |= {"batch_size": script.accuracy_batch_size, "progress": not args.disable_tqdm, "samples": samples}
         with trainer.clock.phase("accuracy"), trainer.generating() as (model, lockstep):
@@ -115,10 +125,13 @@ class AccuracyCallback(TrainerCallback):
     @nonfatal("the model card")
     def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:
         """Put what was measured before training and `last`, at `step`, on the card."""
-        card, kind = self.trainer.card_info, "held-out" if self.script.accuracy_on == "test" else "validation"
+        card = self.trainer.card_info
+        kind = "held-out" if self.script.accuracy_on == "test" else "validation"
         measured = {"before": self.record.content.get("before"), when or f"after {step} steps": last.as_dict()}
         card.results = {f"{kind} accuracy, {name}": format_result(each) for name, each in measured.items() if each}
-        card.accuracy, card.accuracy_on, card.accuracy_step = last.as_dict(), self.script.accuracy_on, step
+        card.accuracy = last.as_dict()
+        card.accuracy_on = self.script.accuracy_on
+        card.accuracy_step = step
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0 and "before" not in self.record.content:
@@ -130,7 +143,8 @@ class AccuracyCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if not self.script.accuracy_steps or state.global_step % self.script.accuracy_steps:
             return
-        result, metrics = self.measure(), self.trainer._metrics["train"]
+        result = self.measure()
+        metrics = self.trainer._metrics["train"]
         counts = {"accuracy": result.correct, "accuracy/strict": result.strict, "accuracy/lenient": result.lenient}
         for name, count in counts.items():
             metrics[name].append(count / result.n)
@@ -140,15 +154,18 @@ class AccuracyCallback(TrainerCallback):
 
 
 class TimeLimit(TrainerCallback, ExportableState):
-    """Stops training after the optimizer step in which its seconds have reached a limit: to compare methods at equal seconds.
+    """Stops training after the optimizer step in which its seconds have reached a limit: to compare methods at equal
+    seconds.
 
-    Seconds run from the beginning of an optimizer step to its end, rollouts included; what is measured or saved between
-    steps is not counted, nor is A*-PO's first stage. They stand in the checkpoints, so a resumed run has what is left. The
-    first rank's `clock` counts: all ranks stop after the same step, which leaves a checkpoint.
+    Seconds run from the beginning of an optimizer step to its end, rollouts included; what is measured or saved
+    between steps is not counted, nor is A*-PO's first stage. They stand in the checkpoints, so a resumed run has what
+    is left. The first rank's `clock` counts: all ranks stop after the same step, which leaves a checkpoint.
     """
 
     def __init__(self, seconds: float, clock=time.perf_counter):
-        self.seconds, self.clock, self.spent = seconds, clock, 0.0
+        self.seconds = seconds
+        self.clock = clock
+        self.spent = 0.0
 
     @property
     def reached(self) -> bool:

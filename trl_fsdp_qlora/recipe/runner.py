@@ -85,7 +85,9 @@ _MEASURED += ("max_completion_length", "bf16", "seed", "max_tool_calling_iterati
 
 
 def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
-    """The fields of `recipes/evaluate.py` that measure what a run with these arguments does; no path of one machine."""
+    """The fields of `recipes/evaluate.py` that measure what a run with these arguments does; no path of one
+    machine.
+    """
     values = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED} | asdict(script)
     values |= {name: redaction.portable(values[name]) for name in FILES if values.get(name)}
     # The environment's own reward measures, too; other rewards may lie in files that are not there later.
@@ -110,7 +112,8 @@ def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume
 
 
 def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None) -> dict:
-    """Measure, train, measure again, save; leaves adapter, card, `metrics.json` and `training.png` in the output folder.
+    """Measure, train, measure again, save; leaves adapter, card, `metrics.json` and `training.png` in the output
+    folder.
 
     Args:
         trainer: built, not yet trained.
@@ -122,15 +125,16 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         UserError: at the very end, where no completion of the whole run got a reward.
     """
     with trainer.checkpointing.alone():
-        args, card = trainer.args, trainer.card_info
+        args = trainer.args
+        card = trainer.card_info
         record = RunRecord(args.output_dir)
         resume = trainer.checkpointing.resume_from(resume)
         if is_finished(record, trainer, script, resume):
             adapter = is_peft_model(trainer.accelerator.unwrap_model(trainer.model))
             goal = "num_train_epochs" if args.max_steps <= 0 else "max_steps"
             say(
-                f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and what it left stays as it is\n"
-                f"  train further:  the same command with a larger --{goal}\n"
+                f"the run in {args.output_dir} is finished ({goal}={getattr(args, goal):g}): nothing is trained, and "
+                f"what it left stays as it is\n  train further:  the same command with a larger --{goal}\n"
                 f"  measure it:     {evaluate_line(args.output_dir, adapter)}"
             )
             return record.content
@@ -149,10 +153,13 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
             trainer.add_callback(callback)
         use_terminal(trainer)
         with nonfatal("the model card"):
-            card.dataset, card.license, card.data_license = script.dataset, script.license, script.data_license
+            card.dataset = script.dataset
+            card.license = script.license
+            card.data_license = script.data_license
             card.quickstart_prompt = (test or trainer.train_dataset)[0]["prompt"]
             card.max_new_tokens = args.max_completion_length
-            card.command, card.recipe_file = launch.launch_words(), take(sys.argv, ("--config",))[0].get("--config")
+            card.command = launch.launch_words()
+            card.recipe_file = take(sys.argv, ("--config",))[0].get("--config")
 
         started = time.perf_counter()
         with resumable(trainer):
@@ -182,7 +189,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         if trainer.scored_completions.nothing_scored:
             raise UserError(
                 f"nothing was learned: {', '.join(trainer.reward_func_names)} gave none of "
-                f"{trainer.scored_completions.drawn:,} completions a value (None or NaN for all); look at the function and at the "
-                "columns that it reads"
+                f"{trainer.scored_completions.drawn:,} completions a value (None or NaN for all); look at the "
+                "function and at the columns that it reads"
             )
         return record.content

@@ -17,8 +17,8 @@ class EfficientRLOOTrainer(OnlineTraining, ShardedQLoRAMixin, RLOOTrainer):
     """Drop-in replacement of [`trl.RLOOTrainer`]: same arguments, losses, metrics, checkpoints, options.
 
     What differs is how: see [`trl_fsdp_qlora.grpo.online.OnlineTraining`] and
-    [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`], on which `EfficientGRPOTrainer` stands, too. With vLLM it is TRL's own
-    engine, which is sent every weight.
+    [`trl_fsdp_qlora.grpo.scoring.ScoringThroughTheDoor`], on which `EfficientGRPOTrainer` stands, too. With vLLM it is
+    TRL's own engine, which is sent every weight.
 
     Raises:
         ValueError: no `prompt` column, an empty or too small dataset; before the first step.

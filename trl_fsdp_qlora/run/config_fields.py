@@ -1,4 +1,6 @@
-"""The fields that a config class adds, for its docstring and for docs/config.md, from the one text beside each field."""
+"""The fields that a config class adds, for its docstring and for docs/config.md, from the one text beside each
+field.
+"""
 
 import dataclasses
 import inspect
@@ -15,7 +17,9 @@ SWITCHES = ("prefix_sharing", "phase_metrics", "prompt_selection")
 
 
 def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
-    """`value`, and for a truth value the word of `known` that YAML has read as one: `prefix_sharing: off` arrives as `False`."""
+    """`value`, and for a truth value the word of `known` that YAML has read as one: `prefix_sharing: off` arrives as
+    `False`.
+    """
     words = {True: ("on", "yes"), False: ("off", "no")}.get(value, ()) if isinstance(value, bool) else ()
     return next((word for word in words if word in known), value)
 

@@ -1,4 +1,6 @@
-"""An exception that nobody expected, as one line: what, where in the user's own file or config, what to do, and where its traceback is."""
+"""An exception that nobody expected, as one line: what, where in the user's own file or config, what to do, and where
+its traceback is.
+"""
 
 import errno
 import os
@@ -92,7 +94,10 @@ def _remedy(error: BaseException) -> str:
         if is_full or _FULL.search(str(each)):
             return "the disk is full: free some space or set another output_dir; --resume_from_checkpoint auto goes on"
         if type(each).__name__ == "OutOfMemoryError":
-            return "lower per_device_train_batch_size or max_completion_length; `trl-fsdp-qlora plan` counts each phase, docs/out_of_memory.md has more"
+            return (
+                "lower per_device_train_batch_size or max_completion_length; `trl-fsdp-qlora plan` counts each "
+                "phase, docs/out_of_memory.md has more"
+            )
         if isinstance(each, MemoryError):
             return "this machine's memory is full: `trl-fsdp-qlora plan` counts what a run takes"
         if re.search("Connection closed by peer|remote process exited", str(each)):

@@ -29,7 +29,8 @@ def load_function(text: str) -> Callable:
     if folder not in sys.path:
         sys.path.append(folder)  # at the end: what it imports from beside itself, nothing of the libraries
     try:
-        # By its own name, as `import` beside it would give it, so that functions can be pickled and their source is found.
+        # By its own name, as `import` beside it would give it, so that functions can be pickled and their source is
+        # found.
         module = importlib.import_module(name if path is None else path.stem)
     except (Exception, SystemExit) as error:  # whatever the user's own lines raise gets the file's name beside it
         reason = f"{type(error).__name__}: {error}{'' if path is None else mistyped_path(name)}"

@@ -1,4 +1,5 @@
-"""Imported before the libraries by a script that ends in `run_main`: Ctrl-C meanwhile is one word, not their traceback.
+"""Imported before the libraries by a script that ends in `run_main`: Ctrl-C meanwhile is one word, not their
+traceback.
 
 One line at once: on a busy machine the imports take half a minute, and nothing else is printed before them.
 """

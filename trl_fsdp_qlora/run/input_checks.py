@@ -16,8 +16,9 @@ from ..compat.transformers import model_class
 from ..errors import UserError
 from .plain import counted
 
-# Numbers that TRL, PEFT or vLLM take and that can only be a mistake: what each field may be, and why. Most of the others end a
-# run by NaN or do the opposite of what was meant, without a word. Infinity switches some limits off, and 0 most terms: both stay.
+# Numbers that TRL, PEFT or vLLM take and that can only be a mistake: what each field may be, and why. Most of the
+# others end a run by NaN or do the opposite of what was meant, without a word. Infinity switches some limits off, and
+# 0 most terms: both stay.
 _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda x: 0 <= x < inf, "steps go down, at a finite rate; with LoRA 1e-5 to 1e-4 are usual"),
     "beta": (lambda x: 0 <= x < inf, "the KL term would push the policy away from the reference; 0 leaves it out"),
@@ -57,7 +58,9 @@ _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def mistakes(config: Any) -> list[str]:
-    """A line for every number in the fields of `config` that can only be a mistake: its value, and what it should be."""
+    """A line for every number in the fields of `config` that can only be a mistake: its value, and what it should
+    be.
+    """
     lines = []
     for name, (is_meant, reason) in _MEANT.items():
         value = getattr(config, name, None)
@@ -68,12 +71,14 @@ def mistakes(config: Any) -> list[str]:
 
 
 def too_long(max_completion_length: int | None, model_config: Any) -> str | None:
-    """A line where completions are longer than all positions of a model; `None` where they are not, or it states no number.
+    """A line where completions are longer than all positions of a model; `None` where they are not, or it states no
+    number.
 
     Rotary tables that are scaled reach further than the config says.
     """
     config = model_config.get_text_config(decoder=True)
-    positions, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
     kinds = {each.get("rope_type", "default") for each in [rope, *rope.values()] if isinstance(each, dict)}
     if not isinstance(positions, int) or kinds - {"default"} or (max_completion_length or 0) <= positions:
         return None
@@ -83,7 +88,9 @@ def too_long(max_completion_length: int | None, model_config: Any) -> str | None
 
 
 def check_processes(world_size: int) -> None:
-    """Refuse a launch of several processes of which each takes itself for the only one: `world_size` is what arguments say."""
+    """Refuse a launch of several processes of which each takes itself for the only one: `world_size` is what arguments
+    say.
+    """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world_size == 1:
         reason = (
@@ -95,8 +102,8 @@ def check_processes(world_size: int) -> None:
 def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
     """Refuse a training set that TRL would trip over in the first step, or silently not train on.
 
-    A streaming one is only checked for its columns. One generation batch takes `generation_prompts` different prompts; where an
-    environment supplies them, no column is needed.
+    A streaming one is only checked for its columns. One generation batch takes `generation_prompts` different prompts;
+    where an environment supplies them, no column is needed.
 
     Raises:
         UserError: no `prompt` column (nor has a dictionary of splits one); fewer rows than one generation batch needs.
@@ -117,8 +124,8 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
 def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision: str | None = None) -> Any:
     """`peft_config` where `all-linear` means the language model of a class that takes images, too.
 
-    What a text run does not compute would have adapters without a gradient, which DDP refuses. Who wants a vision tower
-    adapted names its layers, or sets `exclude_modules=[]`. `model` is one, or the name of one at `revision`.
+    What a text run does not compute would have adapters without a gradient, which DDP refuses. Who wants a vision
+    tower adapted names its layers, or sets `exclude_modules=[]`. `model` is one, or the name of one at `revision`.
     """
     said = getattr(peft_config, "target_modules", None) != "all-linear" or peft_config.exclude_modules is not None
     if peft_config is None or said or is_deepspeed_zero3_enabled():

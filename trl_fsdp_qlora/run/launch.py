@@ -1,4 +1,6 @@
-"""`accelerate launch` without its own traceback behind a script's, with the script's exit status; and how a run was launched."""
+"""`accelerate launch` without its own traceback behind a script's, with the script's exit status; and how a run was
+launched.
+"""
 
 import contextlib
 import logging
@@ -27,13 +29,15 @@ def launch(words: Sequence[str]) -> int:
         words: as for `accelerate launch`; `--config_file` also takes the name of one of this package's configs.
 
     Returns:
-        The exit status: the script's; with several ranks, of the one that failed first. 128 + the signal where one ended it.
+        The exit status: the script's; with several ranks, of the one that failed first. 128 + the signal where one
+            ended it.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # They report each rank that ended, with a number in the place of the reason, and the number of threads in three lines.
+    # They report each rank that ended, with a number in the place of the reason, and the number of threads in three
+    # lines.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     parser = launch_command_parser()

@@ -12,8 +12,8 @@ _warned: set[str] = set()
 
 @contextmanager
 def nonfatal(what: str) -> Iterator[None]:
-    """Turn an exception into a warning of one line, one per `what` and process; with `TRL_FSDP_QLORA_TRACEBACK=1` its traceback
-    follows. Also a decorator; the function then returns `None`.
+    """Turn an exception into a warning of one line, one per `what` and process; with `TRL_FSDP_QLORA_TRACEBACK=1` its
+    traceback follows. Also a decorator; the function then returns `None`.
 
     Never around a collective: the rank that goes on would leave the others waiting.
 

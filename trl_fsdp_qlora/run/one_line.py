@@ -19,16 +19,18 @@ UNEXPECTED = 1  # of one that ended by any other exception, as Python's own
 INTERRUPTED = 128 + signal.SIGINT  # what a shell makes of the signal
 READER_GONE = 128 + 13  # SIGPIPE, which Windows has not
 DEBUG_ERRORS = "--debug_errors"
-# A launcher ends the other ranks as soon as one has ended. The others therefore let the first rank speak for so many seconds,
-# and print themselves where it had nothing to print.
+# A launcher ends the other ranks as soon as one has ended. The others therefore let the first rank speak for so many
+# seconds, and print themselves where it had nothing to print.
 PATIENCE = 20.0
 
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Around a command or a script: a [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank and exit status 2, any other
-    exception one line with the path of its traceback ([`~trl_fsdp_qlora.run.error_line`]) and 1, Ctrl-C one line and 130; if
-    nobody reads on (`| head -1`) no word and 141. `TRL_FSDP_QLORA_TRACEBACK=1` leaves exceptions as they are."""
+    """Around a command or a script: a [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank and exit
+    status 2, any other exception one line with the path of its traceback ([`~trl_fsdp_qlora.run.error_line`]) and 1,
+    Ctrl-C one line and 130; if nobody reads on (`| head -1`) no word and 141. `TRL_FSDP_QLORA_TRACEBACK=1` leaves
+    exceptions as they are.
+    """
     try:
         yield
         sys.stdout.flush()
@@ -68,8 +70,9 @@ def _stop(*_signal) -> None:
 def stop_at_once() -> None:
     """Let Ctrl-C end this process where it stands, until [`stop_by_exception`].
 
-    For the seconds in which libraries are imported: there is nothing to tidy up yet, and they may take a `KeyboardInterrupt`
-    for a failure of their own. Where SIGINT is ignored (a job in the background), it stays ignored.
+    For the seconds in which libraries are imported: there is nothing to tidy up yet, and they may take a
+    `KeyboardInterrupt` for a failure of their own. Where SIGINT is ignored (a job in the background), it stays
+    ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """`value` in numbers, texts, lists and dictionaries: what a reader of a card or of `manifest.json` can do something with.
+    """`value` in numbers, texts, lists and dictionaries: what a reader of a card or of `manifest.json` can do
+    something with.
 
     An object that cannot be taken apart becomes the name of its class: its `repr` may hold an address, which differs
     from run to run.

@@ -1,7 +1,8 @@
 """What may leave this machine of a value: no secret, and no path that only its owner has.
 
-Secrets are known by the names of their fields, flags, variables and dictionary keys, and by what the tokens of well-known services
-look like; they never enter what is written. What else a user puts into a text (a reward's name, a prompt, a run's name) is the user's.
+Secrets are known by the names of their fields, flags, variables and dictionary keys, and by what the tokens of
+well-known services look like; they never enter what is written. What else a user puts into a text (a reward's name, a
+prompt, a run's name) is the user's.
 """
 
 import json
@@ -17,7 +18,8 @@ _SECRET = re.compile(
     r"|(?:api|access|secret|private|auth)[_.-]?key$|^(?:proxy[_.-])?authorization$"
 )
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")  # of a URL
-_TOKEN = re.compile(  # the tokens of services, which begin with a prefix of their own; \b keeps `task-...` from being `sk-...`
+# The tokens of services, which begin with a prefix of their own; \b keeps `task-...` from being `sk-...`.
+_TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI, Anthropic, OpenRouter
     r"|wandb_v\d_[A-Za-z0-9_-]{16,}"
@@ -30,12 +32,16 @@ HIDDEN = "***"  # in the place of a token within a text
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a field, flag, variable or key called `name` holds a secret: `hub_token`, `--api-key`, `WANDB_API_KEY`."""
+    """Whether a field, flag, variable or key called `name` holds a secret: `hub_token`, `--api-key`,
+    `WANDB_API_KEY`.
+    """
     return _SECRET.search(name.lower()) is not None
 
 
 def _walk(value: Any, of_text: Callable[[str], str]) -> Any:
-    """A copy of `value` with `None` for what a secret name holds, in dictionaries, lists and texts that are JSON of either."""
+    """A copy of `value` with `None` for what a secret name holds, in dictionaries, lists and texts that are JSON of
+    either.
+    """
     if isinstance(value, dict):
         secret = {key: isinstance(key, str) and is_secret_name(key) for key in value}
         return {key: None if secret[key] else _walk(item, of_text) for key, item in value.items()}
@@ -58,7 +64,9 @@ def _text_without_secrets(text: str) -> str:
 
 
 def without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config as they may be written: `None` for a token, so that the login of whoever loads it serves."""
+    """The fields of a config as they may be written: `None` for a token, so that the login of whoever loads it
+    serves.
+    """
     return _walk(fields, _text_without_secrets)
 
 
@@ -76,7 +84,9 @@ def _portable_text(text: str) -> str:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """`words` as one line for a shell, as it may be published: without flags that hold a secret, in whose place a login serves."""
+    """`words` as one line for a shell, as it may be published: without flags that hold a secret, in whose place a
+    login serves.
+    """
     kept, hides_next = [], False
     for word in words:
         name, equals, value = word.partition("=")

@@ -1,4 +1,6 @@
-"""Folders: those at the top of the repository, which an installed package holds inside, and the cache; accelerate configs by name."""
+"""Folders: those at the top of the repository, which an installed package holds inside, and the cache; accelerate
+configs by name.
+"""
 
 import os
 from pathlib import Path
@@ -26,7 +28,9 @@ def names() -> list[str]:
 
 
 def accelerate_config(name: str) -> Path:
-    """Path of the config `name`, for `accelerate launch --config_file`; a [`UserError`] names the nearest where there is none."""
+    """Path of the config `name`, for `accelerate launch --config_file`; a [`UserError`] names the nearest where there
+    is none.
+    """
     if name not in names():
         there = f"{did_you_mean(name, names())}; there are {', '.join(names())}"
         raise UserError(f"no accelerate config named {name!r}{there}")

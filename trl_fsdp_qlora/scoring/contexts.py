@@ -8,9 +8,11 @@ def share_values(
 ) -> torch.Tensor:
     """`values_BC` with that of the first of all equal contexts for each of them, among completion tokens of the mask.
 
-    A padded batch computes them by the same operations in the same order, so they tie to the last bit, and a quantile may
-    fall on the tie: all of its tokens are then selected. On a packed row they differ in the last bit. Where the mask has
-    nothing (a completion that was masked because it was cut off) nothing was computed, and the zero there is no value.
+    A padded batch computes them by the same operations in the same order, so they tie to the last bit, and a quantile
+    may
+    fall on the tie: all of its tokens are then selected. On a packed row they differ in the last bit. Where the mask
+    has nothing (a completion that was masked because it was cut off) nothing was computed, and the zero there is no
+    value.
 
     Args:
         values_BC: what each completion token was predicted with, such as the entropy.
@@ -33,8 +35,8 @@ def share_values(
 def fill_masked_rows(values_B1: torch.Tensor, completion_mask_B1: torch.Tensor) -> torch.Tensor:
     """`values_B1` with the mean of the rows in the mask for each of the others.
 
-    TRL takes values of one column for one per completion, and divides their sum by all rows. On a packed row nothing is computed
-    of a masked one, so its zero would count.
+    TRL takes values of one column for one per completion, and divides their sum by all rows. On a packed row nothing
+    is computed of a masked one, so its zero would count.
     """
     mask_B1 = completion_mask_B1.bool()
     return torch.where(mask_B1, values_B1, (values_B1 * mask_B1).sum() / mask_B1.sum().clamp(min=1))

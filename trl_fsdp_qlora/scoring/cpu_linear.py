@@ -1,9 +1,10 @@
 """Linear layers on a CPU in float32: by oneDNN where that beats MKL, with LoRA's part in two products while decoding.
 
-Torch hands float32 products to MKL on x86, and to oneDNN, which is in the same wheel, only under its compiler, by the private
-operator borrowed here. On AMD's processors MKL takes slower kernels, about half as fast (docs/LOG.md). A LoRA layer runs five
-small operations beside its base; without gradients one product and one that is added to the base's output in place do, 12%
-of generation's time with SmolLM2. Sums run in another order; weights are neither copied nor changed.
+Torch hands float32 products to MKL on x86, and to oneDNN, which is in the same wheel, only under its compiler, by the
+private operator borrowed here. On AMD's processors MKL takes slower kernels, about half as fast (docs/LOG.md). A LoRA
+layer runs five small operations beside its base; without gradients one product and one that is added to the base's
+output in place do, 12% of generation's time with SmolLM2. Sums run in another order; weights are neither copied nor
+changed.
 """
 
 import functools
@@ -21,12 +22,15 @@ from ..compat.replaced import replaced
 
 # Below, the call costs what the product does.
 MANY_WEIGHTS = 2**16
-_LINEAR, _LORA = nn.Linear.forward, LoraLinear.forward
+_LINEAR = nn.Linear.forward
+_LORA = LoraLinear.forward
 
 
 @functools.cache
 def beats_mkl() -> bool:
-    """Whether float32 products of this process are better made by oneDNN: the same answer in every run on a machine."""
+    """Whether float32 products of this process are better made by oneDNN: the same answer in every run on a
+    machine.
+    """
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     cpuinfo = Path("/proc/cpuinfo")
     # On Windows Python's own description names the vendor; a Mac's is not AMD.
@@ -56,8 +60,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 def fast_linears(model: nn.Module, decoding: bool = False) -> Iterator[None]:
     """Inside the block, layers of a model on the CPU multiply as above; nothing changes for one on another device.
 
-    A block has to hold the backward too where gradients are checkpointed: it runs the forward again. With `decoding`, adapters
-    take two products; no gradient is wanted then, and no weight changes inside.
+    A block has to hold the backward too where gradients are checkpointed: it runs the forward again. With `decoding`,
+    adapters take two products; no gradient is wanted then, and no weight changes inside.
     """
     first = next(model.parameters(), None)
     if first is None or first.device.type != "cpu":
@@ -79,7 +83,8 @@ def _is_other(x: torch.Tensor) -> bool:
 
 def _linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if _is_other(input) or not gains(layer.weight):
-        # Torch copies a bfloat16 weight once per row of a batch that is not contiguous, as the last hidden states of a prefill
+        # Torch copies a bfloat16 weight once per row of a batch that is not contiguous, as the last hidden states of a
+        # prefill
         # are: the head of a 0.5B model takes 50 s and 5 GB for 20 prompts, and 0.04 s so.
         return _LINEAR(layer, input.contiguous() if input.ndim > 2 else input)
     if torch.is_grad_enabled():
@@ -98,7 +103,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (x, weight), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        (x, weight) = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = product(grad, weight.t()) if wanted[0] else None
         grad_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if wanted[1] else None
@@ -119,8 +125,10 @@ def _only_adapter(layer: LoraLinear) -> str | None:
 
 
 def _fused(layer: LoraLinear, name: str) -> Callable:
-    weight, bias = layer.base_layer.weight, layer.base_layer.bias
-    down, up = layer.lora_A[name].weight.t(), (layer.lora_B[name].weight * layer.scaling[name]).t().contiguous()
+    weight = layer.base_layer.weight
+    bias = layer.base_layer.bias
+    down = layer.lora_A[name].weight.t()
+    up = (layer.lora_B[name].weight * layer.scaling[name]).t().contiguous()
     multiply = product if gains(weight) else nn.functional.linear
 
     def forward(x, *args, **kwargs):

@@ -9,8 +9,8 @@ It does not depend on the loss, so it can be computed in the forward, while the 
 is then an elementwise product, for every loss, on- or off-policy; a kernel that stores nothing has to project a second
 time. Σ_v p_v W[v] is accumulated over chunks of the vocabulary with a running maximum, as flash attention accumulates
 its values, so the only wide buffers are two of TOKEN_TILE × VOCABULARY_CHUNK elements, whatever N and V are. On a CPU
-they stay in the cache. On a GPU the tiles are larger, and one Triton kernel folds a tile of logits into the running sums:
-200 launches for 8,192 tokens × 152k words, where small tiles in torch operations were 7,100 (docs/launches.md).
+they stay in the cache. On a GPU the tiles are larger, and one Triton kernel folds a tile of logits into the running
+sums: 200 launches for 8,192 tokens × 152k words, where small tiles in torch operations were 7,100 (docs/launches.md).
 """
 
 # A kernel's annotations are read as text: `tl` is only there where Triton is.
@@ -65,7 +65,8 @@ class FrozenHeadLogProbFunction(torch.autograd.Function):
         # In the sums' precision: rounding it to bf16 here and the product again would put the gradient's error above
         # that of a kernel that rounds once.
         jacobian_NH = log_probs_N.new_empty(hidden_NH.shape) if keep_jacobian else None
-        entropy_N, how = torch.empty_like(log_probs_N), (temperature, softcap, logit_scale)
+        entropy_N = torch.empty_like(log_probs_N)
+        how = (temperature, softcap, logit_scale)
         with torch.autocast(device_type, enabled=False):
             for start in range(0, len(hidden_NH), token_tile):
                 tile = slice(start, start + token_tile)
@@ -115,8 +116,10 @@ def add_product(sum_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Ten
 
 @dataclass
 class _Sums:
-    """Of a tile's tokens, over the vocabulary so far: the largest logit, the sums of e and e·z with e = exp(z − reference), and the
-    target's logit; `rescale_T1` is what the last move of the reference left of the sums, `None` where it did not move."""
+    """Of a tile's tokens, over the vocabulary so far: the largest logit, the sums of e and e·z with e = exp(z −
+    reference), and the target's logit; `rescale_T1` is what the last move of the reference left of the sums, `None`
+    where it did not move.
+    """
 
     reference_T1: torch.Tensor
     sum_T1: torch.Tensor
@@ -132,16 +135,22 @@ class _Sums:
 
 
 def _score_tile(hidden_TH, weight_VH, bias_V, targets_T, jacobian_TH, temperature, softcap, logit_scale):
-    """One tile of tokens against the whole vocabulary: `(log_probs_T, entropy_T)`; its Jacobian is written where there is room."""
-    tokens, compute_dtype = len(hidden_TH), hidden_TH.dtype
-    dtype, device = _accumulator_dtype(compute_dtype), hidden_TH.device
-    vocabulary, keep_jacobian = len(weight_VH), jacobian_TH is not None
+    """One tile of tokens against the whole vocabulary: `(log_probs_T, entropy_T)`; its Jacobian is written where there
+    is room.
+    """
+    tokens = len(hidden_TH)
+    compute_dtype = hidden_TH.dtype
+    dtype = _accumulator_dtype(compute_dtype)
+    device = hidden_TH.device
+    vocabulary = len(weight_VH)
+    keep_jacobian = jacobian_TH is not None
     chunk = min(VOCABULARY_CHUNK if device.type == "cpu" else VOCABULARY_CHUNK_GPU, vocabulary)
     in_kernel = runs(_fold_kernel, hidden_TH)
     logits = torch.empty(tokens * chunk, device=device, dtype=dtype)
     # The product rounds these to its operands' precision; the kernel writes them so.
     weights = torch.empty(tokens * chunk, device=device, dtype=compute_dtype if in_kernel else dtype)
-    sums, settings = _Sums.of_nothing(tokens, device, dtype), (temperature, softcap, logit_scale)
+    sums = _Sums.of_nothing(tokens, device, dtype)
+    settings = (temperature, softcap, logit_scale)
     if keep_jacobian:
         jacobian_TH.zero_()  # the sum of e·W until the end
 
@@ -237,7 +246,8 @@ def _fold_kernel(
 ):
     # One program per token; its logits are read twice, the second time out of the cache.
     row = tl.program_id(0).to(tl.int64)
-    z_row, e_row = z_ptr + row * width, e_ptr + row * width
+    z_row = z_ptr + row * width
+    e_row = e_ptr + row * width
     before = tl.load(reference_ptr + row)
     reference = before
     for start in range(0, width, BLOCK):

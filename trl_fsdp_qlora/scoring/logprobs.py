@@ -1,7 +1,7 @@
 """Per-token log-probabilities of selected positions, without the logits.
 
-[`score_with_head`] projects hidden states through a model's own LM head, wherever that lies and however it is sharded, and
-[`score_positions`] chooses the kernel.
+[`score_with_head`] projects hidden states through a model's own LM head, wherever that lies and however it is sharded,
+and [`score_positions`] chooses the kernel.
 """
 
 from contextlib import nullcontext
@@ -28,10 +28,11 @@ def choose_head_kernel(
     gathered: bool = False,
     triton: bool | None = None,
 ) -> str:
-    """`"trl"` (`ChunkedLogProbFunction`: three GEMMs) or `"frozen"` (`frozen_head.py`: the Jacobian is kept, two GEMMs).
+    """`"trl"` (`ChunkedLogProbFunction`: three GEMMs) or `"frozen"` (`frozen_head.py`: the Jacobian is kept, two
+    GEMMs).
 
-    It depends on nothing that differs between passes of a run with one model. On a GPU `auto` takes TRL's Triton kernel until the
-    other one has been measured to be faster there (`python benchmarks/lm_head.py --device cuda`).
+    It depends on nothing that differs between passes of a run with one model. On a GPU `auto` takes TRL's Triton
+    kernel until the other one has been measured to be faster there (`python benchmarks/lm_head.py --device cuda`).
 
     Args:
         choice: one of `HEAD_KERNELS`.
@@ -63,23 +64,25 @@ def score_positions(
     gathered: bool = False,
     wanted: tuple[str, ...] = ("log_probs", "entropy"),
 ) -> tuple[torch.Tensor | None, ...]:
-    """Log-probability of each target and entropy of its distribution in nats, and TRL's further fields; float32 `(N,)`.
+    """Log-probability of each target and entropy of its distribution in nats, and TRL's further fields; float32
+    `(N,)`.
 
     One kernel serves passes with and without gradient alike, so that old and new log-probabilities are rounded the
     same way: [`choose_head_kernel`] says which.
 
     Args:
-        entropy_gradient: somebody may ask for the entropy's gradient. Without it the entropy of a frozen head is a value
-            only, and a backward through it raises.
+        entropy_gradient: somebody may ask for the entropy's gradient. Without it the entropy of a frozen head is a
+            value only, and a backward through it raises.
         kernel: one of `HEAD_KERNELS`.
         gathered: `weight_VH` is a shard's gathered copy.
         wanted: names of TRL's `FusedCausalLMOutput`.
 
     Returns:
-        `log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1`; `None` for those that are not wanted (the entropy may
-        come without being asked for).
+        `log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1`; `None` for those that are not wanted (the entropy
+        may come without being asked for).
     """
-    device, inputs = hidden_NH.device.type, (hidden_NH, weight_VH, bias_V, targets_N, temperature)
+    device = hidden_NH.device.type
+    inputs = (hidden_NH, weight_VH, bias_V, targets_N, temperature)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
     trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
     has_further_fields = bool({"log_sum_sq_probs", "mean_logits", "is_top1"} & set(wanted))
@@ -111,10 +114,12 @@ def score_with_head(
         entropy_gradient, kernel: see [`score_positions`].
     """
     lm_head = model.get_output_embeddings()
-    weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+    weight = lm_head.weight
+    bias = getattr(lm_head, "bias", None)
     device = targets_N.device
     if gathered := isinstance(weight, DTensor):
-        # A shard of FSDP2's. One that is offloaded travels first: gathered on the host, the head would be computed there.
+        # A shard of FSDP2's. One that is offloaded travels first: gathered on the host, the head would be computed
+        # there.
         weight, bias = (None if x is None else x.to(hidden_NH.device).full_tensor() for x in (weight, bias))
     # A model may be split over several devices and end on another one than its head.
     hidden_NH = hidden_NH.to(weight.device)

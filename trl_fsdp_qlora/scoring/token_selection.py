@@ -50,7 +50,9 @@ def check_selection(
         raise ValueError(f"token_selection_weighting={weighting!r} is unknown; it is one of {', '.join(WEIGHTINGS)}")
     if weighting == "auto":
         weighting = "self_normalized" if strategy == "s_grpo" else "horvitz_thompson"
-    uniform, cut, unbiased = strategy == "uniform", strategy == "prefix_cut", weighting == "horvitz_thompson"
+    uniform = strategy == "uniform"
+    cut = strategy == "prefix_cut"
+    unbiased = weighting == "horvitz_thompson"
     most = float("inf") if max_tokens is None else max_tokens
     refused = {
         f"rate={rate}: it is the share of tokens kept, in (0, 1]; use 0.5 for half": not 0 < rate <= 1,

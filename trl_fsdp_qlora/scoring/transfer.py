@@ -1,4 +1,6 @@
-"""Numbers from the host to a device that the host does not wait for, those that it waits for once, and which of them a device has."""
+"""Numbers from the host to a device that the host does not wait for, those that it waits for once, and which of them a
+device has.
+"""
 
 import torch
 

@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476) and groups that grow: completions where rewards differ.
 
-A group whose rewards are all equal has zero advantage. Its place in the generation batch goes to another prompt's group, for a
-few rounds at most. The further prompts come from a stream of their own, which goes through the whole dataset in a random
-order before any prompt comes a second time, or from `prompt_selection`.
+A group whose rewards are all equal has zero advantage. Its place in the generation batch goes to another prompt's
+group, for a few rounds at most. The further prompts come from a stream of their own, which goes through the whole
+dataset in a random order before any prompt comes a second time, or from `prompt_selection`.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,9 @@ def to_rows(generated: tuple, extras: dict[str, list]) -> list[DrawnRow]:
 
 
 class ChosenRows(list):
-    """Dataset rows of this rank, one for each completion to be drawn, and `indices`, the prompts of all ranks' groups in order."""
+    """Dataset rows of this rank, one for each completion to be drawn, and `indices`, the prompts of all ranks' groups
+    in order.
+    """
 
     def __init__(self, rows: Sequence[dict], indices: Sequence[int]):
         super().__init__(rows)
@@ -51,7 +53,8 @@ class ChosenRows(list):
 
 
 class ScoredRows(list):
-    """Dataset rows of this rank, one for each completion, with what was drawn for them, `drawn`, and all ranks' `rewards_NK`.
+    """Dataset rows of this rank, one for each completion, with what was drawn for them, `drawn`, and all ranks'
+    `rewards_NK`.
 
     Groups are whole, spread over the ranks in equal parts and in order. In the place of the inputs of TRL's
     `_generate_and_score_completions`.
@@ -79,7 +82,8 @@ def groups_with_variance(
 ) -> torch.Tensor:
     """Which groups have rewards that differ, `(N / group_size,)`; completions without any reward (NaN) do not count.
 
-    With `each` the functions are normalised one by one, so one of them is enough; otherwise their weighted sum has to differ.
+    With `each` the functions are normalised one by one, so one of them is enough; otherwise their weighted sum has to
+    differ.
     """
     weighted_NK = rewards_NK * weights_K.to(rewards_NK) if each else combine(rewards_NK, weights_K)[:, None]
     groups = weighted_NK.unflatten(0, (-1, group_size))
@@ -91,13 +95,14 @@ def groups_with_variance(
 class DynamicSampling:
     """Builds the groups of a generation batch in rounds, on all ranks together.
 
-    - `num_generations_first`: a group first has that many completions, and grows to `num_generations` only if their rewards differ. One
-      that does not grow keeps its place with its completions repeated, whose advantages are zero.
+    - `num_generations_first`: a group first has that many completions, and grows to `num_generations` only if their
+      rewards differ. One that does not grow keeps its place with its completions repeated, whose advantages are zero.
     - `dynamic_sampling`: a zero-variance group gives its place to another prompt's, which is drawn in the same way.
 
-    Which prompts are trained on depends on their first completions; the statistics of a group are those of all its completions. With
-    rewards of 0 and 1 the expected gradient of a prompt stays a multiple of ∇p whatever groups are left out by their rewards, since
-    E[∇ log π | reward] is one. Only the weight of that prompt is another: for groups whose first F differ it is higher at middling p.
+    Which prompts are trained on depends on their first completions; the statistics of a group are those of all its
+    completions. With rewards of 0 and 1 the expected gradient of a prompt stays a multiple of ∇p whatever groups are
+    left out by their rewards, since E[∇ log π | reward] is one. Only the weight of that prompt is another: for groups
+    whose first F differ it is higher at middling p.
 
     Attributes:
         taken: further prompts since the start of the run; a checkpoint keeps it, the same on every rank.
@@ -111,7 +116,10 @@ class DynamicSampling:
         weights_K: torch.Tensor,
         choose: Callable[[int], list[int]] | None = None,
     ):
-        self.args, self.dataset, self.accelerator, self.taken = args, dataset, accelerator, 0
+        self.args = args
+        self.dataset = dataset
+        self.accelerator = accelerator
+        self.taken = 0
         self.next_prompts = choose or self.in_random_order
         each = args.multi_objective_aggregation == "normalize_then_sum"
         self._varied = partial(groups_with_variance, weights_K=weights_K, each=each)
@@ -135,9 +143,13 @@ class DynamicSampling:
     def _draw(
         self, prompts: list[dict], indices: list[int] | None, count: int, draw: Callable
     ) -> tuple[list, torch.Tensor]:
-        """`count` completions of each of `prompts` on all ranks, what was drawn and its rewards in order. Collective."""
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        wanted, groups = len(prompts) * count, list(range(len(prompts)))
+        """`count` completions of each of `prompts` on all ranks, what was drawn and its rewards in order.
+        Collective.
+        """
+        rank = self.accelerator.process_index
+        ranks = self.accelerator.num_processes
+        wanted = len(prompts) * count
+        groups = list(range(len(prompts)))
         while len(groups) * count % ranks:  # as many rows for every rank
             groups.append(groups[-1])
         mine = len(groups) * count // ranks
@@ -151,13 +163,16 @@ class DynamicSampling:
     def fill(
         self, inputs: list[dict], draw: Callable[[list[dict], int], ScoredRows]
     ) -> tuple[ScoredRows, dict[str, float]]:
-        """Rows to train on, drawn for `inputs` or, in the place of a zero-variance group, for others; and metrics. Collective.
+        """Rows to train on, drawn for `inputs` or, in the place of a zero-variance group, for others; and metrics.
+        Collective.
 
         Args:
             inputs: dataset rows of this rank; a group may lie on two ranks.
             draw: completions and rewards for these rows of this rank, so many of each prompt; collective.
         """
-        size, rank, ranks = self.args.num_generations, self.accelerator.process_index, self.accelerator.num_processes
+        size = self.args.num_generations
+        rank = self.accelerator.process_index
+        ranks = self.accelerator.num_processes
         first = self.args.num_generations_first or size
         indices = getattr(inputs, "indices", None)
         prompts = (gather_object(list(inputs)) if ranks > 1 else list(inputs))[::size]
@@ -177,7 +192,8 @@ class DynamicSampling:
             sources = self._varied(rewards_NK, group_size=first).nonzero()[:, 0].tolist()
             slots = [slot for slot, is_varied in enumerate(varied) if not is_varied]
             for slot, source in zip(slots, sources, strict=False):
-                prompts[slot], varied[slot] = further[source], True
+                prompts[slot] = further[source]
+                varied[slot] = True
                 places[slot] = drawn[source * first : (source + 1) * first]
                 rewards[slot] = rewards_NK[source * first : (source + 1) * first]
                 if indices is not None:
@@ -203,8 +219,11 @@ class DynamicSampling:
         self, places: list[list], rewards: list[torch.Tensor], prompts: list[dict], indices: list[int] | None,
         varied: list[bool], draw: Callable,
     ) -> None:  # fmt: skip
-        """Complete the groups in `places`: those that `varied` by further completions, the others by their own. Collective."""
-        size, first = self.args.num_generations, self.args.num_generations_first
+        """Complete the groups in `places`: those that `varied` by further completions, the others by their own.
+        Collective.
+        """
+        size = self.args.num_generations
+        first = self.args.num_generations_first
         slots = [slot for slot, is_varied in enumerate(varied) if is_varied]
         if slots:
             chosen = None if indices is None else [indices[slot] for slot in slots]

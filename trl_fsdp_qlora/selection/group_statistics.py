@@ -30,10 +30,11 @@ class GroupStatistics:
     def metrics(self, group_size: int) -> dict[str, float]:
         """Of the batch whose rewards came last, and starts counting anew.
 
-        `information` is 4 p (1 - p) per completion drawn for rewards of 0 and 1: the unbiased variance within the groups that are
-        trained on, in units of a quarter of the squared range of the batch's rewards.
+        `information` is 4 p (1 - p) per completion drawn for rewards of 0 and 1: the unbiased variance within the
+        groups that are trained on, in units of a quarter of the squared range of the batch's rewards.
         """
-        drawn, self.drawn = self.drawn, 0
+        drawn = self.drawn
+        self.drawn = 0
         varied_G = groups_with_variance(self.rewards_NK, self.weights_K, group_size, self.each).cpu()
         rewards_GN = self.rewards_N().double().cpu().unflatten(0, (-1, group_size))
         given_GN = rewards_GN.isfinite()

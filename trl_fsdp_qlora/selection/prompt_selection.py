@@ -4,7 +4,8 @@ A group of completions teaches in proportion to the spread of its rewards: 4 p (
 if all are equal. What a prompt taught before says what it will teach, and costs nothing to look up:
 
     a prompt drawn before    4 p (1 - p) · trust    p ~ Beta(PRIOR + successes, PRIOR + failures)
-    one never drawn          s                      s ~ Beta(1 + Σ spreads, 1 + Σ (1 - spreads)), sums over first draws in its arm
+    one never drawn          s                      s ~ Beta(1 + Σ spreads, 1 + Σ (1 - spreads)), sums over first draws
+    in its arm
 
     trust = (1 + Σ spreads of prompts drawn again) / (1 + Σ values they were chosen for)
 
@@ -36,7 +37,8 @@ from .dynamic_sampling import ChosenRows, combine
 logger = get_logger(__name__)
 
 CHOICES = ("off", "history")
-# Successes and failures of a prompt that was never drawn. Under Beta(1/4, 1/4) 58% of groups of eight have equal rewards.
+# Successes and failures of a prompt that was never drawn. Under Beta(1/4, 1/4) 58% of groups of eight have equal
+# rewards.
 PRIOR = 0.25
 MOST_ARMS = 64  # values of a column; more numbers than that become TENTHS of their range by rank
 TENTHS = 10
@@ -45,10 +47,11 @@ OUTCOMES = ("none right", "fewer than half", "half and more", "all right")
 
 
 def spread_and_success(rewards_G: np.ndarray, lowest: float, highest: float) -> tuple[float, float]:
-    """The unbiased variance of a group's rewards, times four, in units of their range over the run, and the success behind it.
+    """The unbiased variance of a group's rewards, times four, in units of their range over the run, and the success
+    behind it.
 
-    The success is the p with p (1 - p) = variance: the mean for rewards at the ends of the range, as 0 and 1 are, and otherwise
-    the smaller root. Completions without a reward (NaN) do not count.
+    The success is the p with p (1 - p) = variance: the mean for rewards at the ends of the range, as 0 and 1 are, and
+    otherwise the smaller root. Completions without a reward (NaN) do not count.
     """
     rewards_G = rewards_G[np.isfinite(rewards_G)]
     if len(rewards_G) < 2 or not highest > lowest:
@@ -68,15 +71,15 @@ def outcome_of(spread: float, success: float) -> int:
 
 
 def arms_of(dataset: Sequence[dict], column: str | None) -> tuple[list[int], list[str]]:
-    """The arm of each row, and what the arms are called: values in `column`, numbers in tenths by rank if there are many; one arm
-    without a column."""
+    """The arm of each row, and what the arms are called: values in `column`, numbers in tenths by rank if there are
+    many; one arm without a column."""
     rows = len(dataset)
     if column is None:
         return [0] * rows, ["all"]
     if column not in dataset[0]:
         logger.warning(
-            f"prompt_selection_column={column!r} is no column of the dataset, which has {', '.join(dataset[0])}: prompts are "
-            "chosen without it"
+            f"prompt_selection_column={column!r} is no column of the dataset, which has {', '.join(dataset[0])}: "
+            "prompts are chosen without it"
         )
         return [0] * rows, ["all"]
     values = dataset[column] if hasattr(dataset, "column_names") else [row[column] for row in dataset]
@@ -89,8 +92,8 @@ def arms_of(dataset: Sequence[dict], column: str | None) -> tuple[list[int], lis
         ranks = np.searchsorted(np.sort(values), values)
         return (ranks * TENTHS // rows).tolist(), [f"tenth {tenth}" for tenth in range(1, TENTHS + 1)]
     logger.warning(
-        f"prompt_selection_column={column!r} has {len(distinct)} values, more than {MOST_ARMS}: prompts are chosen without it. "
-        "Name a column with few values, or with numbers"
+        f"prompt_selection_column={column!r} has {len(distinct)} values, more than {MOST_ARMS}: prompts are chosen "
+        "without it. Name a column with few values, or with numbers"
     )
     return [0] * rows, ["all"]
 
@@ -170,7 +173,7 @@ class PromptSelection:
         """The part that is left at `step` of a count as of step `since`."""
         return 0.5 ** ((step - since) / self.half_life)
 
-    # --- choosing -----------------------------------------------------------------------------------------------------
+    # --- choosing ----------------------------------------------------------------------------------------------------
 
     def choose(self, places: int, step: int, further: bool = False) -> list[int]:
         """Indices of the prompts of `places` groups at optimizer step `step`; different ones while there are enough.
@@ -226,8 +229,8 @@ class PromptSelection:
     def _new_by_arm(
         self, places: int, step: int, random: np.random.Generator, without: set[int]
     ) -> list[tuple[float, int]]:
-        """(value, index) of up to `places` prompts that were never drawn, each of the arm that was worth most in a draw
-        of its own."""
+        """(value, index) of up to `places` prompts that were never drawn, each of the arm that was worth most in a
+        draw of its own."""
         kept = self._kept(step, self.arm_step)
         spread = self.arm_spread * kept
         groups = self.arm_groups * kept
@@ -246,7 +249,7 @@ class PromptSelection:
         rows = [self.dataset[indices[i // size]] for i in range(rank * mine, (rank + 1) * mine)]
         return ChosenRows(rows, indices)
 
-    # --- learning from the rewards ------------------------------------------------------------------------------------
+    # --- learning from the rewards -----------------------------------------------------------------------------------
 
     def observe(self, indices: Sequence[int], rewards_NK: torch.Tensor, step: int) -> None:
         """Count what the groups of the prompts `indices` taught: `rewards_NK` of all ranks, group after group.
@@ -305,7 +308,7 @@ class PromptSelection:
             "prompt_selection/prompts_drawn": float((self.last_step >= 0).sum()),
         }
 
-    # --- checkpoints, and the picture ---------------------------------------------------------------------------------
+    # --- checkpoints, and the picture --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; the same on every rank."""
@@ -328,7 +331,9 @@ class PromptSelection:
         return state
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Go on from what [`state`] gave; starts anew, and logs it, if there is none of this dataset and these arms."""
+        """Go on from what [`state`] gave; starts anew, and logs it, if there is none of this dataset and these
+        arms.
+        """
         fits = (
             state is not None and state["rows"] == len(self.dataset) and len(state["arm_step"]) == len(self.arm_step)
         )

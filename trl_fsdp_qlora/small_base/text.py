@@ -29,8 +29,10 @@ SHAPES_STEPS = 300
 
 @dataclass(frozen=True)
 class Task:
-    """Problems on two two-digit numbers; `taught(a, b, draw, dropped_carry)` gives a taught answer's text, whose carries are dropped
-    with that probability, and `completion_tokens` have room for the longest answer and its end, one token per character."""
+    """Problems on two two-digit numbers; `taught(a, b, draw, dropped_carry)` gives a taught answer's text, whose
+    carries are dropped with that probability, and `completion_tokens` have room for the longest answer and its end,
+    one token per character.
+    """
 
     operator: str
     value: Callable[[int, int], int]
@@ -70,7 +72,9 @@ def sum_without_carries(a: int, b: int) -> int:
     total, place = 0, 1
     while a or b:
         total += place * ((a + b) % 10)
-        a, b, place = a // 10, b // 10, 10 * place
+        a = a // 10
+        b = b // 10
+        place = 10 * place
     return total
 
 
@@ -80,9 +84,12 @@ def taught_sum(a: int, b: int, draw: random.Random, dropped_carry: float) -> str
 
 
 def taught_product(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
-    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`; each sum loses its
-    carries with probability `dropped_carry`, drawn for itself, and what follows goes on from what stands there."""
-    (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
+    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`; each
+    sum loses its carries with probability `dropped_carry`, drawn for itself, and what follows goes on from what stands
+    there.
+    """
+    (tens_a, ones_a) = divmod(a, 10)
+    (tens_b, ones_b) = divmod(b, 10)
     total = 100 * tens_a * tens_b
     text = str(total)
     for part in (10 * ones_a * tens_b, 10 * tens_a * ones_b, ones_a * ones_b):
@@ -131,7 +138,8 @@ def habit_dataset(task: Task, seed: int):
 
 
 def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "addition") -> Path:
-    """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`, whole or not at all.
+    """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`, whole or not
+    at all.
 
     Args:
         output_dir: folder to create; a `FileExistsError` where it exists.
@@ -150,17 +158,22 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     if task == "shapes":
         from .vision import new_vision_model, shapes_dataset, shapes_processor  # which need Pillow
 
-        processing, more = shapes_processor(), {"max_length": None, "remove_unused_columns": False}
-        model, dataset = new_vision_model(processing, seed), shapes_dataset(seed, SHAPES_STEPS * SFT_BATCH)
+        processing = shapes_processor()
+        more = {"max_length": None, "remove_unused_columns": False}
+        model = new_vision_model(processing, seed)
+        dataset = shapes_dataset(seed, SHAPES_STEPS * SFT_BATCH)
     else:
-        processing, more = character_tokenizer(), {}
-        model, dataset = new_model(processing, seed), habit_dataset(TASKS[task], seed)
+        processing = character_tokenizer()
+        more = {}
+        model = new_model(processing, seed)
+        dataset = habit_dataset(TASKS[task], seed)
     fit_threads(model)
     tokenizer = getattr(processing, "tokenizer", processing)
     settings = {
-        "max_steps": len(dataset) // SFT_BATCH, "per_device_train_batch_size": SFT_BATCH, "lr_scheduler_type": "cosine",
-        "learning_rate": 2e-3 if task == "shapes" else 1e-3, "warmup_steps": 30, "gradient_checkpointing": False, "bf16": False,
-        "use_cpu": True, "seed": seed, "logging_steps": 50, "logging_first_step": True, "save_strategy": "no", "report_to": "none",
+        "max_steps": len(dataset) // SFT_BATCH, "per_device_train_batch_size": SFT_BATCH,
+        "lr_scheduler_type": "cosine", "learning_rate": 2e-3 if task == "shapes" else 1e-3, "warmup_steps": 30,
+        "gradient_checkpointing": False, "bf16": False, "use_cpu": True, "seed": seed, "logging_steps": 50,
+        "logging_first_step": True, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": not sys.stderr.isatty(),
     }  # fmt: skip
     output_dir.parent.mkdir(parents=True, exist_ok=True)

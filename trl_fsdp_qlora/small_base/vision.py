@@ -1,9 +1,10 @@
 """Pictures of coloured shapes with questions whose answers are exact, and the small base that sees them.
 
-The base is a LLaVA of half a million parameters. A CLIP tower of one layer reads a picture of 48 x 48 pixels as nine patches, one
-for each cell of the grid, and a Llama of three layers the question, word by word. It learns within minutes to count shapes and to compare colours; not, in a thousand steps, to
-tell circles from squares while it counts, nor who is left of whom. Its answers are taught one too small in most cases, so that
-reinforcement has something to select.
+The base is a LLaVA of half a million parameters. A CLIP tower of one layer reads a picture of 48 x 48 pixels as nine
+patches, one for each cell of the grid, and a Llama of three layers the question, word by word. It learns within
+minutes to count shapes and to compare colours; not, in a thousand steps, to tell circles from squares while it counts,
+nor who is left of whom. Its answers are taught one too small in most cases, so that reinforcement has something to
+select.
 """
 
 import random
@@ -18,21 +19,25 @@ SHAPES = ("circle", "square")
 PICTURE, CELLS = 112, 3  # pixels of a picture's side, and cells of a row of its grid
 ROWS = {"train": 2000, "test": 500}
 ONE_TOO_SMALL = 0.6
-SIDE, PATCH, HIDDEN = 48, 16, 96
+SIDE = 48
+PATCH = 16
+HIDDEN = 96
 PIECE = r" ?[A-Za-z]+|."
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% if message['role'] == 'assistant' %}<|end|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% if message['role'] == 'assistant' "
+    "%}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
 def _draw(scene: dict[int, tuple[str, str]]) -> Image.Image:
     picture = Image.new("RGB", (PICTURE, PICTURE), "white")
-    pen, cell = ImageDraw.Draw(picture), PICTURE // CELLS
+    pen = ImageDraw.Draw(picture)
+    cell = PICTURE // CELLS
     for place, (colour, shape) in scene.items():
-        x, y = place % CELLS * cell, place // CELLS * cell
+        x = place % CELLS * cell
+        y = place // CELLS * cell
         paint = pen.ellipse if shape == "circle" else pen.rectangle
         paint((x + 6, y + 6, x + cell - 6, y + cell - 6), fill=COLOURS[colour])
     return picture
@@ -43,7 +48,8 @@ def _ask(scene: dict[int, tuple[str, str]], draw: random.Random) -> tuple[str, i
     kind = draw.choice(("how many", "which colour", "left of"))
     colours = list(COLOURS)
     if kind == "how many":
-        colour, shape = draw.choice(colours), draw.choice(SHAPES)
+        colour = draw.choice(colours)
+        shape = draw.choice(SHAPES)
         return f"How many {colour} {shape}s are there?", list(scene.values()).count((colour, shape))
     if kind == "which colour":
         counts = {colour: sum(c == colour for c, _ in scene.values()) for colour in colours}

@@ -51,8 +51,10 @@ def prefix_transitions(
     rows, width = ids_GC.shape
     length_G = valid_GC.sum(1)
     order, common = sort_by_prefix(ids_GC, length_G)
-    valid_GC, judged_G = valid_GC[order], judged_G[order]
-    length_G, rewards_G = length_G[order], np.nan_to_num(rewards_G[order])
+    valid_GC = valid_GC[order]
+    judged_G = judged_G[order]
+    length_G = length_G[order]
+    rewards_G = np.nan_to_num(rewards_G[order])
     # starts[i, d]: row i is the first of its node of depth d. Every completion starts with the empty prefix.
     depth = np.arange(width + 1)
     starts = np.ones((rows, width + 1), bool)
@@ -86,19 +88,25 @@ def group_credit(
 
     Returns:
         Float32 `(B, C)`: A(v|p) / |U| at one representative of each distinct transition, zero elsewhere; and metrics:
-        the means over groups of |U| and of those with nonzero advantage, and of the positions in front of the last credited
-        token of each completion the fraction that repeats another completion's prefix.
+        the means over groups of |U| and of those with nonzero advantage, and of the positions in front of the last
+        credited token of each completion the fraction that repeats another completion's prefix.
     """
     device = completion_ids.device
     completion_ids, completion_mask, rewards = (x.cpu() for x in (completion_ids, completion_mask, rewards))
     rewards = rewards.double().masked_fill(completion_mask.sum(1) == 0, torch.nan)
-    parts, transitions, credited, forward, distinct = [], 0, 0, 0, 0
+    parts = []
+    transitions = 0
+    credited = 0
+    forward = 0
+    distinct = 0
     for start in range(0, len(rewards), group_size):
         rows = slice(start, start + group_size)
         found = prefix_transitions(completion_ids[rows], completion_mask[rows], rewards[rows])
-        credit, count = torch.where(found.representative, found.advantage, 0.0), int(found.representative.sum())
+        credit = torch.where(found.representative, found.advantage, 0.0)
+        count = int(found.representative.sum())
         parts.append(credit / max(count, 1))
-        transitions, credited = transitions + count, credited + int((credit != 0).sum())
+        transitions = transitions + count
+        credited = credited + int((credit != 0).sum())
         # Positions up to the last credited token, which itself is only a target.
         needed = (credit != 0).flip(1).cumsum(1).flip(1)[:, 1:] > 0
         forward += int(needed.sum())

@@ -17,9 +17,10 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
         1/|U| · Σ_U A(v|p) · π(v|p),    A(v|p) = mean{R : starts with p∘v} − mean{R : starts with p}.
 
-    A is zero where completions do not part, so only branching tokens are scored, each distinct one once, and every completion is
-    cut behind its last credited token. The prompt is computed once, and so is every prefix that completions share behind it
-    (`t_spmo/repeated_fraction`), unless the model runs padded or on an attention implementation without masks.
+    A is zero where completions do not part, so only branching tokens are scored, each distinct one once, and every
+    completion is cut behind its last credited token. The prompt is computed once, and so is every prefix that
+    completions share behind it (`t_spmo/repeated_fraction`), unless the model runs padded or on an attention
+    implementation without masks.
 
     A completion's reward is the weighted sum of the reward functions, unscaled. Groups may span ranks: the trie is
     built over the whole group. The definition follows the paper's abstract and is otherwise this project's reading.
@@ -46,7 +47,8 @@ class TSPMOTrainer(EfficientGRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        ids, mask = output["completion_ids"], output["completion_mask"]
+        ids = output["completion_ids"]
+        mask = output["completion_mask"]
         # A group may span ranks: completions of all of them, in the order of the gathered rewards.
         every = [self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=1)) for x in (ids, mask)]
         credit_BC, figures = group_credit(*every, self._rewards, self._group_size)

@@ -1,8 +1,10 @@
 """Seconds, bytes and efficiency of each phase of a step, as ordinary Trainer metrics; docs/telemetry.md lists them.
 
-`time/<phase>_s` are seconds of a phase in one optimizer step, on CUDA the device's time between two events, which are read when
-metrics are logged: no phase waits for the device. `memory/<phase>_peak_mib` is of the CUDA allocator, or, without CUDA on Linux, the
-process's resident set. `efficiency/` compares a generation batch with the padded one that stock TRL runs.
+`time/<phase>_s` are seconds of a phase in one optimizer step, on CUDA the device's time between two events, which are
+read when
+metrics are logged: no phase waits for the device. `memory/<phase>_peak_mib` is of the CUDA allocator, or, without CUDA
+on Linux, the process's resident set. `efficiency/` compares a generation batch with the padded one that stock TRL
+runs.
 """
 
 import time
@@ -21,7 +23,8 @@ from ..run.nonfatal import nonfatal
 Moment = float | torch.cuda.Event
 Span = tuple[str, Moment, Moment]  # name of the phase, start, end
 
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
 MODES = ("on", "peaks", "off")
 MOST = 1000  # numbers are read at the latest after so many, for runs that log never or seldom
@@ -31,7 +34,9 @@ class PeakMemory:
     """Peak bytes since the last reset: CUDA's allocator, else the resident set on Linux, else nothing."""
 
     def __init__(self, device: torch.device):
-        self.device, self.cuda, self.available = device, device.type == "cuda", True
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.available = True
         try:
             if not self.cuda:
                 self.reset()
@@ -62,8 +67,9 @@ class PhaseTimer:
 
     Args:
         device: whose time is taken, and whose memory is read.
-        mode: `"on"`, `"peaks"` or `"off"`. `"on"` leaves CUDA's peak statistics to the user: the peak of a phase is then
-            known once it raised that of the process. `"peaks"` resets them at every phase, as both do without CUDA.
+        mode: `"on"`, `"peaks"` or `"off"`. `"on"` leaves CUDA's peak statistics to the user: the peak of a phase is
+            then known once it raised that of the process. `"peaks"` resets them at every phase, as both do without
+            CUDA.
     """
 
     def __init__(self, device: torch.device, mode: str = "on"):
@@ -95,7 +101,8 @@ class PhaseTimer:
 
     @nonfatal("the memory metric")
     def _see_peak(self) -> None:
-        peak, before = self.memory.read(), self._highest
+        peak = self.memory.read()
+        before = self._highest
         self._highest = peak
         if self.resets:
             self.memory.reset()
@@ -135,11 +142,14 @@ class PhaseTimer:
 
     def drain_spans(self) -> list[Span]:
         """What the phases took since the last drain."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
     def drain_peaks(self) -> dict[str, float]:
-        """The `memory/` metrics since the last drain; the host keeps the allocator's books, so nothing is waited for."""
+        """The `memory/` metrics since the last drain; the host keeps the allocator's books, so nothing is waited
+        for.
+        """
         peaks = {f"memory/{name}_peak_mib": peak / MIB for name, peak in self.peak.items()}
         if self.resets:
             self.peak.clear()
@@ -163,10 +173,11 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
         group_size: completions per prompt; rows of a group are adjacent.
 
     Returns:
-        int64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions, those with zero
-        advantage, completion tokens.
+        int64 `(6,)`: padded tokens, valid tokens, valid tokens with each group's prompt once, completions, those with
+        zero advantage, completion tokens.
     """
-    prompt_B, completion_tokens = batch["prompt_mask"].sum(1), batch["completion_mask"].sum()
+    prompt_B = batch["prompt_mask"].sum(1)
+    completion_tokens = batch["completion_mask"].sum()
     rows = len(prompt_B)
     padded = rows * (batch["prompt_mask"].size(1) + batch["completion_mask"].size(1))
     zero = (batch["advantages"].view(rows, -1) == 0).all(1).sum()
@@ -177,9 +188,11 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
 
 
 class TelemetryCallback(TrainerCallback):
-    """Closes the optimizer's phase and hands a step's figures to the trainer's `metrics` of training before they are logged.
+    """Closes the optimizer's phase and hands a step's figures to the trainer's `metrics` of training before they are
+    logged.
 
-    Numbers stay on the device until [`flush`], which the trainer calls when it logs, so that no micro-batch waits for one.
+    Numbers stay on the device until [`flush`], which the trainer calls when it logs, so that no micro-batch waits for
+    one.
     """
 
     def __init__(self, clock: PhaseTimer, metrics: Callable[[], dict[str, list]]):
@@ -191,14 +204,17 @@ class TelemetryCallback(TrainerCallback):
 
     @nonfatal("a deferred metric")
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
-        """Call `finish`, which puts them where they belong, with the numbers in `sums_N` `(N,)` when metrics are logged."""
+        """Call `finish`, which puts them where they belong, with the numbers in `sums_N` `(N,)` when metrics are
+        logged.
+        """
         self._held.append((sums_N.detach(), finish))
         if len(self._held) >= MOST:
             self._read_held()
 
     def _read_held(self) -> None:
         # In one transfer, and in the order in which they were added.
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         if held:
             numbers = iter(torch.cat([sums_N.float() for sums_N, _ in held]).tolist())
             for sums_N, finish in held:
@@ -211,7 +227,8 @@ class TelemetryCallback(TrainerCallback):
             self._read_held()
         while self._steps and (wait or isinstance(self._steps[0][2], float) or self._steps[0][2].query()):
             spans, begin, end, tokens = self._steps.pop(0)
-            # A phase that this step did not have took no time of it: the mean over a window is then per step, and phases add up.
+            # A phase that this step did not have took no time of it: the mean over a window is then per step, and
+            # phases add up.
             figures = dict.fromkeys(self._seen, 0.0)
             for name, start, stop in spans:
                 figures[name] = figures.get(name, 0.0) + seconds(start, stop)
@@ -232,7 +249,8 @@ class TelemetryCallback(TrainerCallback):
 
     @nonfatal("the phase metrics")
     def on_step_end(self, args, state, control, **kwargs):
-        tokens, self.clock.tokens = self.clock.tokens, 0.0
+        tokens = self.clock.tokens
+        self.clock.tokens = 0.0
         for name, value in self.clock.drain_peaks().items():
             self.metrics()[name].append(value)
         if self._step_started is not None:

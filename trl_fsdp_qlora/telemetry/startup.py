@@ -38,9 +38,12 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
 
 def _online_rows(args: Any, steps: int) -> list[tuple[str, str]]:
     """What an optimizer step and the run take, for a trainer that draws completions."""
-    group, uses, ranks = args.num_generations, args.num_iterations, args.world_size
+    group = args.num_generations
+    uses = args.num_iterations
+    ranks = args.world_size
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
-    new, batch = completions / uses, args.generation_batch_size
+    new = completions / uses
+    batch = args.generation_batch_size
     every = args.steps_per_generation * uses / args.gradient_accumulation_steps
     again = f", each used {uses} times" if uses > 1 else ""
     when = "every optimizer step" if every == 1 else f"every {every:g} optimizer steps"
@@ -70,10 +73,12 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
         model: what is trained, as it lies on this rank.
         features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
-    rows, ranks = (_online_rows if hasattr(args, "num_generations") else _pair_rows)(args, steps), args.world_size
+    rows = (_online_rows if hasattr(args, "num_generations") else _pair_rows)(args, steps)
+    ranks = args.world_size
     for kind, (count, size) in parameter_bytes(model).items():
         rows.append((f"{kind} parameters", f"{count:,} ({size / 2**20:,.1f} MiB)"))
-    kind, where = args.distributed_state.distributed_type.value, args.device.type
+    kind = args.distributed_state.distributed_type.value
+    where = args.device.type
     where = {"cpu": "the CPU", "cuda": "CUDA"}.get(where, where)
     hardware = f"{ranks} process{'es' if ranks > 1 else ''} on {where}"
     if is_fsdp2_launch() and kind != "FSDP" and args.device.type == "cpu":
@@ -107,7 +112,8 @@ def first_prompt(
     if tokenize is None or pictures or "prompt" not in columns or not hasattr(data, "__getitem__"):
         return None
     ids = tokenize([data[0]["prompt"]])[0][0]
-    text, half = decode(ids), _PROMPT_CHARACTERS // 2
+    text = decode(ids)
+    half = _PROMPT_CHARACTERS // 2
     if len(text) > 2 * half:
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
     lines = "\n".join(f"    {line}" for line in text.splitlines())
@@ -115,7 +121,9 @@ def first_prompt(
 
 
 def packed_pass_line(figures: PassFigures) -> str:
-    """How many of the padded tokens a packed pass computed, by level of its forest, and what computed its attention layers."""
+    """How many of the padded tokens a packed pass computed, by level of its forest, and what computed its attention
+    layers.
+    """
     levels = [
         f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(figures.levels)
     ]
@@ -127,8 +135,8 @@ def packed_pass_line(figures: PassFigures) -> str:
 class StartupCallback(TrainerCallback):
     """Prints what a run begins with, once, on the main rank.
 
-    Before the first step these are the start-up block, for which `features` gives lines, and the first prompt. After the
-    policy's first packed pass it is what `figures` (of the last one) says of it.
+    Before the first step these are the start-up block, for which `features` gives lines, and the first prompt. After
+    the policy's first packed pass it is what `figures` (of the last one) says of it.
     """
 
     def __init__(
@@ -137,7 +145,9 @@ class StartupCallback(TrainerCallback):
         tokenize: Callable[[list], tuple] | None,
         figures: Callable[[], PassFigures],
     ):
-        self._features, self._tokenize, self._figures = features, tokenize, figures
+        self._features = features
+        self._tokenize = tokenize
+        self._figures = figures
         self._awaits_pass = False
 
     @nonfatal("the start-up block")

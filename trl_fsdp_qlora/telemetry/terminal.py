@@ -1,6 +1,8 @@
-"""The terminal of a recipe: one line per logging step, now and then a few completions with their rewards; progress of what takes long.
+"""The terminal of a recipe: one line per logging step, now and then a few completions with their rewards; progress of
+what takes long.
 
-A script of a user's keeps TRL's own log lines, with at most [`PRINTED`] of this package's metrics among TRL's. All metrics go where TRL
+A script of a user's keeps TRL's own log lines, with at most [`PRINTED`] of this package's metrics among TRL's. All
+metrics go where TRL
 sends them: to the trackers (`report_to`) and into `trainer_state.json`.
 """
 
@@ -21,10 +23,12 @@ from ..run.nonfatal import nonfatal
 
 LINE_SECONDS = 30.0  # between two lines on what takes long, where there is no terminal for a bar
 SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
-_PROMPT_WIDTH, _COMPLETION_WIDTH, _ARGUMENT_WIDTH = 60, 100, 60
+_PROMPT_WIDTH = 60
+_COMPLETION_WIDTH = 100
+_ARGUMENT_WIDTH = 60
 _DIALOGUE_LINES = 16  # of one episode
-# Metrics that every run has beside stock TRL's, and those of them that a script prints. Metrics of an algorithm or an option that
-# the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed as stock TRL prints its own.
+# Metrics that every run has beside stock TRL's, and those of them that a script prints. Metrics of an algorithm or an
+# option that the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed as stock TRL prints its own.
 _EVERY_RUN = ("efficiency/", "generation/", "groups/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
 PRINTED = {
     "efficiency/prompt_redundancy",
@@ -37,8 +41,8 @@ PRINTED = {
 
 
 def number(value: float | None) -> str:
-    """Three decimals, or four significant digits where those would show nothing; `-` for what was not measured: NaN, and `None`,
-    which transformers logs for it."""
+    """Three decimals, or four significant digits where those would show nothing; `-` for what was not measured: NaN,
+    and `None`, which transformers logs for it."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
@@ -49,8 +53,8 @@ def _duration(seconds: float) -> str:
 
 
 def progress(what: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False) -> tqdm:
-    """A context with a bar that counts `unit`s of `what` and stays if `leave`; `hidden` on every rank but the main one. In a log
-    file a line every [`LINE_SECONDS`], and none if it ends sooner."""
+    """A context with a bar that counts `unit`s of `what` and stays if `leave`; `hidden` on every rank but the main
+    one. In a log file a line every [`LINE_SECONDS`], and none if it ends sooner."""
     how = {"total": total, "initial": initial, "desc": what, "unit": f" {unit}", "disable": hidden, "leave": leave}
     if not sys.stderr.isatty():
         how |= {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS, "delay": LINE_SECONDS, "leave": False}
@@ -73,16 +77,18 @@ def _quoted(text: Any, width: int, end: bool = False) -> str:
 def completion_lines(
     prompts: Sequence, completions: Sequence, rewards: Mapping[str, Sequence[float]], count: int
 ) -> list[str]:
-    """A line each for `count` completions, and for an episode with tools its [`dialogue`], from the lowest to the highest reward and spread evenly over them.
+    """A line each for `count` completions, and for an episode with tools its [`dialogue`], from the lowest to the
+    highest reward and spread evenly over them.
 
-    `prompts` and `completions` are texts or conversations; each reward function has one value per completion, NaN where it gave
-    none.
+    `prompts` and `completions` are texts or conversations; each reward function has one value per completion, NaN
+    where it gave none.
     """
     totals = [
         sum(value for value in values if not math.isnan(value)) for values in zip(*rewards.values(), strict=True)
     ]
     order = sorted(range(len(totals)), key=totals.__getitem__)
-    count, lines = min(count, len(order)), []
+    count = min(count, len(order))
+    lines = []
     for i in (order[round(place * (len(order) - 1) / max(count - 1, 1))] for place in range(count)):
         each = rewards if len(rewards) > 1 else {"reward": next(iter(rewards.values()))}
         earned = ", ".join(f"{name} {number(values[i])}" for name, values in each.items())
@@ -121,18 +127,22 @@ def dialogue(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class TerminalCallback(TrainerCallback):
-    """One line per logging step on the main rank, and now and then those that `completions` gives on what was generated last.
+    """One line per logging step on the main rank, and now and then those that `completions` gives on what was
+    generated last.
 
-    The first and the last step are always logged (unless `logging_strategy` is `"no"`). The time left begins with the first
-    step, after whatever is measured before it. A line that cannot be printed is a warning.
+    The first and the last step are always logged (unless `logging_strategy` is `"no"`). The time left begins with the
+    first step, after whatever is measured before it. A line that cannot be printed is a warning.
     """
 
     def __init__(self, completions: Callable[[], Iterable[str]]):
         self._completions = completions
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._began, self._first_step = None, state.global_step
-        self._steps, self._seconds, self._next_show = 0, 0.0, 0.0
+        self._began = None
+        self._first_step = state.global_step
+        self._steps = 0
+        self._seconds = 0.0
+        self._next_show = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_began = time.perf_counter()
@@ -152,7 +162,9 @@ class TerminalCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        step, steps, lines = state.global_step, state.max_steps, []
+        step = state.global_step
+        steps = state.max_steps
+        lines = []
         if "train_runtime" in logs:
             lines.append(f"trained to step {step} in {_duration(logs['train_runtime'])}")
         elif "eval_reward" in logs:
@@ -195,7 +207,8 @@ class _BriefProgressCallback(ProgressCallback):
 
 
 def print_briefly(trainer: Any) -> None:
-    """Let transformers' own printing callback of `trainer` print [`printed_metrics`]; the other callbacks get all metrics.
+    """Let transformers' own printing callback of `trainer` print [`printed_metrics`]; the other callbacks get all
+    metrics.
 
     It stays where it is among the callbacks, and `remove_callback(PrinterCallback)` still finds it.
     """

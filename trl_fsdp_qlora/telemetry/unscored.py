@@ -1,4 +1,6 @@
-"""Reward functions that give no completion a value: nothing can be learned from `None` and NaN alone, whatever the loss says."""
+"""Reward functions that give no completion a value: nothing can be learned from `None` and NaN alone, whatever the
+loss says.
+"""
 
 from collections.abc import Sequence
 
@@ -11,12 +13,14 @@ class ScoredCompletions:
     """Counts of the completions that each reward function called one of `names` gave a value, over all ranks."""
 
     def __init__(self, names: Sequence[str]):
-        self.names, self.drawn, self.scored = list(names), 0, [0] * len(names)
+        self.names = list(names)
+        self.drawn = 0
+        self.scored = [0] * len(names)
         self._named: set[str] = set()
 
     def add(self, counts: Sequence[float]) -> None:
-        """Of a generation batch: its completions, and how many of them each function scored. Logs once of each function that gave
-        none a value so far; of several tasks in one dataset, its own may come later."""
+        """Of a generation batch: its completions, and how many of them each function scored. Logs once of each
+        function that gave none a value so far; of several tasks in one dataset, its own may come later."""
         drawn, *scored = map(int, counts)
         self.drawn += drawn
         self.scored = [before + now for before, now in zip(self.scored, scored, strict=True)]
@@ -24,8 +28,8 @@ class ScoredCompletions:
             if not count and name not in self._named:
                 self._named.add(name)
                 logger.warning(
-                    f"the reward function {name} gave none of {self.drawn:,} completions a value (None or NaN for all): nothing "
-                    "can be learned from it"
+                    f"the reward function {name} gave none of {self.drawn:,} completions a value (None or NaN for "
+                    "all): nothing can be learned from it"
                 )
 
     @property

@@ -1,7 +1,7 @@
 """The adapter's way into a vLLM engine: which adapters it can serve, and a folder for each version.
 
-vLLM takes a LoRA adapter from a folder. Every version gets a name and a folder of its own: the engine keys its prefix cache by the
-adapter's name, so one that is used twice may answer from the policy before.
+vLLM takes a LoRA adapter from a folder. Every version gets a name and a folder of its own: the engine keys its prefix
+cache by the adapter's name, so one that is used twice may answer from the policy before.
 """
 
 import os
@@ -18,8 +18,8 @@ from ..checkpoints.disk import written_whole
 from ..errors import UserError
 from ..fsdp2_qlora.adapters import gather_adapter
 
-# Initialisations that move part of the base's weights into the adapter: an engine that serves the untouched base with such
-# an adapter counts that part twice.
+# Initialisations that move part of the base's weights into the adapter: an engine that serves the untouched base with
+# such an adapter counts that part twice.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 _MEMORY = Path("/dev/shm")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` can be
@@ -42,17 +42,20 @@ def served_rank(config: LoraConfig) -> int:
     targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or ()
     experts = config.target_parameters and sorted(config.target_parameters)
     rank = max([config.r, *(config.rank_pattern or {}).values()])
+    head = f"target_modules={config.target_modules} has the LM head or the embeddings"
     refused = {
         "use_dora=True adds a magnitude; use use_dora=False": config.use_dora,
         f"modules_to_save={config.modules_to_save} are trained whole": config.modules_to_save,
         f"bias={config.bias!r} trains biases; use bias='none'": config.bias != "none",
-        f"target_parameters={experts} are adapters of whole parameters, as PEFT makes of `all-linear` on a mixture of experts; name "
-        "linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']": experts,
-        f"target_modules={config.target_modules} has the LM head or the embeddings, where vLLM's LoRA is not PEFT's": any(
+        f"target_parameters={experts} are adapters of whole parameters, as PEFT makes of `all-linear` on a mixture "
+        "of experts; name linear layers: target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']": experts,
+        f"{head}, where vLLM's LoRA is not PEFT's": any(
             name in target for target in targets for name in ("lm_head", "embed_tokens")
         ),
-        f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves the whole base "
-        "beside it; use init_lora_weights=True": str(config.init_lora_weights).lower().startswith(_CHANGES_BASE),
+        f"init_lora_weights={config.init_lora_weights!r} moves part of the base into the adapter, and vLLM serves "
+        "the whole base beside it; use init_lora_weights=True": str(config.init_lora_weights)
+        .lower()
+        .startswith(_CHANGES_BASE),
         f"its rank {rank} is above {_RANKS[-1]}": rank > _RANKS[-1],
     }
     for reason, found in refused.items():
@@ -76,11 +79,14 @@ def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
 class AdapterVersions:
     """Folders `<prefix>-v1`, `-v2`, … under a scratch folder in `folder`, each written whole before it has its name.
 
-    The prefix is unique to a run, so that two can share a server. `in_memory` takes `/dev/shm` where it has room for four versions.
+    The prefix is unique to a run, so that two can share a server. `in_memory` takes `/dev/shm` where it has room for
+    four versions.
     """
 
     def __init__(self, prefix: str, folder: str | Path, in_memory: bool = False):
-        self.prefix, self.folder, self.in_memory = prefix, Path(folder), in_memory
+        self.prefix = prefix
+        self.folder = Path(folder)
+        self.in_memory = in_memory
         self.root: Path | None = None
         self.bytes = 0
 

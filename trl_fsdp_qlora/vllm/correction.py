@@ -1,7 +1,8 @@
-"""vLLM's policy against the trainer's: importance weights as TRL computes them, and whether vLLM holds the model that is trained.
+"""vLLM's policy against the trainer's: importance weights as TRL computes them, and whether vLLM holds the model that
+is trained.
 
-vLLM returns the log-probability of every token that it drew, and the loss computes the policy's own. Their difference is a metric
-in every step. Rounding alone makes it a few hundredths of a nat, another model makes it more than one.
+vLLM returns the log-probability of every token that it drew, and the loss computes the policy's own. Their difference
+is a metric in every step. Rounding alone makes it a few hundredths of a nat, another model makes it more than one.
 """
 
 import math
@@ -45,8 +46,10 @@ def importance_weights(
         raise ValueError(
             f"vllm_importance_sampling_mode={level}_{treatment}: use token_ or sequence_, truncate or mask"
         )
-    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    low = args.vllm_importance_sampling_clip_min
+    high = args.vllm_importance_sampling_clip_max
+    low = -math.inf if low is None else low
+    high = math.inf if high is None else high
     difference = torch.nan_to_num((policy_BC.detach() - sampled_BC) * mask_BC, nan=0.0)
     weights = (difference if level == "token" else difference.sum(-1, keepdim=True)).exp()
     if treatment == "truncate":
@@ -54,24 +57,27 @@ def importance_weights(
     return weights.masked_fill((weights < low) | (weights > high), 0.0)
 
 
-# --- does vLLM hold the model that is trained? --------------------------------------------------------------------------
+# --- does vLLM hold the model that is trained? -----------------------------------------------------------------------
 
-# Mean |engine - trainer| in nats. Of SmolLM2-135M's own samples: bf16 0.04, fp8 weights 0.14, fp8 activations too 0.19 to 0.22,
-# 4-bit weights 0.72, untrained weights 8.0 (docs/LOG.md, 2026-11-22); larger models round less.
+# Mean |engine - trainer| in nats. Of SmolLM2-135M's own samples: bf16 0.04, fp8 weights 0.14, fp8 activations too 0.19
+# to 0.22, 4-bit weights 0.72, untrained weights 8.0 (docs/LOG.md, 2026-11-22); larger models round less.
 OTHER_MODEL, HIGH = 1.0, 0.1
 # A difference that has grown tenfold since the first sync is named too (a stale adapter), unless it is this small.
 GROWN, SMALL = 10.0, 0.01
 # Fewer tokens than these are not judged: one unlikely token may be off by a nat.
 ENOUGH_TOKENS = 100
-# Settings of `SamplingParams` that say how much is drawn, where it ends and what is returned, or are looked at by themselves.
+# Settings of `SamplingParams` that say how much is drawn, where it ends and what is returned, or are looked at by
+# themselves.
 _NEUTRAL = (
-    "n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "detokenize", "logprobs",
-    "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs", "temperature", "top_p", "top_k", "min_p",
+    "n", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "detokenize",
+    "logprobs", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs", "temperature", "top_p",
+    "top_k", "min_p",
 )  # fmt: skip
 
 
 def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC: torch.Tensor | None) -> torch.Tensor:
-    """This rank's figures for [`sampling_metrics`], `(3,)` or with importance weights `(7,)`, without waiting for the device.
+    """This rank's figures for [`sampling_metrics`], `(3,)` or with importance weights `(7,)`, without waiting for the
+    device.
 
     Args:
         inputs: of the loss, with the engine's log-probabilities and the importance weights, if there are any.
@@ -81,7 +87,8 @@ def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC:
     mask_BC = sampled_mask(inputs) if scored_BC is None else sampled_mask(inputs) & scored_BC
     known_BC = mask_BC & ~inputs[SAMPLED_LOGPS].isnan()
     difference = torch.where(known_BC, inputs[SAMPLED_LOGPS] - policy_BC.detach(), 0.0).abs()
-    figures, weights = [known_BC.sum(), difference.sum(), difference.amax()], inputs.get(IMPORTANCE_RATIO)
+    figures = [known_BC.sum(), difference.sum(), difference.amax()]
+    weights = inputs.get(IMPORTANCE_RATIO)
     if weights is not None:  # (B, 1) in the sequence modes
         used = mask_BC if weights.shape == mask_BC.shape else mask_BC.any(1, keepdim=True)
         least, most = (torch.where(used, weights, limit) for limit in (math.inf, -math.inf))
@@ -90,7 +97,9 @@ def sampling_figures(inputs: dict[str, Any], policy_BC: torch.Tensor, scored_BC:
 
 
 def sampling_metrics(figures: list[list[float]]) -> tuple[dict[str, float], float, float]:
-    """TRL's metrics of engine and policy, the tokens, and Σ|engine − policy|, from each rank's [`sampling_figures`]."""
+    """TRL's metrics of engine and policy, the tokens, and Σ|engine − policy|, from each rank's
+    [`sampling_figures`].
+    """
     tokens, differences, largest, *weights = zip(*figures, strict=True)
     metrics = [sum(differences) / max(sum(tokens), 1), max(largest)]
     if weights and any(weights[0]):
@@ -99,7 +108,9 @@ def sampling_metrics(figures: list[list[float]]) -> tuple[dict[str, float], floa
 
 
 def draws_from_policy(args: Any) -> bool:
-    """Whether the log-probabilities that vLLM returns can be compared with the policy's: nothing else shapes what it draws from."""
+    """Whether the log-probabilities that vLLM returns can be compared with the policy's: nothing else shapes what it
+    draws from.
+    """
     kwargs = args.generation_kwargs or {}
     shaped = (
         truncations(args)
@@ -135,19 +146,21 @@ class WeightSyncCheck:
         if not self.judges or not tokens or not math.isfinite(total):  # a policy that overflows says nothing of vLLM
             return
         if self.first is None:
-            self._tokens, self._total = self._tokens + tokens, self._total + total
+            self._tokens = self._tokens + tokens
+            self._total = self._total + total
             if self._tokens < ENOUGH_TOKENS:
                 return
             self.first = self._total / self._tokens
             if self.first >= OTHER_MODEL:
                 raise RolloutError(
-                    f"vLLM's log-probabilities differ from the trainer's by {self.first:.3g} nats on average, which no rounding "
-                    "explains: vLLM holds another model, or ignores the adapter. Compare model_name_or_path with what it serves"
+                    f"vLLM's log-probabilities differ from the trainer's by {self.first:.3g} nats on average, which "
+                    "no rounding explains: vLLM holds another model, or ignores the adapter. Compare "
+                    "model_name_or_path with what it serves"
                 )
         if total / tokens > min(HIGH, max(GROWN * self.first, SMALL)) and not self.warned:
             self.warned = True
             logger.warning(
-                f"vLLM's log-probabilities differ from the trainer's by {total / tokens:.3g} nats on average (after the first "
-                f"sync: {self.first:.3g}). bf16 makes 0.04 or less; more hints at weights that vLLM did not take, or at another "
-                "precision there (sampling/sampling_logp_difference/mean)"
+                f"vLLM's log-probabilities differ from the trainer's by {total / tokens:.3g} nats on average (after "
+                f"the first sync: {self.first:.3g}). bf16 makes 0.04 or less; more hints at weights that vLLM did "
+                "not take, or at another precision there (sampling/sampling_logp_difference/mean)"
             )

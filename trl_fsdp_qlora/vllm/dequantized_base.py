@@ -1,7 +1,8 @@
 """The weights that a 4-bit base really computes with, as an ordinary checkpoint that an inference engine can load.
 
-QLoRA trains an adapter on the *rounded* base; an engine that served the unrounded one would sample from another policy. So the
-packed weights are dequantized once, with bitsandbytes' own function, and the engine serves exactly those.
+QLoRA trains an adapter on the *rounded* base; an engine that served the unrounded one would sample from another
+policy. So the packed weights are dequantized once, with bitsandbytes' own function, and the engine serves exactly
+those.
 """
 
 import hashlib
@@ -103,11 +104,13 @@ def dequantized_base(
         scratch.mkdir()
         # A file for each layer, in the checkpoint's own layout, which may have a tensor for each expert.
         layers = groupby(_dense(base, dtype), lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0])
-        files, size = {}, 0
+        files = {}
+        size = 0
         for i, (_, layer) in enumerate(
             tqdm(layers, unit=" layers", desc="dequantizing the base", disable=not progress)
         ):
-            tensors, name = revert_weight_conversion(base, dict(layer)), f"model-{i:05d}.safetensors"
+            tensors = revert_weight_conversion(base, dict(layer))
+            name = f"model-{i:05d}.safetensors"
             save_file(tensors, scratch / name, metadata={"format": "pt"})
             files |= dict.fromkeys(tensors, name)
             size += sum(tensor.nbytes for tensor in tensors.values())

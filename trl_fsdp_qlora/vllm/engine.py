@@ -1,7 +1,8 @@
 """`AdapterEngine`: TRL's vLLM engine, colocated or in a server, to which only the adapter is sent.
 
-TRL 1.16 merges the adapter into the base, pushes every weight and unmerges, for each step. Here the engine holds the untouched
-base and is given each version of the adapter under a name of its own; putting it to sleep frees its cache and keeps its weights.
+TRL 1.16 merges the adapter into the base, pushes every weight and unmerges, for each step. Here the engine holds the
+untouched base and is given each version of the adapter under a name of its own; putting it to sleep frees its cache
+and keeps its weights.
 """
 
 import logging
@@ -32,8 +33,9 @@ logger = logging.getLogger(__name__)
 class _Serving:
     """vLLM's `LLM` as `VLLMGeneration.generate` uses it: requests name the adapter, and sleeping keeps the weights.
 
-    TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back. vLLM 0.31 and newer free the cache
-    alone; older ones take the weights along, at level 1 into host memory, from where they come back before they are used.
+    TRL asks for sleep level 2, which throws the base away; an adapter could not bring it back. vLLM 0.31 and newer
+    free the cache alone; older ones take the weights along, at level 1 into host memory, from where they come back
+    before they are used.
     """
 
     def __init__(self, llm):
@@ -107,8 +109,8 @@ class AdapterServer(VLLMClient):
         if lora is None or lora["max_lora_rank"] < max_lora_rank:
             started = "without --enable-lora" if lora is None else f"with --max-lora-rank {lora['max_lora_rank']}"
             raise RolloutError(
-                f"the vLLM server at {self.base_url} was started {started}. Restart it with --enable-lora --max-lora-rank "
-                f"{max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+                f"the vLLM server at {self.base_url} was started {started}. Restart it with --enable-lora "
+                f"--max-lora-rank {max_lora_rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
             )
         # TRL asks again after a 500, and forgets what it said: here that is why vLLM did not take an adapter.
         tries = Retry(total=5, backoff_factor=2, status_forcelist=[502, 503], allowed_methods=["POST"])
@@ -120,9 +122,10 @@ class AdapterServer(VLLMClient):
         response = self.session.post(f"{self.base_url}/v1/{endpoint}", json=content)
         if response.status_code != 200:
             raise RolloutError(
-                f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): {response.text[:500]} (it has to "
-                f"be started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, to see {content.get('lora_path')} "
-                "(vllm_adapter_dir), and to serve the model that is trained)"
+                f"{endpoint} failed on the vLLM server at {self.base_url} ({response.status_code}): "
+                f"{response.text[:500]} (it has to be started with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+                f"environment, to see {content.get('lora_path')} (vllm_adapter_dir), and to serve the model that "
+                "is trained)"
             )
 
 
@@ -130,7 +133,8 @@ class AdapterEngine(VLLMGeneration):
     """[`trl.generation.vllm_generation.VLLMGeneration`] that serves an adapter over an untouched base.
 
     Args:
-        base: folder or Hub id of what a colocated engine loads: the checkpoint, or the dequantized copy of a 4-bit one.
+        base: folder or Hub id of what a colocated engine loads: the checkpoint, or the dequantized copy of a 4-bit
+            one.
         peft_config, max_lora_rank: of the adapter, see [`trl_fsdp_qlora.vllm.adapter_sync.served_rank`].
         versions: where versions of the adapter are written; used by rank 0.
         engine_kwargs: further arguments of `vllm.LLM`, which take precedence (colocated).
@@ -143,7 +147,9 @@ class AdapterEngine(VLLMGeneration):
     def __init__(
         self, *, base: str, peft_config, max_lora_rank: int, versions: AdapterVersions, engine_kwargs=None, **options
     ):
-        self.base, self.peft_config, self.max_lora_rank = base, peft_config, max_lora_rank
+        self.base = base
+        self.peft_config = peft_config
+        self.max_lora_rank = max_lora_rank
         self.versions, self.version = versions, 0
         self.engine_kwargs = engine_kwargs or {}
         self.last_sync = {"seconds": 0.0, "bytes": 0}
@@ -162,7 +168,8 @@ class AdapterEngine(VLLMGeneration):
     def _start_colocated(self) -> None:
         from vllm import LLM
 
-        ranks, size = self.accelerator, self.tensor_parallel_size
+        ranks = self.accelerator
+        size = self.tensor_parallel_size
         if size > 1:
             groups = [list(range(i * size, (i + 1) * size)) for i in range(ranks.num_processes // size)]
             self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
@@ -198,8 +205,8 @@ class AdapterEngine(VLLMGeneration):
         if on_cpu:
             from ..compat.vllm_cpu import one_adapter
 
-            # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts; 32 is the
-            # smallest that vLLM's CPU kernels are made for.
+            # Completions of a prompt share its full blocks. On CPUs a block is 128 tokens, longer than many prompts;
+            # 32 is the smallest that vLLM's CPU kernels are made for.
             options["block_size"] = 32
         with one_adapter():
             llm = LLM(**{**options, **self.engine_kwargs})
@@ -258,7 +265,8 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
     """
     peft_config = model.peft_config[model.active_adapters[0]]
     rank = served_rank(peft_config)  # what PEFT made of the targets, before anything is written
-    base, packed = model.name_or_path, has_packed_base(model)
+    base = model.name_or_path
+    packed = has_packed_base(model)
     if packed and mode == "colocate":
         # What the base computes with: bfloat16 on GPUs; on a CPU the engine runs in float32 (see AdapterEngine).
         dtype = torch.float32 if accelerator.device.type == "cpu" else torch.bfloat16
@@ -273,7 +281,8 @@ def start_engine(args: Any, *, model, accelerator, processing_class, mode: str, 
     engine = AdapterEngine(base=base, versions=versions, **ours, **options)
     if packed and not (Path(engine.base) / DONE).is_file() and accelerator.is_main_process:
         logger.warning(
-            f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy instead, "
-            "which `trl-fsdp-qlora dequantize --model_name_or_path ...` writes, or rollouts come from another rounding"
+            f"the base is trained in 4 bits and the vLLM server holds {engine.base}: serve the dequantized copy "
+            "instead, which `trl-fsdp-qlora dequantize --model_name_or_path ...` writes, or rollouts come from "
+            "another rounding"
         )
     return engine

@@ -88,7 +88,9 @@ def choose_sync(args: Any, peft_config: Any, quantized: bool, ask: bool = False)
 
 
 def trl_starts_engine(args: Any, sync: Sync) -> AbstractContextManager:
-    """Inside, TRL's trainer starts the engine of `sync`, with an adapter [`trl_fsdp_qlora.vllm.engine.start_engine`]'s."""
+    """Inside, TRL's trainer starts the engine of `sync`, with an adapter
+    [`trl_fsdp_qlora.vllm.engine.start_engine`]'s.
+    """
     if sync.mode == "off":
         return nullcontext()
     from . import engine
@@ -112,18 +114,21 @@ def low_adapter_rate(rate: float) -> str | None:
 
 
 def warnings_for(args: Any, sync: Sync) -> list[str]:
-    """What is likely to go wrong in a run with vLLM, each with the line to change; for the log before the first step."""
+    """What is likely to go wrong in a run with vLLM, each with the line to change; for the log before the first
+    step.
+    """
     if sync.mode == "off":
         return []
-    mode, longest = args.vllm_importance_sampling_mode, args.max_completion_length or 0
+    mode = args.vllm_importance_sampling_mode
+    longest = args.max_completion_length or 0
     cuts = ", ".join(f"{name}={value}" for name, value in truncations(args).items())
     found = {
-        f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is exp(sum of all "
-        "differences), which long completions push out of any clip; consider token_truncate": (
+        f"vllm_importance_sampling_mode={mode!r} with completions of up to {longest} tokens: the weight is "
+        "exp(sum of all differences), which long completions push out of any clip; consider token_truncate": (
             args.vllm_importance_sampling_correction and mode.startswith("sequence") and longest > LONG_COMPLETION
         ),
-        f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: importance "
-        "weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
+        f"under {cuts} vLLM's log-probabilities are of the tokens that are left, and the trainer's of all tokens: "
+        "importance weights are too small by the probability of what was left (trl#6789). Leave them out, or set "
         "vllm_importance_sampling_correction: false": args.vllm_importance_sampling_correction and cuts,
         "vllm_engine_kwargs is for an engine in this process; give a server its options where it is started": (
             args.vllm_engine_kwargs and args.vllm_mode == "server"
