@@ -38,7 +38,7 @@ def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) 
     Args:
         x_SK: rows in order of their groups, contiguous.
         weight_EKN: a matrix per group, in any strides.
-        ends: `(E + 1,)`, int32: the begin of the first group, then the end of each group.
+        ends: `(E + 1,)`, int32: the start of the first group, then the end of each group.
         out_SN: contiguous.
     """
     if not runs(_product_kernel, x_SK):

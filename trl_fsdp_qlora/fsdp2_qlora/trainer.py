@@ -37,7 +37,10 @@ class ShardedQLoRAMixin:
 
     @property
     def base_bytes(self):
-        """[`distribute.BaseBytes`] of this rank, measured when the model was prepared; `None` without a sharded base."""
+        """[`distribute.BaseBytes`] of this rank, measured when the model was prepared.
+
+        It is `None` if the model's base is not sharded.
+        """
         return getattr(self.model, "base_bytes", None)
 
     def training_step(self, model, *args, **kwargs):
