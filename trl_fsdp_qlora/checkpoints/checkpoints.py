@@ -1,9 +1,9 @@
-"""The checkpoints of a run: written whole, found again, and what each rank keeps beside Transformers' files.
+"""The checkpoints of a run: written whole, found again, and next to Transformers' files those of each rank.
 
 A checkpoint is written into a staging folder and renamed when every rank has written its files, so a folder called
-`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files and the settings of the run. Beside
-what Transformers saves, each rank keeps the completions it has generated and not yet used, so a run resumed in the
-middle of a generation cycle goes on as the uninterrupted one did.
+`checkpoint-N` is whole. Its `manifest.json` has the sizes and digests of its files and the settings of the run. In
+addition to Transformers' files, each rank keeps the completions that it has generated and not yet used. A run resumed
+in the middle of a generation cycle therefore goes on like the uninterrupted run.
 """
 
 import errno
@@ -46,21 +46,21 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FRESH = (None, False, "", "false", "False")  # spellings of `resume_from_checkpoint`
 _FORMAT = 3
 
-# Of `TrainingArguments`, what a resumed run should know of.
+# Fields of `TrainingArguments` that a resumed run compares.
 _TRAINING = [
     "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "data_seed", "fp16", "learning_rate", "lr_scheduler_kwargs",
     "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim", "optim_args", "seed",
     "warmup_ratio", "warmup_steps", "weight_decay",
 ]  # fmt: skip
 _LAYOUT = "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
-# Of a method's own config, what completions are not made by.
+# Fields of a method's own config that have no influence on completions.
 _BESIDE = re.compile(
     r"vllm_(?!importance)|log_|show_|fsdp_|phase_|value_|prefix_sharing|lm_head|num_completions|model_init"
 )
 
 
 def step_of(checkpoint: str | Path) -> int:
-    """The optimizer step that a checkpoint's name says."""
+    """The optimizer step in a checkpoint's name."""
     return int(_CHECKPOINT.fullmatch(Path(checkpoint).name)[1])
 
 
@@ -71,14 +71,14 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
 
 
 def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | None:
-    """Why `checkpoint` is not whole, or `None` if it is: its files have the sizes and digests of its manifest.
+    """Why `checkpoint` is not whole, or `None` if its files have the sizes and digests of its manifest.
 
-    A folder that stock TRL wrote has no manifest; it is whole if its trainer state is there, which is written last. In
-    such a folder, and in one of an earlier release, which has no digests, weights and states must have headers that
-    can be read.
+    A folder that stock TRL wrote has no manifest. It is whole if its trainer state is there, which is written last. In
+    such a folder, and in one of an earlier release without digests, weights and states must have headers that can be
+    read.
 
     Args:
-        read_contents: without, headers are looked at in the place of digests, which takes no time whatever the size.
+        read_contents: compare digests; without, only headers are read, which takes no time whatever the size.
     """
     checkpoint = Path(checkpoint)
     if not checkpoint.is_dir():
@@ -113,8 +113,9 @@ def why_incomplete(checkpoint: str | Path, read_contents: bool = True) -> str | 
 
 
 def _unreadable_file(checkpoint: Path) -> str | None:
-    """Which weights or states in `checkpoint` cannot be loaded, by their headers: `torch.save` writes ZIP archives,
-    formerly pickles.
+    """The weights or states in `checkpoint` that cannot be loaded, judged by their headers.
+
+    `torch.save` writes ZIP archives, formerly pickles.
     """
     for path in sorted(checkpoint.iterdir()):
         try:
@@ -143,12 +144,12 @@ def _find_complete(output_dir: str | Path, read_contents: bool) -> tuple[Path | 
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a run that is whole by sizes and headers; at once, whatever its size."""
+    """The newest checkpoint of a run that is whole by sizes and headers; this is fast whatever its size."""
     return _find_complete(output_dir, read_contents=False)[0]
 
 
 def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
-    """The steps of the run that `checkpoint` is the end of, or `None` where there are steps left to do."""
+    """The number of the run's steps if `checkpoint` is its end, or `None` if there are steps left to do."""
     state = read_json(Path(checkpoint) / TRAINER_STATE_NAME)
     by_epochs = args.max_steps <= 0 and (state.get("epoch") or 0.0) >= args.num_train_epochs
     return state["global_step"] if by_epochs or 0 < args.max_steps <= state["global_step"] else None
@@ -157,15 +158,15 @@ def last_step(checkpoint: str | Path, args: TrainingArguments) -> int | None:
 def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_contents: bool = True) -> str | None:
     """Turn `resume_from_checkpoint` into the folder to resume from, or `None` for a fresh start.
 
-    `True` is the newest whole checkpoint in `output_dir`, which must exist; `"auto"` the same, or a fresh start if
-    there is none; a folder must be whole.
+    `True` is the newest whole checkpoint in `output_dir`, which must exist. `"auto"` is the same, or a fresh start if
+    there is none. A folder must be whole.
 
     Args:
-        read_contents: compare the digests of files, and log which checkpoints are passed over; without, a quick and
-            silent look.
+        read_contents: compare the digests of files, and log which checkpoints are passed over; without, the check is
+            quick and silent.
 
     Raises:
-        CheckpointError: nothing to resume from, or the named folder is not whole.
+        CheckpointError: there is nothing to resume from, or the named folder is not whole.
     """
     if resume in _FRESH:
         return None
@@ -194,10 +195,10 @@ def resolve_resume(output_dir: str | Path, resume: str | bool | None, read_conte
 
 
 def hold(lock: FileLock) -> None:
-    """Create an output folder and hold it for this process; the lock ends with it, however that ends.
+    """Create an output folder and lock it for this process; the lock ends with the process, however it ends.
 
     Raises:
-        CheckpointError: it cannot be written, or another process holds it.
+        CheckpointError: the folder cannot be written, or another process holds it.
     """
     output_dir = Path(lock.lock_file).parent
     try:
@@ -218,9 +219,9 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
     """Refuse a folder that cannot be written, or that holds another run which would be overwritten.
 
     Raises:
-        CheckpointError: says what is there and what to do.
+        CheckpointError: the message names the folder's content and the remedy.
     """
-    if int(os.environ.get("RANK", 0)) == 0:  # before a model is loaded; the run takes it for good when it begins
+    if int(os.environ.get("RANK", 0)) == 0:  # before a model is loaded; the run locks the folder when it begins
         lock = FileLock(Path(output_dir) / LOCK)
         hold(lock)
         lock.release()
@@ -234,8 +235,11 @@ def check_output_dir(output_dir: str | Path, resume: str | bool | None) -> None:
 def describe_rollouts(
     args: TrainingArguments, model: Any, dataset: Any, rewards: Sequence[str], trainer: str
 ) -> dict[str, Any]:
-    """What completions were made with: base (`model` unwrapped), data, names of the rewards and of the trainer's
-    class, the cut into micro-batches, and the method's own settings."""
+    """The settings that shape completions.
+
+    They are the base (`model` unwrapped), data, names of the rewards and of the trainer's class, the division into
+    micro-batches, and the method's own settings.
+    """
     own = {item.name for item in fields(args)} - {item.name for item in fields(TrainingArguments)}
     names = {*_LAYOUT, *(name for name in own if not _BESIDE.match(name))}
     run = {name: getattr(args, name, None) for name in names} | {"processes": args.world_size, "seed": args.seed}
@@ -244,7 +248,7 @@ def describe_rollouts(
 
 
 def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
-    """What a resumed run may change and is told of: optimizer, schedule, length, adapter."""
+    """The settings that a resumed run may change, with a line in the log: optimizer, schedule, length, adapter."""
     adapter = model.peft_config[model.active_adapters[0]].to_dict() if is_peft_model(model) else {}
     return plain(
         {name: getattr(args, name, None) for name in _TRAINING}
@@ -253,7 +257,7 @@ def describe_training(args: TrainingArguments, model: Any) -> dict[str, Any]:
 
 
 def _data(dataset: Any) -> str:
-    """Rows, columns, and a digest of 64 evenly spaced rows."""
+    """Number of rows, columns, and a digest of 64 evenly spaced rows."""
     if not isinstance(dataset, Dataset):
         return type(dataset).__name__
     every = range(0, len(dataset), max(1, len(dataset) // 64))
@@ -263,25 +267,25 @@ def _data(dataset: Any) -> str:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each name that both know and that differs."""
+    """`name: old -> new` for each name that both have and whose value differs."""
     changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
     return [f"{name}: {str(before[name])[:120]} -> {str(now[name])[:120]}" for name in changed]
 
 
 def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
-    """Give what was written into `staging` the name `checkpoint`. Call when every rank has written its files."""
+    """Rename `staging` to `checkpoint` and write its manifest. Call it when every rank has written its files."""
     sizes = {}
     digests = {}
     for path in sorted(staging.rglob("*")):
         if path.is_file():
             name = path.relative_to(staging).as_posix()
-            digests[name] = digest(path)  # as long as the file is in the page cache
+            digests[name] = digest(path)  # while the file is in the page cache
             sizes[name] = path.stat().st_size
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
     write_json(staging / MANIFEST, {"format": _FORMAT, "files": sizes, "digests": digests, "run": run})
     if checkpoint.exists():
-        # Under another name first: a run killed in the middle leaves nothing that looks like a checkpoint.
+        # First rename an old folder: a run killed in the middle leaves nothing that looks like a checkpoint.
         removed = staging.with_name(f"removed-{checkpoint.name}")
         os.replace(checkpoint, removed)
         shutil.rmtree(removed, ignore_errors=True)
@@ -289,25 +293,25 @@ def commit(staging: Path, checkpoint: Path, run: dict[str, Any]) -> None:
 
 
 class WholeCheckpoints:
-    """Writes a trainer's checkpoints and finds them again. Every rank calls every method; one looks and decides.
+    """Writes a trainer's checkpoints and finds them again. Every rank calls every method; one rank reads and decides.
 
     Args:
-        args, accelerator: of the trainer.
-        describe: gives the settings of this run, [`describe_rollouts`] and [`describe_training`]; called once.
+        args, accelerator: the trainer's.
+        describe: returns the settings of this run, [`describe_rollouts`] and [`describe_training`]; called once.
     """
 
     def __init__(self, args: TrainingArguments, accelerator: Accelerator, describe: Callable[[], tuple[dict, dict]]):
         self.args = args
         self.accelerator = accelerator
         self._describe = describe
-        self.staging: Path | None = None  # where checkpoints are written, while one is
+        self.staging: Path | None = None  # the folder of a checkpoint that is being written
         self._described: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._lock = FileLock(Path(args.output_dir) / LOCK)
         self._resolved: str | None = None
 
     @property
     def run(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What shapes completions, and the other settings; empty where they cannot be described."""
+        """The settings that shape completions, and the other settings; empty if they cannot be described."""
         if self._described is None:
             self._described = ({}, {})
             with nonfatal("describing the run for its checkpoints"):
@@ -321,18 +325,18 @@ class WholeCheckpoints:
 
         def begin() -> None:
             hold(self._lock)
-            shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed while it wrote a checkpoint
+            shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed while it wrote a checkpoint
 
         on_main(begin, self.args.should_save)
         try:
             yield
         finally:
             if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)  # where writing a checkpoint has failed
+                shutil.rmtree(staging, ignore_errors=True)  # left if writing a checkpoint has failed
                 self._lock.release()
 
     def resume_from(self, resume: str | bool | None) -> str | None:
-        """The folder to resume from, see [`resolve_resume`]; says what this run sets otherwise than the checkpoint's.
+        """The folder to resume from, see [`resolve_resume`]; logs the settings that differ from the checkpoint's.
 
         Raises:
             CheckpointError: there is no whole checkpoint to resume from.
@@ -352,11 +356,11 @@ class WholeCheckpoints:
 
     @contextmanager
     def writing(self, checkpoint: Path, state: TrainerState, rollouts: dict[str, Any] | None) -> Iterator[None]:
-        """Around the trainer's own writing of `checkpoint`, which goes to `self.staging` meanwhile; older ones are
-        removed only then.
+        """Redirect the trainer's writing of `checkpoint` to `self.staging`, and name it when it is whole.
 
-        In the trainer's `state` the best checkpoint is named as it will be called. `rollouts` are this rank's unused
-        completions, as [`load_rollouts`] gives them back; `None` of a trainer that draws none.
+        Older checkpoints are removed only then. In the trainer's `state` the best checkpoint has its final name.
+        `rollouts` are this rank's unused completions, as [`load_rollouts`] returns them; `None` if the trainer draws
+        no completions.
         """
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
@@ -387,7 +391,7 @@ class WholeCheckpoints:
         self.accelerator.wait_for_everyone()
 
     def load_rollouts(self, checkpoint: str | None) -> dict[str, Any] | None:
-        """What [`writing`] kept of this rank, on its device; `None` where it cannot be used, which is said."""
+        """This rank's data from [`writing`], on its device; `None`, with a warning, if it cannot be used."""
         if checkpoint is None:
             return None
         file = _rollout_file(Path(checkpoint), self.accelerator.process_index, self.accelerator.num_processes)
@@ -398,7 +402,7 @@ class WholeCheckpoints:
         else:
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:  # whatever a damaged file is to torch and pickle
+            except Exception as error:  # a damaged file raises many kinds of error in torch and pickle
                 reason = f"{file.name} cannot be read: {type(error).__name__}"
         if state.get("buffer") is not None and (changed := differences(state.get("shape") or {}, self.run[0])):
             reason = f"they were made with other settings: {'; '.join(changed)}"

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Files and folders that exist whole or not at all."""
 
 import json
 import os
@@ -19,8 +19,9 @@ class CheckpointError(UserError):
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """A name beside `path` for the file or folder that is to be there when the block has ended; nobody sees half of
-    it.
+    """A temporary name next to `path` for a file or folder; it is renamed to `path` when the block has ended.
+
+    No reader sees half of it.
     """
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -52,7 +53,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """The mapping in a JSON file.
 
     Raises:
-        CheckpointError: there is none, for whatever reason.
+        CheckpointError: it cannot be read, for whatever reason.
     """
     path = Path(path)
     try:

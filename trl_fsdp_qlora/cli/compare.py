@@ -87,7 +87,7 @@ METHODS = {
     "dpo": Method(DPOTrainer, EfficientDPOTrainer, DPOConfig, EfficientDPOConfig, DPOScriptArguments),
     "kto": Method(KTOTrainer, KTOTrainer, KTOConfig, KTOConfig, DPOScriptArguments),
 }
-# What a run would start that a comparison does not need.
+# Side effects of a run that a comparison does not need.
 _QUIET = {
     "skip_accuracy": "true",
     "report_to": "none",
@@ -98,7 +98,7 @@ _QUIET = {
     "log_completions": "false",
     "disable_tqdm": "true",
 }
-# What would make the two trainers differ by design: (field, value, why).
+# Settings that would make the two trainers differ by design: (field, value, why).
 _LEVELLED = (
     ("token_selection", "all", "a subset of tokens is another objective, which stock TRL does not have"),
     ("dynamic_sampling", False, "it changes which prompts are trained on, which stock TRL cannot"),
@@ -109,8 +109,8 @@ _LEVELLED = (
     ("lora_dropout", 0.0, "each trainer would draw masks of its own"),
 )
 # In float32 the two add the same numbers in another order. Losses are sums of advantages that cancel to about zero on
-# new completions, so they are measured against the mean |advantage|; gradients against their norm, as the tests of the
-# trainer do. In half precision single tokens differ by hundredths of a nat from run to run.
+# new completions, so their difference is divided by the mean |advantage|. That of the gradients is divided by their
+# norm, as in the trainer's tests. In half precision single tokens differ by hundredths of a nat from run to run.
 LIMITS = {"float32": (1e-5, 1e-4), "half precision": (0.05, 0.25)}
 
 
@@ -119,7 +119,7 @@ def compare(words: list[str]) -> int:
     if {"--help", "-h"} & set(words):
         print(__doc__)
         return 0
-    warnings.simplefilter("ignore")  # libraries about each other
+    warnings.simplefilter("ignore")  # the libraries warn about each other
     terminal.no_bars_in_files()
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,7 @@ def _parsed(words: list[str], folder: str) -> tuple[Method, ScriptArguments, Any
 
 
 def _trainer_of(words: list[str], asked: str | None) -> str:
-    """Which of `METHODS` the recipe in `words` is of: the one that was `asked` for, or the one whose fields it has."""
+    """The name in `METHODS` of the recipe in `words`: the one `asked` for, or the one whose fields the recipe has."""
     takes = f"compare takes recipes of {', '.join(METHODS)}"
     if asked is not None:
         if asked not in METHODS:
@@ -190,7 +190,7 @@ def _trainer_of(words: list[str], asked: str | None) -> str:
         for name, method in METHODS.items():
             if used <= {item.name for kind in (method.script, method.config, ModelConfig) for item in fields(kind)}:
                 return name
-        command = "grpo"  # whose parser names what it does not know
+        command = "grpo"  # GRPO's parser names the unknown fields
     kind = {"TSPMOConfig": "T-SPMO", "AStarPOConfig": "A*-PO"}.get(method_of(words).__name__)
     if command not in ("rloo", "dpo") and kind is not None:
         raise UserError(f"stock TRL has no {kind} to compare with: {takes}")
@@ -213,9 +213,9 @@ class Step:
     norms: dict[str, float] = field(default_factory=dict)  # of the gradients, and of their difference
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     advantage: float = 0.0  # mean |advantage|
-    advantages_apart: float = 0.0  # largest difference, of one completion
-    tokens_fraction: float | None = None  # computed by our policy passes, of the padded tokens
-    drawn: bool = False  # advantages are from a fixed seed, since every group's rewards were all equal
+    advantages_apart: float = 0.0  # largest difference of one completion's advantage
+    tokens_fraction: float | None = None  # tokens of our policy passes over padded tokens
+    drawn: bool = False  # advantages are from a fixed seed, because the rewards of every group were all equal
 
     @property
     def apart(self) -> tuple[float, float]:
@@ -233,12 +233,12 @@ class Step:
 
 
 def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
-    """(whether both are equal within rounding, the line that says so and how much is allowed)."""
+    """(whether both are equal within rounding, a line with the result and the allowed difference)."""
     of_loss, of_gradient = LIMITS[precision]
     equal = all(
         step.apart[0] <= of_loss and step.apart[1] <= of_gradient and step.advantages_apart <= of_loss
         for step in steps
-    )  # and not where one is NaN
+    )  # NaN is not equal
     return equal, (
         f"{'equal' if equal else 'DIFFERENT'} ({precision}): losses may be {of_loss:.0e} of the mean |advantage| or "
         f"of the loss apart, gradients {of_gradient:.0e} of their norm"
@@ -246,16 +246,16 @@ def verdict(steps: list[Step], precision: str) -> tuple[bool, str]:
 
 
 class _Ready(TrainerCallback, Exception):
-    """Raises itself where a trainer's first step would begin."""
+    """Raises itself at the point where a trainer's first step would begin."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         raise self
 
 
 def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) -> dict[str, Any]:
-    """Both trainers with weights of their own, as `train` makes them ready for a first step."""
+    """Both trainers with weights of their own, prepared by `train` for a first step."""
     stock_config = copy.deepcopy(config)
-    stock_config.__class__ = method.stock_config  # what it holds beside TRL's fields is not read there
+    stock_config.__class__ = method.stock_config  # stock TRL reads none of the fields beside TRL's own
     is_online = method.script is ScriptArguments
     if is_online:
         ours = build_trainer(method.ours, script, config, model, train)
@@ -282,12 +282,12 @@ def _trainers(method: Method, script: Any, config: Any, model: Any, train: Any) 
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
         trainer.model.train()
         for draw in draws(trainer.model):
-            setattr(draw.module, draw.attribute, 0.0)  # each would draw masks of its own
+            setattr(draw.module, draw.attribute, 0.0)  # each trainer would draw masks of its own
     return {STOCK: stock, OURS: ours}
 
 
 def _once(function: Callable) -> Callable:
-    """`function` at its first call, and copies of what it then returned at all others."""
+    """Call `function` once; every further call returns a copy of the first result."""
     results = []
 
     def call(*args, **kwargs):
@@ -298,7 +298,7 @@ def _once(function: Callable) -> Callable:
 
 
 def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
-    """A step that warms up, then `steps` more: both trainers begin each with the same weights; ours makes the step."""
+    """A step that warms up, then `steps` more. Both trainers begin each step with the same weights; ours updates."""
     ours = trainers[OURS]
     args = ours.args
     endless = itertools.chain.from_iterable(itertools.repeat(ours.get_train_dataloader()))
@@ -311,7 +311,7 @@ def _steps(trainers: dict[str, Any], steps: int) -> Iterator[Step]:
                 weight.copy_(weights[name])
         order = [STOCK, OURS] if i % 2 else [OURS, STOCK]
         if is_online:
-            # The sampler gives the prompts of a generation batch once for every time that it is used.
+            # The sampler yields the prompts of a generation batch once for every time that the batch is used.
             rows, *_ = itertools.islice(endless, args.steps_per_generation * args.num_iterations)
             parts = _completions(trainers, rows, step, order)
         else:
@@ -350,7 +350,7 @@ def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[s
             scored[who] = trainers[who]._generate_and_score_completions(copy.deepcopy(rows))
     advantages = {who: batch["advantages"] for who, batch in scored.items()}
     step.advantages_apart = (advantages[OURS] - advantages[STOCK]).abs().max().item()
-    if not any(values.any() for values in advantages.values()):  # both policy gradients would be zero
+    if not any(values.any() for values in advantages.values()):  # otherwise both policy gradients would be zero
         step.drawn = True
         fixed = torch.randn(advantages[STOCK].shape, generator=torch.Generator().manual_seed(0))
         for who, values in advantages.items():
@@ -365,7 +365,7 @@ def _completions(trainers: dict[str, Any], rows: list, step: Step, order: list[s
 
 @contextlib.contextmanager
 def _timed(trainer: Any, step: Step, who: str, phase: str) -> Iterator[None]:
-    """Seconds of what `trainer` does inside, into `step`."""
+    """Add the seconds of `trainer` inside the block to `step`."""
     wait = torch.cuda.synchronize if trainer.accelerator.device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()

@@ -7,8 +7,8 @@ adapter, the tokenizer, the data and the rewards; then it rehearses one step wit
 needed and no weight is loaded. The exit status is 1 where there is an error.
 """
 
-# The checks of a run are those that it makes itself (`recipe/checks.py`, `fsdp2_qlora/launch_checks.py`,
-# `vllm/sync_choice.py`), each by itself, so that one finding does not hide the next.
+# The checks of a run are the run's own (`recipe/checks.py`, `fsdp2_qlora/launch_checks.py`, `vllm/sync_choice.py`).
+# Each is called by itself, so that one finding does not hide the next.
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ LEVELS = ("error", "warning", "ok")
 
 
 class Finding(NamedTuple):
-    """`level` is one of [`LEVELS`]; `text` has the value, the reason and what to change."""
+    """A result of a check: `level` is one of [`LEVELS`]; `text` has the value, the reason and the line to change."""
 
     level: str
     check: str
@@ -43,19 +43,19 @@ class Finding(NamedTuple):
 
 
 def doctor(words: list[str]) -> int:
-    """Print the findings, worst first; returns 1 where one is an error."""
+    """Print the findings, worst first; returns 1 if one is an error."""
     if {"--help", "-h"} & set(words):
         print(__doc__)
         return 0
-    warnings.simplefilter("ignore")  # libraries about each other: the findings are what is asked for
+    warnings.simplefilter("ignore")  # the libraries warn about each other, which is no finding
     found: list[Finding] = []
     try:
         launcher, rest = take([word for word in words if word != "--json"], LAUNCHER)
         rest = with_recipe(rest)
-        with contextlib.redirect_stdout(sys.stderr):  # what libraries log when they are imported is no finding
+        with contextlib.redirect_stdout(sys.stderr):  # messages that libraries log on import are no findings
             found += machine()
             found += run(launcher, rest) if rest else ()
-    except ImportError as error:  # a stack that the package refuses: what was found of it says why
+    except ImportError as error:  # the package refuses the installed versions: the findings so far have the reason
         found.append(Finding("error", "imports", str(error)))
     found = [Finding(level, check, " ".join(text.split())) for level, check, text in found]
     found.sort(key=lambda finding: LEVELS.index(finding.level))
@@ -72,7 +72,7 @@ def doctor(words: list[str]) -> int:
 
 
 def machine() -> Iterator[Finding]:
-    """What can be found without a recipe."""
+    """Findings that need no recipe."""
     import torch
 
     from ..publishing.card import software
@@ -89,7 +89,7 @@ def machine() -> Iterator[Finding]:
     if find_spec("bitsandbytes") is not None:
         try:
             import bitsandbytes  # noqa: F401
-        except Exception as error:  # whatever its native library raises, a run with a 4-bit base would end in it
+        except Exception as error:  # whatever its native library raises would also end a run with a 4-bit base
             yield Finding("error", "bitsandbytes", f"cannot be imported: {type(error).__name__}: {error}")
     if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < 2**30:  # a container's default is 64 MiB
         reason = "less than 1 GiB is free, and NCCL and data loaders use it: docker run --shm-size=8g"
@@ -97,9 +97,10 @@ def machine() -> Iterator[Finding]:
 
 
 def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str, tuple]]) -> Iterator[Finding]:
-    """The build of torch (its version, and that of CUDA; `None` for a CPU's) against an NVIDIA driver that is
-    installed and the `(name, compute capability)` of each GPU that torch sees; GPUs against bfloat16, TRL's
-    default.
+    """Compare torch's build with an NVIDIA driver and the GPUs that torch sees.
+
+    `build` is torch's version, `cuda` its CUDA version (`None` for a CPU build), `driver` whether a driver is
+    installed, and `gpus` the `(name, compute capability)` of each GPU. GPUs are compared with bfloat16, TRL's default.
     """
     if driver and cuda is None:
         reason = f"torch {build} is a build for CPUs beside an NVIDIA driver, and every run is on the CPU"
@@ -127,7 +128,7 @@ def devices(build: str, cuda: str | None, driver: bool, gpus: Sequence[tuple[str
 
 
 def allocator(setting: str) -> Finding:
-    """What torch's allocator on a GPU was told by the environment."""
+    """The setting of torch's GPU allocator in the environment."""
     if "expandable_segments:True" in setting:
         return Finding("ok", "allocator", f"PYTORCH_ALLOC_CONF={setting}")
     reason = "batches differ in length, and torch's allocator keeps blocks of every size that it was asked for"
@@ -139,7 +140,7 @@ def allocator(setting: str) -> Finding:
 
 
 def launch_of(path: Path, processes: int | None) -> dict[str, str]:
-    """The environment that accelerate makes of its config at `path` for each process, as far as checks read it."""
+    """The environment that accelerate makes of its config at `path` for each process, limited to the checked keys."""
     from ..recipe.arguments import read_yaml
 
     config = read_yaml(path, "--accelerate_config")
@@ -155,7 +156,7 @@ def launch_of(path: Path, processes: int | None) -> dict[str, str]:
 
 
 def run(launcher: dict[str, str], rest: list[str]) -> Iterator[Finding]:
-    """Every finding on the recipe and the fields in `rest`, launched as `launcher` says."""
+    """Every finding on the recipe and the fields in `rest`, with `launcher` as the launch's environment."""
     from accelerate.utils import patch_environment
     from transformers.utils import logging
 
@@ -196,7 +197,7 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
     types = (ScriptArguments, method_of(rest), ModelConfig)
     words = list(rest)
     if processes > 1:
-        # This one is the only one here, and whole groups are counted over as many times the accumulation.
+        # Here this process is the only one, so whole groups are counted over more accumulation in place of ranks.
         names = ("--steps_per_generation", "--gradient_accumulation_steps")
         given = {f"--{name}": value for name, value in (read_yaml(path) if path else {}).items()}
         given |= take(rest, names)[0]
@@ -216,7 +217,7 @@ def _parsed(rest: Sequence[str], processes: int) -> tuple[Any, Any, Any, list[Fi
 
 
 def _refused(check: str, ask: Callable, *words: Any) -> Iterator[Finding]:
-    """What `ask` refuses, as a finding."""
+    """The error that `ask` raises, as a finding."""
     try:
         ask(*words)
     except UserError as error:
@@ -238,8 +239,8 @@ def _of_launch(config: Any, model: Any, launch: dict[str, str]) -> Iterator[Find
     if launch["WORLD_SIZE"] != "1" and config.device.type == "cpu" and not config.use_cpu:
         reason = f"{launch['WORLD_SIZE']} processes on this machine's CPU would each take themselves for the only one"
         yield Finding("error", "launch", f"{reason}: set use_cpu: true")
-    # An adapter is gathered whatever the type; of other weights transformers' `save_model` writes a full state dict
-    # alone.
+    # An adapter is gathered whatever the type. Of other weights transformers' `save_model` writes a full state dict
+    # only.
     default = "SHARDED_STATE_DICT" if launch.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
     kind = launch.get("FSDP_STATE_DICT_TYPE", default)
     if is_fsdp_launch() and adapter is None and "FULL" not in kind:
@@ -263,10 +264,10 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
 
     yield from _refused("training", checks.check_training, config, model)
     yield from _refused("rewards", checks.check_script, script)
-    if config.output_dir and Path(config.output_dir).exists():  # the check makes a folder where there is none
+    if config.output_dir and Path(config.output_dir).exists():  # the check would create a missing folder
         yield from _refused("output_dir", check_output_dir, config.output_dir, config.resume_from_checkpoint)
     low = low_adapter_rate(config.learning_rate) if config.learning_rate > 0 else None
-    if model.use_peft and not config.use_vllm and low is not None:  # with vLLM it is among its warnings
+    if model.use_peft and not config.use_vllm and low is not None:  # with vLLM the line is among vLLM's warnings
         yield Finding("warning", "learning rate", low)
     if not model.use_peft and config.learning_rate > 1e-4:
         reason = (
@@ -286,7 +287,7 @@ def _of_recipe(script: Any, config: Any, model: Any) -> Iterator[Finding]:
 
 
 def _of_data(script: Any, config: Any) -> tuple[Any, list[Finding]]:
-    """The data that is trained on (`None` where it cannot be loaded), and what is found of it and of the rewards."""
+    """The training data (`None` if it cannot be loaded), and the findings on the data and the rewards."""
     from ..recipe.problems import load_data
     from ..recipe.runner import reward_functions
     from ..run.input_checks import check_dataset
@@ -303,27 +304,27 @@ def _of_data(script: Any, config: Any) -> tuple[Any, list[Finding]]:
         findings += constant_rewards(rewards, train.select(range(min(8, len(train)))))
     except UserError as error:
         findings.append(Finding("error", "data", str(error)))
-    except Exception as error:  # of a function of the user's own, which training would end in
+    except Exception as error:  # a user's own function raised it, and training would end in it
         reason = f"a reward failed on the first prompts: {type(error).__name__}: {error}"
         findings.append(Finding("error", "rewards", reason))
     return train, findings
 
 
 def _rehearsed(script: Any, config: Any, model: Any, train: Any) -> Finding:
-    """How one step of the run goes with a small random model."""
+    """The result of one step of the run with a small random model."""
     from . import rehearsal
 
     try:
         with rehearsal.silence():
             ran = rehearsal.one_step(script, config, model, train)
         return Finding("ok", "rehearsal", ran)
-    except Exception as error:  # whatever it is, training would end in it
+    except Exception as error:  # training would end in any error of this step
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return Finding("error", "rehearsal", f"a step of training ends in {reason[:600]}")
 
 
 def constant_rewards(rewards: Sequence[Callable], rows: Any) -> Iterator[Finding]:
-    """Rewards that give every text the same on `rows` of the data, the right answer in each known place among them."""
+    """Rewards that score all texts alike on `rows` of the data, the right answer in each known format among them."""
     frames = ("so #### {}", "<reasoning>so</reasoning><answer>{}</answer>", "\\boxed{{{}}}", "{}")
     frames += ("", "I do not know.", "#### 123456789")
     for reward in rewards:

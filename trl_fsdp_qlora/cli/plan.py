@@ -10,7 +10,7 @@ from .scripts import method_of, with_recipe
 
 
 def _parser() -> OneLineParser:
-    """Of the command's own options; every other `--field value` is a field of the recipe."""
+    """The parser of the command's own options; every other `--field value` is a field of the recipe."""
     found = OneLineParser(
         prog="trl-fsdp-qlora plan",
         description="Bytes of each phase of a run, and whether it fits; needs no weights and no GPU.",
@@ -31,14 +31,14 @@ def _parser() -> OneLineParser:
 
 
 def plan(words: Sequence[str]) -> int:
-    """Print a recipe's plan; exit status 0 where it fits, 1 where it does not."""
+    """Print a recipe's plan; exit status 0 if it fits, 1 if it does not."""
     own, rest = _parser().parse_known_args(words if {"-h", "--help"}.isdisjoint(words) else ["-h"])
     check_processes(own.num_processes)
     rest = with_recipe(rest)
     if not rest:
         raise UserError("plan needs a recipe: --config FILE.yaml")
-    # On fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there. Nothing is written that could
-    # be half.
+    # A callback may raise a KeyboardInterrupt on fake tensors, which loses it. Ending at once leaves no half-written
+    # file, because nothing is written.
     stop_at_once()
     try:
         from .. import EfficientDPOConfig, EfficientRLOOConfig
@@ -80,7 +80,7 @@ def plan(words: Sequence[str]) -> int:
 
 
 def _solve(made) -> dict:
-    """What is the most that fits, for this run and for how groups can be computed."""
+    """The most that fits, for this run and for the ways to compute groups."""
     from ..planning import plan as planning
 
     settings = made.settings

@@ -1,7 +1,7 @@
-"""`trl-fsdp-qlora recipes`: which there are, on which hardware, whether they were run; and a copy of one to edit.
-`config`: accelerate's.
+"""`trl-fsdp-qlora recipes`: lists all recipes with their hardware and whether they were run, and copies one to edit.
 
-Recipes are YAML files under `<model>/<method>/config_<name>.yaml`, whose head says what to expect of them.
+The command `config` does the same for accelerate's configs. Recipes are YAML files under
+`<model>/<method>/config_<name>.yaml`, whose head has the results to expect.
 """
 
 import re
@@ -21,7 +21,7 @@ run: whether it ran here as it stands, shortened, or never; `recipes NAME` print
 
 
 class Recipe(NamedTuple):
-    """A YAML file of this package, and what its head says of it."""
+    """A YAML file of this package, and the facts in its head."""
 
     name: str
     path: Path
@@ -55,7 +55,7 @@ def all_recipes() -> list[Recipe]:
 
 
 def recipe_name(text: str) -> str:
-    """`small-base/grpo/quickstart` of any way to write it: with `recipes/`, `config_` and `.yaml`, or without."""
+    """`small-base/grpo/quickstart` for any spelling: with `recipes/`, `config_` and `.yaml`, or without."""
     text = text.removeprefix("./").removeprefix("recipes/").removesuffix(".yaml")
     folder, slash, file = text.rpartition("/")
     return f"{folder}{slash}{file.removeprefix('config_')}"
@@ -65,13 +65,13 @@ def find(text: str) -> Recipe:
     """The recipe called `text`.
 
     Raises:
-        UserError: there is none; names the one that is called nearly so.
+        UserError: there is none; the message has the nearest name.
     """
     known = {recipe.name: recipe for recipe in all_recipes()}
     wanted = recipe_name(text)
     if wanted in known:
         return known[wanted]
-    # Somebody who gives the end of a name knows which one it is.
+    # A user who types only the end of a name means the recipe with that end.
     ending = [name for name in known if name.endswith(f"/{wanted}")]
     hint = did_you_mean(ending[0] if ending else wanted, known, 0.5)
     raise UserError(f"there is no recipe {text!r}{hint}; `trl-fsdp-qlora recipes` lists them")

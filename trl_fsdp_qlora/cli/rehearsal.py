@@ -1,10 +1,9 @@
 """A rehearsal of a run: one training step of a small random model with the run's own arguments, data and rewards.
 
-What the libraries refuse only when a step reaches it (an unknown loss, a temperature of zero, a weight too many, a
-reward that returns texts) is found in seconds, before a weight of the real model is loaded. Whatever costs time or
-leaves something behind is
-small or off: layers, widths, completions, the batch; checkpoints, uploads, vLLM. A tracker is imported and built,
-    never started.
+Some errors come from the libraries only when a step reaches them (an unknown loss, a temperature of zero, a weight too
+many, a reward that returns texts). A rehearsal finds them in seconds, before a weight of the real model is loaded.
+Everything that costs time or leaves something behind is small or off: layers, widths, completions, the batch;
+checkpoints, uploads, vLLM. A tracker is imported and built, never started.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from ..recipe.arguments import ScriptArguments
 from ..recipe.checks import read_config
 from ..recipe.runner import build_trainer, load_processing
 
-# Sizes of a language model by the names of their fields, where a config has them.
+# Sizes of a language model by the names of their fields, if a config has them.
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
@@ -41,7 +40,7 @@ _SMALL = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_n_heads": 8, "mamba_num_heads": 8,
     "mamba_d_head": 16, "mamba_head_dim": 16,
 }  # fmt: skip
-_ROWS = 64  # of the data: enough for a batch, and for prompts drawn in the place of others
+_ROWS = 64  # rows of the data: enough for a batch, and for prompts drawn in place of others
 
 
 def shrunken(config: PretrainedConfig) -> PretrainedConfig:
@@ -64,7 +63,7 @@ def shrunken(config: PretrainedConfig) -> PretrainedConfig:
             for field, value in list(vars(part).items()):
                 if field in ("depth", "num_hidden_layers"):
                     setattr(part, field, 2)
-                elif field.endswith("_indexes") and isinstance(value, list):  # of layers that do something more
+                elif field.endswith("_indexes") and isinstance(value, list):  # of layers with an extra function
                     setattr(part, field, [0] if value else [])
                 elif field == "out_hidden_size":
                     setattr(part, field, text.hidden_size)
@@ -74,9 +73,9 @@ def shrunken(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def small_model(config: PretrainedConfig) -> tuple[nn.Module, bool]:
-    """A random model of the class of `config`, and whether it is; a small Qwen2 where that class cannot be made small.
+    """A random model of the class of `config`, and `True`; a small Qwen2 and `False` if that class cannot be shrunk.
 
-    A forward shows that it can, so that an error of the rehearsal is one of the run's own arguments.
+    One forward tests the small model, so that an error of the rehearsal is one of the run's own arguments.
     """
     try:
         small = shrunken(config)
@@ -92,15 +91,16 @@ def small_model(config: PretrainedConfig) -> tuple[nn.Module, bool]:
 
 
 def check_trackers(names: list[str]) -> None:
-    """Build the callback of each tracker in `report_to`; it imports its package, and connects only when training
-    begins.
+    """Build the callback of each tracker in `report_to`.
+
+    The callback imports the tracker's package, and connects only when training begins.
     """
     for callback in get_reporting_integration_callbacks(names):
         callback()
 
 
 def one_step(script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset) -> str:
-    """Train one step as the run of these arguments would; returns what ran. Raises whatever the run would."""
+    """Train one step like a run with these arguments; returns a line on it. Raises every error of such a run."""
     check_trackers(config.report_to)
     started = time.perf_counter()
     images = "images" in train.column_names
@@ -110,7 +110,7 @@ def one_step(script: ScriptArguments, config: Any, model: ModelConfig, train: Da
         return f"no step: {type(full).__name__} could not be made small, and its data has images"
     with tempfile.TemporaryDirectory() as folder:
         base = str(Path(folder, "base"))
-        with contextlib.suppress(OSError):  # a model without settings of its own
+        with contextlib.suppress(OSError):  # the model has no generation settings of its own
             small.generation_config = GenerationConfig.from_pretrained(model.model_name_or_path)
         small.save_pretrained(base)
         load_processing(model.model_name_or_path, model.model_revision, images).save_pretrained(base)
@@ -132,7 +132,7 @@ def one_step(script: ScriptArguments, config: Any, model: ModelConfig, train: Da
 
 
 def _of_one_step(config: Any, folder: str) -> Any:
-    """`config` for one step on one group, in one process, that leaves nothing outside of `folder`."""
+    """`config` for one step on one group, in one process, that writes only inside `folder`."""
     config = copy.copy(config)
     # A method without groups has one completion per prompt.
     config.per_device_train_batch_size = config.num_generations if config.num_generations > 1 else 4
@@ -156,7 +156,7 @@ def _of_one_step(config: Any, folder: str) -> Any:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """What a run prints and logs is no finding."""
+    """Hide the output and the log of a run, which are no findings."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         logging.disable(logging.CRITICAL)
         try:

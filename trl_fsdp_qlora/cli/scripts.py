@@ -1,6 +1,4 @@
-"""The scripts in recipes/ as commands: launched by accelerate where they run in several processes, called
-otherwise.
-"""
+"""The scripts in recipes/ as commands: accelerate launches those that run in several processes, others are called."""
 
 import functools
 import runpy
@@ -15,7 +13,7 @@ from ..run.one_line import take
 from ..run.shipped import accelerate_config, shipped
 from .recipes import find
 
-# Of `accelerate launch`, those that no script has; everything else is the script's.
+# Options of `accelerate launch` that no script has; everything else is the script's.
 LAUNCHER = (
     "--accelerate_config", "--config_file", "--gpu_ids", "--machine_rank", "--main_process_ip", "--main_process_port",
     "--max_restarts", "--num_cpu_threads_per_process", "--num_machines", "--num_processes",
@@ -31,7 +29,7 @@ def _called(name: str, words: list[str]) -> int:
 
 
 def _launched(name: str, words: list[str]) -> int:
-    """Run the script `name` as `accelerate launch` does, in as many processes as are asked for."""
+    """Run the script `name` like `accelerate launch`, in the requested number of processes."""
     if {"--help", "-h"} & set(words):
         print(f"Of the launcher: {', '.join(LAUNCHER)}. Of the script, in a YAML (--config FILE) or here:\n")
         return _called(name, ["--help"])
@@ -44,10 +42,10 @@ def _launched(name: str, words: list[str]) -> int:
 
 
 def with_recipe(words: list[str]) -> list[str]:
-    """`words` with the path of a recipe of this package where `--config` names one.
+    """`words`, with the path of one of this package's recipes if `--config` names one.
 
     Raises:
-        UserError: it names neither a file nor a recipe.
+        UserError: `--config` names neither a file nor a recipe.
     """
     taken, rest = take(words, ("--config",))
     given = taken.get("--config")
@@ -61,11 +59,10 @@ def with_recipe(words: list[str]) -> list[str]:
 
 
 def method_of(words: Sequence[str], more: Mapping[type, type] | None = None) -> type:
-    """The config class that has every field which is used in `words`, or in the recipe that they name; GRPO's where
-    none has.
+    """The config class that has every field in `words`, or in the recipe that they name; GRPO's if no class has.
 
     Args:
-        more: classes next to those of GRPO, T-SPMO and A*-PO, and what the script of each takes besides.
+        more: classes next to those of GRPO, T-SPMO and A*-PO, and the further arguments of each one's script.
     """
     from trl import ModelConfig
 
@@ -84,14 +81,12 @@ def method_of(words: Sequence[str], more: Mapping[type, type] | None = None) -> 
 
 
 def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:
-    """What tells accelerate its config: the one that was `given` by name or path, the user's own, or one that fits
-    here.
-    """
+    """The flags with accelerate's config: `given` by name or path, the user's own, or one that fits this machine."""
     if given is not None:
         return ["--config_file", given if Path(given).is_file() else str(accelerate_config(given))]
     from accelerate.commands.config.config_args import default_config_file
 
-    if Path(default_config_file).is_file():  # of `accelerate config`
+    if Path(default_config_file).is_file():  # written by `accelerate config`
         return []
     name, processes = default_config(launcher.get("--num_processes"))
     launcher.setdefault("--num_processes", str(processes))
@@ -101,7 +96,7 @@ def _config_flags(given: str | None, launcher: dict[str, str]) -> list[str]:
 
 
 def default_config(asked: str | None) -> tuple[str, int]:
-    """(name, processes) of the accelerate config for what is here: every GPU, or the CPU.
+    """(name, processes) of the accelerate config for this machine: every GPU, or the CPU.
 
     Args:
         asked: `--num_processes`.

@@ -1,1 +1,1 @@
-"""Problems, their answers and what grades them: files, the Hub, generators without end, preference pairs."""
+"""Problems, their answers and their grading: files, the Hub, generators without end, preference pairs."""

@@ -1,4 +1,4 @@
-"""Answers: what a completion gives as its final one, what a dataset holds as the right one, and whether they agree.
+"""Answers: the final answer of a completion, the right answer of a dataset, and whether the two agree.
 
 Every function takes time linear in its text, whatever a model writes; texts, digits and exponents are bounded, and
 LaTeX is compared by math-verify in another process with a deadline ([`trl_fsdp_qlora.data.math_worker`]).
@@ -23,14 +23,14 @@ logger = logging.get_logger(__name__)
 Completion = str | list[dict[str, Any]]
 
 ANSWER_FORMATS = ("auto", "hash", "tags", "boxed", "last_number", "first_line", "verl")
-MAX_TEXT = 100_000  # characters at the end of a completion in which its answer is looked for
-MAX_LATEX = 2_000  # characters of an expression that math-verify is asked about
-MAX_DIGITS = 1_000  # of a number; more, or an exponent beyond it, is no answer
+MAX_TEXT = 100_000  # characters at the end of a completion that are searched for its answer
+MAX_LATEX = 2_000  # characters of an expression that math-verify is given
+MAX_DIGITS = 1_000  # of a number; a number with more digits, or a larger exponent, is no answer
 INSTALL_MATH = "pip install 'trl-fsdp-qlora[math]'"
 
-# A number is taken as far as it goes and never given up for a shorter one ((?>…)), and blanks within it are few: a
-# pattern that may divide a run of blanks or digits in every way takes minutes for one completion. What was taken may
-# still be none, as `1.2.3`, `3,14,1` or 05/06/2024; `_value` says.
+# A number is matched as far as it goes, and never given up for a shorter one ((?>…)), with few blanks within it. A
+# pattern that can divide a run of blanks or digits in every way takes minutes for one completion. The match may still
+# be no number (`1.2.3`, `3,14,1` or 05/06/2024); `_value` decides.
 _DIGITS = r"(?>\.?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?)"
 NUMBER = re.compile(
     rf"(?<![\w.])(?:(?P<sign>[-+\u2212])\s{{0,4}})?(?:[$€£]\s{{0,4}})?(?P<digits>{_DIGITS})"
@@ -43,7 +43,7 @@ _LATEX = re.compile(r"[\\^]")
 
 
 class DatasetError(UserError):
-    """A dataset that cannot be used as it is; the message says which row, and what to change."""
+    """A dataset that cannot be used as it is; the message has the row and the remedy."""
 
 
 class UnparsableGoldAnswer(DatasetError):
@@ -51,7 +51,7 @@ class UnparsableGoldAnswer(DatasetError):
 
 
 def completion_text(completion: Completion) -> str:
-    """The assistant's text of a plain or conversational completion; of content in parts, their texts."""
+    """The assistant's text of a plain or conversational completion; for content in parts, their texts."""
     if isinstance(completion, str):
         return completion
     texts = []
@@ -63,8 +63,9 @@ def completion_text(completion: Completion) -> str:
 
 
 def _value(match: re.Match) -> Fraction | None:
-    """Of a [`NUMBER`]; `None` for a division by zero, a chain of divisions (a date), and what is too long to be
-    meant.
+    """The value of a match of [`NUMBER`].
+
+    It is `None` for a division by zero, a chain of divisions (a date), and a number too long to be meant.
     """
     values = []
     for digits in [match["digits"], *match["below"].split("/")[1:]][:3]:
@@ -88,12 +89,12 @@ def _is_binary_minus(text: str, position: int) -> bool:
 
 
 def parse_number(text: str | int | float) -> Fraction | None:
-    """The one number that `text` consists of, or `None` where it is not one number and nothing else but a unit.
+    """The number that `text` consists of, or `None` if it is anything but one number and a unit.
 
     `"5.0"` -> 5, `"$1,234"` -> 1234, `"3/4"` -> 3/4, `"1e3"` -> 1000, `"12 apples"` -> 12, `"no answer"` -> None,
     `"1 or 2"` -> None, `"1/0"` -> None, `"1/2/3"` -> None.
     """
-    if isinstance(text, numbers.Integral):  # of numpy, too
+    if isinstance(text, numbers.Integral):  # numpy's integers, too
         return Fraction(int(text)) if abs(text) < 10**MAX_DIGITS else None
     if isinstance(text, numbers.Real):
         return Fraction(str(float(text))) if math.isfinite(text) else None
@@ -103,17 +104,16 @@ def parse_number(text: str | int | float) -> Fraction | None:
 
 
 def extract_answer(text: str, answer_format: str = "auto") -> str | None:
-    """What a completion gives as its final answer, as text; `None` where it gives none.
+    """The final answer of a completion, as text; `None` if it has none.
 
     Args:
-        text: the completion; the answer is looked for in its last 100,000 characters.
+        text: the completion; its last 100,000 characters are searched for the answer.
         answer_format: `"hash"`: after the last `####`; `"tags"`: inside the last `<answer>` element; `"boxed"`: inside
             the last `\\boxed{}`; `"last_number"`: the last number of the text; `"auto"`: the first of these that is
-            there; `"first_line"`: the first line that is not empty; `"verl"`: what verl's scorer of GSM8K takes for
-            right where it
-            is right: the whole number behind the last `#### ` among the last 300 characters. verl compares texts,
-            without commas, where [`answers_match`] compares values, so what is not written as a whole number (`18.`,
-            `18.0`) is no answer here.
+            there; `"first_line"`: the first line that is not empty; `"verl"`: the whole number after the last `#### `
+            among the last 300 characters, which verl's scorer of GSM8K takes for the answer. verl compares texts
+            without commas, and [`answers_match`] compares values. A number that is not written as a whole number
+            (`18.`, `18.0`) is therefore no answer under `"verl"`.
 
     Raises:
         UserError: unknown `answer_format`.
@@ -156,9 +156,9 @@ def _last_boxed(text: str) -> str | None:
 
 
 def required_answer(text: str, answer_format: str = "auto") -> str | None:
-    """[`extract_answer`] without its last resort: under `"auto"` an answer stands after `####`, in tags or in a box.
+    """[`extract_answer`] without its last resort: under `"auto"` an answer is after `####`, in tags or in a box.
 
-    `"last_number"` requires no format, so any last number is one.
+    `"last_number"` requires no format, so any last number is an answer.
     """
     if answer_format != "auto":
         return extract_answer(text, answer_format)
@@ -167,12 +167,12 @@ def required_answer(text: str, answer_format: str = "auto") -> str | None:
 
 
 def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
-    """A gold answer as an exact number, or as LaTeX where `math-verify` reads it.
+    """A gold answer as an exact number, or as LaTeX if `math-verify` can read it.
 
     GSM8K's own `... #### 42` is understood.
 
     Raises:
-        UnparsableGoldAnswer: neither; the message names the row.
+        UnparsableGoldAnswer: it is neither; the message names the row.
     """
     text = extract_answer(answer, "hash") or "" if isinstance(answer, str) and "####" in answer else answer
     number = parse_number(text) if isinstance(text, (str, numbers.Real)) else None
@@ -192,7 +192,8 @@ def parse_gold(answer: str | int | float, row: int | str) -> Fraction | str:
 def answers_match(given: str | None, gold: Fraction | str | Callable[[str | None], bool]) -> bool:
     """Whether the text `given` has the value `gold` (see [`parse_gold`]); numbers are compared exactly.
 
-    LaTeX is compared by math-verify; what it cannot decide within its deadline does not match. A function says itself.
+    LaTeX is compared by math-verify; an answer that it cannot decide within its deadline does not match. A function as
+    `gold` decides itself.
     """
     if callable(gold):
         return gold(given)
@@ -211,12 +212,12 @@ def answers_match(given: str | None, gold: Fraction | str | Callable[[str | None
 
 
 def _is_latex(text: str) -> bool:
-    # Only what looks like a formula: math-verify also finds numbers in plain sentences, which would accept any gold.
+    # Only texts that look like a formula: math-verify also finds numbers in plain sentences, so any gold would do.
     return len(text) <= MAX_LATEX and _LATEX.search(text) is not None
 
 
-# The completions of a group often give the same answer, and every one has the same gold; what took too long once is
-# not asked again.
+# The completions of a group often have the same answer, and all have the same gold. An answer that took too long once
+# is not sent again.
 @functools.lru_cache(maxsize=16_384)
 def _parses(text: str) -> bool:
     return bool(math_worker.ask(f"${text}$"))

@@ -1,5 +1,6 @@
-"""Problems with one exact answer, from a file, the Hub or a function of one's own, as TRL wants them; and those of a
-recipe.
+"""Problems with one exact answer in TRL's format, and the problems of a recipe.
+
+They come from a file, the Hub or a user's own function.
 """
 
 import hashlib
@@ -20,16 +21,17 @@ from ..small_base.text import TASKS, two_digit_pairs
 from . import reasoning_gym
 from .answers import DatasetError, UnparsableGoldAnswer, parse_gold
 
-# (columns of the question, column of the right answer): SVAMP, GSM8K, and the plain one of one's own files.
+# (columns of the question, column of the right answer): SVAMP, GSM8K, and a user's own plain files.
 COLUMNS = ((("Body", "Question"), "Answer"), (("question",), "answer"), (("problem",), "answer"))
-# Suffix of a file -> what `datasets` reads it with, and how.
+# Suffix of a file -> the builder that `datasets` reads it with, and its options.
 _READERS = {".jsonl": ("json", {}), ".json": ("json", {}), ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
 _READERS |= {".parquet": ("parquet", {})}
 
 
 def has_splits(source: str) -> bool:
-    """Whether `source` has parts to choose among: a file, one saved `Dataset` and a function without `split` have
-    not.
+    """Whether `source` has splits to choose among.
+
+    A file, a saved `Dataset` and a function without a parameter `split` have none.
     """
     if is_import_path(source) and not reasoning_gym.is_generated(source):
         return "split" in inspect.signature(load_function(source)).parameters
@@ -38,13 +40,13 @@ def has_splits(source: str) -> bool:
 
 
 def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
-    """The rows of [`read_problems`]'s `source` as they are."""
+    """The unchanged rows of [`read_problems`]'s `source`."""
     if source in TASKS:
         task = TASKS[source]
         pairs = two_digit_pairs()[split == "test"]
         return [{"problem": task.question(a, b), "answer": task.value(a, b)} for a, b in pairs]
     if source == "coloured_shapes":
-        from ..small_base.vision import coloured_shapes  # with Pillow, which text does without
+        from ..small_base.vision import coloured_shapes  # needs Pillow, which text does not
 
         return coloured_shapes(split)
     if is_import_path(source):
@@ -68,8 +70,9 @@ def _rows(source: str, split: str, config: str | None) -> Iterable[dict]:
 
 
 def read_images(row: dict, source: str, where: str) -> list[dict]:
-    """The pictures of a row as `{"bytes": ..., "path": None}`, read to their end; [`DatasetError`] names the row of a
-    broken one.
+    """Read the pictures of a row to their end, as `{"bytes": ..., "path": None}`.
+
+    If a picture is broken, the [`DatasetError`] names its row.
     """
     from PIL import Image as PILImage
 
@@ -81,7 +84,7 @@ def read_images(row: dict, source: str, where: str) -> list[dict]:
             if isinstance(one, dict):
                 data = one.get("bytes") or (Path(source).parent / one["path"]).read_bytes()
                 PILImage.open(io.BytesIO(data)).load()
-            else:  # of Pillow
+            else:  # a picture of Pillow
                 file = io.BytesIO()
                 one.save(file, "PNG")
                 data = file.getvalue()
@@ -99,28 +102,28 @@ def read_problems(
     answer_column: str | None = None,
     whole_rows: bool = False,
 ) -> list[dict[str, Any]]:
-    """Questions and gold answers of a dataset, each checked to be parsable.
+    """Read questions and gold answers of a dataset, and check that each can be parsed.
 
     Args:
         source: as the field `dataset` of a recipe; a folder may be one that `load_dataset` or `load_from_disk` reads,
             and a function's parameter `split` gets the split. A column `image` or `images` holds pictures, or their
             files' paths.
         split, config: of a folder or the Hub; several splits are `train+test`.
-        question_column, answer_column: where they are not those of [`COLUMNS`].
-        whole_rows: also `columns`, the row as it is.
+        question_column, answer_column: needed if they are not in [`COLUMNS`].
+        whole_rows: also return `columns`, the unchanged row.
 
     Returns:
         One dict per problem: `row` (index in the source), `question`, `answer` (as text).
 
     Raises:
         DatasetError: it cannot be read, has other columns or no rows, or a row lacks a question or an answer.
-        trl_fsdp_qlora.data.answers.UnparsableGoldAnswer: names the row.
+        trl_fsdp_qlora.data.answers.UnparsableGoldAnswer: a gold answer cannot be parsed; the message names its row.
     """
     if reasoning_gym.is_generated(source):
         problems = reasoning_gym.read_problems(source, split)
         return [{**problem, "columns": problem} for problem in problems] if whole_rows else problems
     rows = _rows(source, split, config)
-    # Images stay files, so that a broken one is met where its row is known.
+    # Images stay files, so that a broken image is found when its row is known.
     for name, feature in (getattr(rows, "features", None) or {}).items():
         if isinstance(feature, Image):
             rows = rows.cast_column(name, Image(decode=False))
@@ -167,15 +170,16 @@ def read_problems(
 
 
 def _question_key(problem: dict) -> str:
-    """Equal for equal questions about equal pictures."""
+    """A key that is equal for equal questions about equal pictures."""
     pictures = b"".join(one["bytes"] for one in problem.get("images", ()))
     seen = f" {hashlib.sha256(pictures).hexdigest()}" if pictures else ""
     return " ".join(problem["question"].lower().split()) + seen
 
 
 def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> tuple[list[dict], list[dict]]:
-    """Split one set into (train, held out) by question, so that equal questions never stand on both sides; always
-    alike.
+    """Split one set into (train, held out) by question, always in the same way.
+
+    Equal questions are never on both sides.
 
     Raises:
         DatasetError: `count`, which `field` asks for, leaves nothing to train on.
@@ -192,19 +196,21 @@ def hold_out(problems: Sequence[dict], count: int, field: str = "held_out") -> t
 
 
 def without_overlap(train: list[dict], held_out: Iterable[dict]) -> tuple[list[dict], int]:
-    """`train` without the questions that are also in `held_out`, and how many those were."""
+    """`train` without the questions that are also in `held_out`, and the number of those questions."""
     keys = {_question_key(problem) for problem in held_out}
     kept = [problem for problem in train if _question_key(problem) not in keys]
     return kept, len(train) - len(kept)
 
 
 def check_template(template: str) -> None:
-    """Refuse a `template` without `{question}`, or with another `{name}`, which nothing fills in: a
-    [`DatasetError`].
+    """Refuse a `template` without `{question}`, or with another `{name}`, which nothing fills in.
+
+    Raises:
+        DatasetError: the template has one of these faults.
     """
     if "{question}" not in template:
         raise DatasetError(f"prompt_template={template!r} has no {{question}} in it")
-    # Not \boxed{answer}: what a word stands before is LaTeX, and stays as it is.
+    # `\boxed{answer}` is allowed: braces after a word are LaTeX, and stay as they are.
     other = re.search(r"(?<![\w{])\{(?!question\})[A-Za-z_]\w*\}", template)
     if other:
         raise DatasetError(f"prompt_template={template!r}: nothing fills in {other[0]}, only {{question}} is known")
@@ -213,11 +219,11 @@ def check_template(template: str) -> None:
 def to_prompts(
     problems: Sequence[dict], system_prompt: str | None = None, template: str = "{question}", chat: bool = True
 ) -> Dataset:
-    """A dataset with TRL's `prompt` column (conversational, or plain text with `chat=False`), `answer` and `row`, of
-    problems as from [`read_problems`]; those of reasoning-gym keep their `difficulty` and `entry`.
+    """Turn problems of [`read_problems`] into a dataset with TRL's `prompt` column, `answer` and `row`.
 
-    `system_prompt` stands before the user's turn, or before the text. `template` is how a question becomes the user's
-    turn.
+    `prompt` is conversational, or plain text with `chat=False`. Problems of reasoning-gym keep their `difficulty` and
+    `entry`. `system_prompt` is put before the user's turn, or before the text. `template` turns a question into the
+    user's turn.
 
     Raises:
         DatasetError: `template` has no `{question}`, or an unknown `{name}`; `problems` is empty.

@@ -4,10 +4,10 @@
     dataset: reasoning_gym:3*chain_sum(max_digits=2) + letter_counting   a mixture; three of four problems are sums
 
 Problem i of a generator depends on its `seed` and i alone. The training split is `size` different problems (10,000 if
-no generator has a `size`), so that none comes twice in a run of as many prompts; the test split is up to 500 of seeds
-far away from those, and no question stands in both. The data set stays one with an index, since an interrupted run
-resumes in it and A*-PO keeps a value per problem. Each row carries its `entry`, from which the verifier makes the
-problem again.
+no generator has a `size`), so no problem comes twice in a run of as many prompts. The test split is up to 500 problems
+of seeds far away from those, and no question is in both. The data set has an index, because an interrupted run resumes
+in it and A*-PO keeps a value per problem. Each row carries its `entry`, from which the verifier makes the problem
+again.
 """
 
 import ast
@@ -52,7 +52,7 @@ def _generators(source: str, split: str) -> list[tuple[float, Any]]:
             raise DatasetError(f"{source!r}: reasoning-gym has no generator {name!r}{near}")
         try:
             generator = create_dataset(name, **{**settings, "seed": settings.get("seed", 0) + _FIRST_SEED[split]})
-        except Exception as error:  # of the generator's own checks, assertions mostly
+        except Exception as error:  # the generator's own checks, mostly assertions
             known = ", ".join(field.name for field in dataclasses.fields(DATASETS[name][1]))
             raise DatasetError(f"{source!r}: {name} refuses its settings: {error}; it has {known}") from error
         generators.append((weight, generator))
@@ -89,7 +89,7 @@ def _terms(source: str) -> list[tuple[float, str, dict[str, Any]]]:
 def _problem(source: str, split: str, index: int) -> tuple[Any, dict[str, Any]]:
     """(generator, reasoning-gym's entry) of a problem."""
     generators = _generators(source, split)
-    # Not Random(index): a generator whose seed is 0 starts from that.
+    # Not Random(index): a generator whose seed is 0 starts from the same state.
     [(_, generator)] = random.Random(f"term {index}").choices(generators, [weight for weight, _ in generators])
     return generator, generator[index]
 
@@ -117,31 +117,29 @@ def _splits(source: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def read_problems(source: str, split: str) -> list[dict[str, Any]]:
-    """The different problems of a split, with `difficulty`, what the generator says of it, and `entry`, for the
-    verifier.
+    """The different problems of a split, with the generator's `difficulty`, and `entry` for the verifier.
 
     Raises:
-        DatasetError: no such generator, setting or split; a setting that is refused; reasoning-gym is not installed.
+        DatasetError: there is no such generator, setting or split; a setting is refused; or reasoning-gym is not
+            installed.
     """
     _generators(source, split)
     return [dict(problem) for problem in _splits(source)[split]]
 
 
 def verify(entry: str, answer: str | None) -> float:
-    """What reasoning-gym's verifier gives an answer to the problem `entry`, between 0 and 1."""
+    """The score of reasoning-gym's verifier for an answer to the problem `entry`, between 0 and 1."""
     generator, problem = _problem(*json.loads(entry))
     return float(generator.score_answer(answer, problem)) if answer else 0.0
 
 
 def accepts(entry: str) -> Callable[[str | None], bool]:
-    """Whether an answer to the problem `entry` is right, for [`trl_fsdp_qlora.data.answers.answers_match`]."""
+    """A check whether an answer to `entry` is right, for [`trl_fsdp_qlora.data.answers.answers_match`]."""
     return lambda answer: verify(entry, answer) >= 1.0
 
 
 def verifier_reward(answer_format: str = "auto") -> Callable[..., list[float]]:
-    """The reward of generated problems: their generator's own verifier on the final answer, which stands in
-    `answer_format`.
-    """
+    """The reward of generated problems: their generator's own verifier on the final answer in `answer_format`."""
 
     def reasoning_gym(completions: Sequence[Completion], entry: Sequence[str], **_columns) -> list[float]:
         answers = (extract_answer(completion_text(completion), answer_format) for completion in completions)

@@ -1,9 +1,8 @@
 """Rewards that the recipes need and TRL does not have.
 
-Every reward takes what TRL passes (`completions`, plus the dataset's columns as keyword lists) and returns one float
-per
-completion, or `None` where the row has no answer: of several tasks in one dataset, those of another. A gold answer
-that cannot be parsed is an error that names its row, never a reward.
+Every reward takes TRL's arguments (`completions`, plus the dataset's columns as keyword lists) and returns one float
+per completion. It returns `None` if the row has no answer because the row belongs to another of the dataset's tasks. A
+gold answer that cannot be parsed is an error that names its row, never a reward.
 """
 
 import re
@@ -25,10 +24,11 @@ def _gold_rows(answer: Sequence, columns: dict) -> list[Fraction | str | None]:
 
 
 def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float | None]]:
-    """A reward, `exact_answer`, of 1.0 for the right final answer ([`extract_answer`]), else 0.0. Needs an `answer`
-    column.
+    """A reward, `exact_answer`, of 1.0 for the right final answer ([`extract_answer`]), else 0.0.
+
+    It needs an `answer` column.
     """
-    extract_answer("", answer_format)  # an unknown format is an error now, not in the first step
+    extract_answer("", answer_format)  # so that an unknown format is an error now, not in the first step
 
     def exact_answer(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
         given = [extract_answer(completion_text(completion), answer_format) for completion in completions]
@@ -39,12 +39,12 @@ def exact_answer_reward(answer_format: str = "auto") -> Callable[..., list[float
 
 
 def tag_format_reward(completions: Sequence[Completion], **_columns) -> list[float]:
-    """1.0 where the completion is `<reasoning>…</reasoning><answer>…</answer>` and nothing else, else 0.0."""
+    """1.0 if the completion is `<reasoning>…</reasoning><answer>…</answer>` and nothing else, else 0.0."""
     return [float(_is_tagged(completion_text(completion).strip())) for completion in completions]
 
 
 def _is_tagged(text: str) -> bool:
-    # Not one pattern with two `.*?`: on a text full of closing tags it takes the square of its length.
+    # One pattern with two `.*?` would take quadratic time on a text full of closing tags.
     first = _TAGS[0]
     last = _TAGS[-1]
     if not (text.startswith(first) and text.endswith(last)):
@@ -55,9 +55,9 @@ def _is_tagged(text: str) -> bool:
 def graded_reward(completions: Sequence[Completion], answer: Sequence, **columns) -> list[float | None]:
     """The graded reward of the blog recipe: answer graded in steps, plus 0.2 per tag.
 
-    2.0 where the text inside `<answer>` is the gold answer; 1.5 where it holds a single number and that is the gold
-    answer, with other words around it; plus 0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>`
-    that stands exactly once. Between 0 and 2.8.
+    2.0 if the text inside `<answer>` is the gold answer; 1.5 if it is a single number with other words around it and
+    the number is the gold answer; plus 0.2 for each of `<reasoning>`, `</reasoning>`, `<answer>`, `</answer>` that
+    appears exactly once. Between 0 and 2.8.
     """
     rewards = []
     for completion, gold in zip(completions, _gold_rows(answer, columns), strict=True):
@@ -83,7 +83,7 @@ def get_reward(name: str, answer_format: str = "auto") -> Callable[..., list[flo
     """A reward of [`REWARDS`] by name, or a function of the user's own by import path (`my_rewards.py:has_unit`).
 
     Raises:
-        UserError: unknown name, or an import path that leads to no function.
+        UserError: the name is unknown, or the import path leads to no function.
     """
     if is_import_path(name):
         return load_function(name)

@@ -1,13 +1,13 @@
-"""Worked answers, as datasets give them: for a supervised start, and as the right ones of preference pairs."""
+"""Worked answers in datasets, for a supervised start and as the right answers of preference pairs."""
 
 import re
 from fractions import Fraction
 
 
 def worked(row: dict) -> str | None:
-    """The worked answer of a row of SVAMP or GSM8K, ending in `#### answer`; `None` where there is none that is right.
+    """The worked answer of a row of SVAMP or GSM8K, ending in `#### answer`; `None` if it has no right one.
 
-    `( ( 4.0 + 8.0 ) / 3.0 )` is `4 + 8 = 12`, `12 / 3 = 4`, `#### 4`; GSM8K's notes for a calculator are left out.
+    `( ( 4.0 + 8.0 ) / 3.0 )` becomes `4 + 8 = 12`, `12 / 3 = 4`, `#### 4`; GSM8K's calculator notes are left out.
     """
     if "####" in str(row.get("answer")):
         return re.sub(r"<<.*?>>", "", row["answer"]).strip()

@@ -1,1 +1,1 @@
-"""How good a model is: accuracy on held-out problems, its uncertainty, pictures of runs."""
+"""The quality of a model: accuracy on held-out problems, its uncertainty, pictures of runs."""

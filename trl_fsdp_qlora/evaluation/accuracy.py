@@ -15,17 +15,19 @@ from ..decode.completions import generate, over_ranks
 from ..recipe.episodes import Agent, run_episodes
 from .stats import format_accuracy, pass_at_k, wilson_interval
 
-# What `generate` would otherwise fill in from the model's own generation config (Qwen2.5's has a repetition penalty).
+# Options that `generate` would otherwise take from the model's own config (Qwen2.5's has a repetition penalty).
 NEUTRAL = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
 
 
 @dataclass
 class Evaluation:
-    """Result of [`evaluate`]; accuracies are shares of `n` problems, `None` where nothing was sampled, `interval`
-    Wilson's 95%.
+    """Result of [`evaluate`].
 
-    Two more counts of right greedy completions tell the format from the arithmetic: `strict` wants the answer where
-    [`required_answer`] looks for it, `lenient` takes the last number anywhere. Records of older versions have neither.
+    Accuracies are fractions of `n` problems, `None` if nothing was sampled; `interval` is Wilson's 95%.
+
+    Two more counts of right greedy completions separate format from arithmetic. `strict` accepts an answer only in the
+    places that [`required_answer`] reads, `lenient` takes the last number anywhere. Records of older versions have
+    neither.
     """
 
     n: int
@@ -46,7 +48,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         text = f"greedy pass@1 {format_accuracy(self.correct, self.n)}"
-        # Where no answer stands in a marked place, the problems ask for none, and the first figure says it all.
+        # If no answer is in a marked place, the problems ask for none, and the first figure is enough.
         if self.strict is not None and (self.strict or self.lenient != self.correct):
             text += f", strict {100 * self.strict / self.n:.1f}%, lenient {100 * self.lenient / self.n:.1f}%"
         if self.samples:
@@ -56,7 +58,7 @@ class Evaluation:
 
 
 class Completed(NamedTuple):
-    """What a model answered: its text, the tokens that it wrote, and what the environment says if that decides."""
+    """A model's answer: its text, the tokens that it wrote, and the environment's verdict if that decides."""
 
     text: str
     tokens: int
@@ -64,7 +66,7 @@ class Completed(NamedTuple):
 
 
 def majority(answers: list[str | None]) -> str | None:
-    """The most frequent answer, by value where it is a number; ties go to the earliest; `None` where none is given."""
+    """The most frequent answer, by value if it is a number. Ties go to the earliest; `None` if there is no answer."""
     given = [answer for answer in answers if answer is not None]
     values = [answer if (number := parse_number(answer)) is None else number for answer in given]
     # `max` takes the earliest of equals.
@@ -72,7 +74,7 @@ def majority(answers: list[str | None]) -> str | None:
 
 
 def encode_images(rows: list[dict], processor: ProcessorMixin) -> tuple[list[list[int]], dict[str, Any]]:
-    """Token ids, and what the model takes beside them, of prompts with their pictures."""
+    """Token ids of prompts with pictures, and the model's other inputs for them."""
     prompts = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
     made = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
     vision = {name: made[name] for name in made if name not in ("input_ids", "attention_mask")}
@@ -106,33 +108,32 @@ def evaluate(
 ) -> Evaluation:
     """Measure `model` on every problem of `dataset` exactly once, whatever the number of ranks.
 
-    Batches are fixed by the dataset and dealt to the ranks in turn, and what is sampled in a batch depends on `seed`
-    and the batch alone, so the result does not depend on the number of ranks. Works without an initialised process
-    group.
+    Batches are fixed by the dataset and dealt to the ranks in turn. The samples of a batch depend on `seed` and the
+    batch alone, so the result does not depend on the number of ranks. It works without an initialised process group.
 
     Args:
         model: an unwrapped causal language model (not a DDP wrapper); its training mode is restored.
-        tokenizer: with a pad token, or a processor where `dataset` has a column `images`.
-        dataset: `prompt` and `answer`, and `entry` where a generator verifies, see
+        tokenizer: a tokenizer with a pad token, or a processor if `dataset` has a column `images`.
+        dataset: `prompt` and `answer`, and `entry` if a generator verifies, see
             [`trl_fsdp_qlora.data.datasets.to_prompts`].
         max_new_tokens: length limit of a completion, in tokens.
         batch_size: completions per batch, per rank; sampled completions of a problem are batched together.
         samples: k of pass@k and majority@k; 0 measures greedy decoding only.
-        temperature, top_p, seed: of the samples. Penalties of the model's own generation config are left out.
+        temperature, top_p, seed: for the samples. Penalties of the model's own generation config are left out.
         answer_format: see [`trl_fsdp_qlora.data.answers.extract_answer`].
         progress, description: show a bar on the main rank.
-        lockstep: a forward is collective (weights sharded over the ranks): every rank generates as often as the
+        lockstep: a forward is collective (weights sharded over the ranks), so every rank generates as often as the
             slowest.
-        agent: the tools and the environment of an episode, whose last answer is compared with the right one; an
-            environment that owns its reward is asked instead. `max_new_tokens` is then the length of an episode behind
-            its prompt, results of tools included, and the tokens of a completion are those that the model wrote.
-        max_tool_turns: of an episode, any number if `None`.
+        agent: the tools and the environment of an episode, whose last answer is compared with the right one. If an
+            environment owns its reward, the reward decides instead. `max_new_tokens` is then the length of an episode
+            after its prompt, results of tools included, and a completion's tokens are those that the model wrote.
+        max_tool_turns: largest number of an episode's tool turns; any number if `None`.
 
     Returns:
         [`Evaluation`], the same on every rank.
 
     Raises:
-        trl_fsdp_qlora.data.answers.UnparsableGoldAnswer: a gold answer without a value; nothing is generated before.
+        trl_fsdp_qlora.data.answers.UnparsableGoldAnswer: a gold answer has no value; it is raised before generation.
     """
     started = time.perf_counter()
     with_images = "images" in dataset.column_names
@@ -141,7 +142,7 @@ def evaluate(
         reasoning_gym.accepts(row["entry"]) if "entry" in row else parse_gold(row["answer"], index)
         for index, row in enumerate(rows)
     ]
-    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
     greedy, sampled = generation_configs(model, text_tokenizer, max_new_tokens, temperature, top_p)
 
     def complete(batch: range, config: GenerationConfig, repeats: int, seed: int | None = None) -> list[Completed]:
@@ -205,7 +206,7 @@ def evaluate(
 def generation_configs(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
 ) -> tuple[GenerationConfig, GenerationConfig]:
-    """Greedy, and sampled."""
+    """The generation configs for greedy and for sampled completions."""
     eos = model.generation_config.eos_token_id
     end = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id

@@ -17,7 +17,7 @@ def _curve(history: list[dict], key: str) -> tuple[list[int], list[float]]:
 
 
 def _stack_phases(axes, history: list[dict]) -> None:
-    """Seconds of a step as a stack of its phases; what is measured between steps is none of them."""
+    """Plot the seconds of a step as a stack of its phases; measurements between steps are not among them."""
     logged = [entry for entry in history if "step_time" in entry]
     keys = {key for entry in logged for key in entry if key.startswith("time/")} - _BESIDE_A_STEP
     seconds = {key: [entry.get(key, 0.0) for entry in logged] for key in keys}

@@ -1,8 +1,8 @@
 """Adapters and optimizer states of a sharded model as the plain files that a single process writes.
 
-A checkpoint of a sharded run is `adapter_model.safetensors` plus `optimizer.pt`, whatever the accelerate config's
-`fsdp_state_dict_type` says: both are small beside the base, rank 0 can write them whole, and any number of processes,
-sharded or not, can go on from them.
+Whatever the accelerate config's `fsdp_state_dict_type` is, a checkpoint of a sharded run is
+`adapter_model.safetensors` plus `optimizer.pt`. Both are small compared with the base, so rank 0 can write them whole.
+Any number of processes, sharded or not, can go on from them.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from .generation import reshard
 
 
 def has_sharded_adapter(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model under FSDP2: what it saves is an adapter, whatever its base is."""
+    """Whether `model` is a PEFT model under FSDP2. Such a model saves an adapter, whatever its base is."""
     return isinstance(model, FSDPModule) and isinstance(model, PeftModel)
 
 
@@ -35,7 +35,7 @@ def _adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
 
 
 def _gathered(tensors: dict) -> dict:
-    """Whole tensors on the host, on rank 0; elsewhere nothing. Collective where they are shards."""
+    """Whole tensors on the host of rank 0; an empty dictionary on other ranks. Collective if they are shards."""
     is_writer = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     found = {}
     for name, value in tensors.items():
@@ -46,29 +46,31 @@ def _gathered(tensors: dict) -> dict:
 
 
 def _like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`whole`, which every rank has, cut and placed as `target` is."""
+    """`whole`, which every rank has, sharded and placed like `target`."""
     whole = whole.to(target.dtype)
     if isinstance(target, DTensor):
         mesh = target.device_mesh
         whole = distribute_tensor(whole.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
-    return whole.to(target.device)  # another device than the mesh's under CPU offloading
+    return whole.to(target.device)  # under CPU offloading this is not the mesh's device
 
 
 def gather_adapter(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The whole adapter weights by the model's parameter names, on rank 0 and the CPU, ready for
-    `model.save_pretrained(..., state_dict=...)`; elsewhere an empty dictionary. Nothing of the base is gathered.
-    Collective.
+    """Gather the whole adapter weights on rank 0, on the CPU, by the model's parameter names. Collective.
+
+    They are ready for `model.save_pretrained(..., state_dict=...)`. Other ranks get an empty dictionary. No weight of
+    the base is gathered.
     """
     return _gathered(_adapter_parameters(model))
 
 
 @torch.no_grad()
 def load_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Load what PEFT saved in `folder` (adapters other than `default` in folders of their names) into a sharded model.
+    """Load an adapter that PEFT saved in `folder` into a sharded model.
 
+    Adapters other than `default` are in folders of their names.
     Raises:
-        FileNotFoundError: an adapter's files are not there.
-        ValueError: the saved weights are not those of the model's adapter.
+        FileNotFoundError: an adapter's files are missing.
+        ValueError: the saved weights do not match the model's adapter.
     """
     parameters = _adapter_parameters(model)
     for adapter_name in model.peft_config:
@@ -86,7 +88,7 @@ def load_adapter(model: PeftModel, folder: str | Path) -> None:
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer) -> dict:
-    """The optimizer's `state_dict` with every shard gathered. Collective; the values are there on rank 0 only."""
+    """The optimizer's `state_dict` with every shard gathered. Collective; only rank 0 gets the values."""
     state = optimizer.state_dict()
     return {**state, "state": {index: _gathered(entry) for index, entry in state["state"].items()}}
 
@@ -97,7 +99,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     state = {}
     for index, entry in saved["state"].items():
         parameter = parameters[index]
-        # Everything of the parameter's shape is sharded as it is; step counts are scalars.
+        # State of the parameter's shape is sharded like the parameter; step counts are scalars.
         like = {key for key, value in entry.items() if torch.is_tensor(value) and value.shape == parameter.shape}
         state[index] = {key: _like(value, parameter) if key in like else value for key, value in entry.items()}
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})

@@ -1,5 +1,4 @@
-"""A 4-bit base on its way into shards: from the rank that read it to every rank of its replica, and what arrived,
-measured.
+"""Send a 4-bit base from the rank that read it to the shards of every rank, and measure the shards.
 
 `detach_source` takes the frozen weights of the reading ranks (rank 0; under HSDP the first of each replica) out of the
 model and leaves meta tensors of the same shape and dtype on every rank, so `fully_shard` allocates nothing.
@@ -39,7 +38,7 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _replace(model: nn.Module, new_by_old: dict[int, nn.Parameter]) -> None:
-    """Replace parameters wherever they are registered, so that tied weights stay tied."""
+    """Replace parameters in every place that registers them, so that tied weights stay tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in new_by_old:
@@ -51,7 +50,8 @@ def broadcast_trainable(
 ) -> None:
     """Give every rank rank 0's trainable weights (the adapter) in `dtype`; they are few, and start at random.
 
-    PEFT puts the adapter of an empty model on the meta device; there, and in the optimizers, it is replaced.
+    PEFT puts the adapter of an empty model on the meta device; the adapter is replaced in the model and in the
+    optimizers.
     """
     new_by_old = {}
     for parameter in model.parameters():
@@ -79,13 +79,13 @@ def broadcast_buffers(model: nn.Module, device: torch.device) -> None:
 def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
     """Pack the base on the reading ranks and put every frozen weight of every rank on the meta device. Collective.
 
-    Returns the weights by name on a source, which will send them to its replica; elsewhere an empty dictionary.
+    Returns the weights by name on a source, which will send them to its replica; an empty dictionary on other ranks.
 
     Raises:
-        RuntimeError: the other ranks' model has other weights than rank 0's.
+        RuntimeError: the model of another rank has other weights than rank 0's.
     """
     layouts = pack_model(model) if is_source else None
-    # What rank 0 loaded decides shapes and dtypes: a checkpoint may keep single modules in float32.
+    # Rank 0's model decides shapes and dtypes, because a checkpoint may keep single modules in float32.
     plan = [(layouts, {n: (tuple(p.shape), p.dtype) for n, p in _frozen(model).items()})]
     dist.broadcast_object_list(plan, src=0)
     layouts, spec = plan[0]
@@ -108,12 +108,10 @@ def detach_source(model: nn.Module, is_source: bool) -> dict[str, torch.Tensor]:
 
 
 def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch.device, offload: bool) -> None:
-    """Replace every meta shard by data: a replica's source sends each of its ranks its rows of each weight.
-    Collective.
+    """Replace every meta shard by data. Collective. A replica's source sends each rank its rows of each weight.
 
-    `source` is what [`detach_source`] returned; it is emptied on the way, so the whole copy goes away weight by
-    weight. With `offload` the shards stay in host memory, otherwise they lie on the `device` of the process group's
-    tensors.
+    `source` is the result of [`detach_source`]. It is emptied on the way, so the whole copy is freed weight by weight.
+    With `offload` the shards stay in host memory, otherwise they lie on the `device` of the process group's tensors.
     """
     new_by_old = {}
     for name, parameter in model.named_parameters():
@@ -138,9 +136,10 @@ def fill_shards(model: nn.Module, source: dict[str, torch.Tensor], device: torch
 
 
 def check_replicas(model: nn.Module, per_replica: int) -> None:
-    """Compare the frozen weights of the replicas, each of which was read by a rank of its own. Collective.
+    """Compare the frozen weights of the replicas. Collective.
 
-    Two nodes may name different files by the same path. Training would go on with gradients of different models.
+    Each replica was read by a rank of its own, and two nodes may have different files under the same path. Training
+    would go on with gradients of different models.
 
     Raises:
         ReplicasDiffer: on all ranks, with the first weight that differs.
@@ -150,7 +149,7 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
     sums = {}
     every = [None] * dist.get_world_size()
     for name, parameter in _frozen(model).items():
-        # The sum of its bytes, the even ones twice: swapped neighbours differ, too.
+        # The sum of the bytes, with the even ones counted twice, so that swapped neighbours are found as well.
         data = _local(parameter).detach().contiguous().view(-1).view(torch.uint8)
         sums[name] = (data.sum(dtype=torch.int64) + data[::2].sum(dtype=torch.int64)).item()
     dist.all_gather_object(every, sums)
@@ -165,8 +164,11 @@ def check_replicas(model: nn.Module, per_replica: int) -> None:
 
 @dataclass(frozen=True)
 class BaseBytes:
-    """Bytes of the frozen base on one rank and of the whole model: 4-bit weights with their quantization state, of
-    which `state_full` is the latter, and the other frozen weights; spread over `world_size` ranks."""
+    """Bytes of the frozen base on one rank and of the whole model, spread over `world_size` ranks.
+
+    The base is its 4-bit weights with their quantization state (`state_full` bytes in the whole model) and the other
+    frozen weights.
+    """
 
     quantized_local: int
     quantized_full: int
@@ -180,7 +182,7 @@ class BaseBytes:
 
     @property
     def ratio(self) -> float:
-        """Local over full bytes of the 4-bit base, quantization state on both sides."""
+        """Local bytes over full bytes of the 4-bit base, quantization state included in both."""
         return self.quantized_local / self.quantized_full
 
     def __str__(self) -> str:
@@ -193,12 +195,12 @@ class BaseBytes:
 
 
 def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
-    """Measure a packed model, on the tensors themselves, and insist that it is spread over `world_size` ranks.
+    """Measure a packed model on the tensors themselves, and check that it is spread over `world_size` ranks.
 
     Call it while the parameters are in their sharded state.
 
     Raises:
-        BaseNotSharded: where a rank holds more bytes than FSDP2's even split, which rounds rows up.
+        BaseNotSharded: a rank holds more bytes than FSDP2's even split, which rounds rows up.
     """
     packed = [(layer.weight, 1, layer.layout) for layer in quantized_layers(model).values()]
     for experts in packed_experts(model).values():
@@ -206,7 +208,7 @@ def measure_base(model: nn.Module, world_size: int) -> BaseBytes:
     known = {id(parameter) for parameter, *_ in packed}
     others = [p for p in _frozen(model).values() if id(p) not in known]
     measured = BaseBytes(
-        # Of the storage, not of the view: a shard that is a view into the whole weight would not be a shard.
+        # Bytes of the storage, not of the view: a shard that is a view into the whole weight would not be a shard.
         sum(_local(parameter).untyped_storage().nbytes() for parameter, *_ in packed),
         sum(parameter.numel() for parameter, *_ in packed),
         sum(rows * layout.state_bytes for _, rows, layout in packed),

@@ -8,13 +8,13 @@ a layer at a time, into a frozen uint8 parameter `(experts, bytes)`. A row is on
 state, see [`trl_fsdp_qlora.fsdp2_qlora.packed_linear.ByteLayout`]; FSDP2 shards the rows, gathers them with their
 layer and never casts them.
 
-There are two ways to compute. On a CPU, and wherever a card has no grouped products, expert by expert: one that got
-tokens by bitsandbytes' own 4-bit product, and no other. That is a loop over 128 experts with a wait for the number of
-tokens of each, tens of thousands of kernel launches per forward of Qwen3-30B-A3B (docs/launches.md). On a GPU the
-experts of a layer are therefore dequantized in a few calls, as many at once as `SCRATCH_BYTES` hold, and multiplied
-with their tokens by `torch.nn.functional.grouped_mm`, or by a kernel of ours where that is a loop
-(grouped_product.py); the host never learns how many tokens an expert got. Nothing dense outlives a product either way,
-in the backward neither.
+There are two ways to compute. On a CPU, and on a card without grouped products, the experts are computed one by one:
+each expert that got tokens by bitsandbytes' own 4-bit product, and no other. That is a loop over 128 experts with a
+wait for the number of tokens of each, tens of thousands of kernel launches per forward of Qwen3-30B-A3B
+(docs/launches.md). On a GPU the experts of a layer are therefore dequantized in a few calls, as many at once as
+`SCRATCH_BYTES` hold. They are multiplied with their tokens by `torch.nn.functional.grouped_mm`, or by a kernel of ours
+if that is a loop (grouped_product.py); the host never learns how many tokens an expert got. In neither way, forward or
+backward, does a dense weight outlive its product.
 
 LoRA on the experts (`target_parameters`) is PEFT's `ParamWrapper`, with its weights and its file format; its update is
 computed on the tokens of each expert instead of being added to a dense copy of all experts.
@@ -38,13 +38,15 @@ from .grouped_product import SCRATCH_BYTES, grouped_mm_is_a_loop, multiply_group
 from .packed_linear import ByteLayout, codebook, from_bytes, state_to_bytes
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
-# Grouped products want strides of whole multiples of so many bytes.
+# Grouped products need strides that are multiples of this many bytes.
 _STRIDE_BYTES = 16
 
 
 def dense_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose experts are 3-D parameters of numbers, by name. Transformers dispatches their forward as
-    "experts", which `use_experts_implementation` marks by two attributes."""
+    """Modules whose experts are 3-D parameters of numbers, by name.
+
+    Transformers dispatches their forward as "experts", which `use_experts_implementation` marks by two attributes.
+    """
     return {
         name: module
         for name, module in model.named_modules()
@@ -59,12 +61,13 @@ def packed_experts(model: nn.Module) -> dict[str, "PackedExperts"]:
 
 
 class PackedExperts(nn.Module):
-    """A layer's experts, computed from bytes. Made from transformers' module in place; it stays an instance of its
-    class.
+    """A layer's experts, computed from bytes.
+
+    It is made from transformers' module in place, and stays an instance of that module's class.
 
     Attributes:
-        layouts: by projection, where what lies in an expert's row; `shape` is `(out_features, in_features)`.
-        compute_dtype: dtype of the products; that of the input where it is `None`.
+        layouts: by projection, the places of the parts in an expert's row; `shape` is `(out_features, in_features)`.
+        compute_dtype: dtype of the products; if it is `None`, the input's.
         lora: by projection, `(lhs_EOR, rhs_ERI, scaling)` of each active adapter, while PEFT has them active.
     """
 
@@ -73,8 +76,10 @@ class PackedExperts(nn.Module):
     lora: dict[str, list]
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """As transformers' `grouped_mm` experts: `(tokens, hidden)`, and the `(tokens, k)` experts of each with
-        weights.
+        """Like transformers' `grouped_mm` experts.
+
+        The inputs are the hidden states `(tokens, hidden)`, and the experts of each token with their weights, both
+        `(tokens, k)`.
         """
         tokens, k = top_k_index.shape
         expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
@@ -83,7 +88,7 @@ class PackedExperts(nn.Module):
         grouped = len(inputs_SH) > 0 and multiplies_groups(inputs.device) and self._fits_groups(inputs.dtype)
         out_SH = (self._in_groups if grouped else self._one_by_one)(inputs_SH, expert_S)
         out_SH = out_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
-        # Each token's k results side by side, summed in a fixed order.
+        # Each token's k results next to each other, summed in a fixed order.
         out = torch.empty_like(out_SH).index_copy(0, order_S, out_SH)
         return out.view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
@@ -97,12 +102,12 @@ class PackedExperts(nn.Module):
 
     def _one_by_one(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         counts = torch.bincount(expert_S, minlength=self.num_experts).tolist()
-        # Not by index: the backward of each would be as large as all experts' gradients.
+        # Not by index: the backward of each index would be as large as all experts' gradients.
         lora = {
             name: [(lhs_EOR.unbind(), rhs_ERI.unbind(), scaling) for lhs_EOR, rhs_ERI, scaling in factors]
             for name, factors in self.lora.items()
         }
-        outputs = [inputs_SH[:0]]  # for no tokens at all
+        outputs = [inputs_SH[:0]]  # for a batch without tokens
         for expert, x in enumerate(inputs_SH.split(counts)):
             if len(x):
                 outputs.append(self._layer(lambda name, x, expert=expert: self._project(name, expert, x, lora), x))
@@ -136,7 +141,7 @@ class PackedExperts(nn.Module):
 
     def _in_groups(self, inputs_SH: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
         experts = torch.arange(self.num_experts, device=expert_S.device)
-        if len(expert_S) < self.num_experts:  # a step of decoding: every token's expert once, instead of all
+        if len(expert_S) < self.num_experts:  # a step of decoding: dequantize each token's expert, not all experts
             chosen = expert_S
             ends = experts[: len(expert_S)].int() + 1
         else:
@@ -154,9 +159,9 @@ class PackedExperts(nn.Module):
             if chosen is not None:
                 lhs_EOR = lhs_EOR[chosen]
                 rhs_ERI = rhs_ERI[chosen]
-            device = x_SI.device.type  # grouped products are none of autocast's operations
+            device = x_SI.device.type  # autocast does not cover grouped products
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rhs_ERI.dtype
-            # A rank that makes no whole stride is filled up with zeros.
+            # If LoRA's rank makes no whole stride, zeros fill it up.
             fill = -rhs_ERI.shape[1] % (_STRIDE_BYTES // dtype.itemsize)
             rhs_ERI = nn.functional.pad(rhs_ERI.to(dtype), (0, 0, 0, fill))
             lhs_EOR = nn.functional.pad(lhs_EOR.to(dtype), (0, fill)).contiguous()
@@ -180,8 +185,9 @@ def _dequantize(weight: torch.Tensor, state: QuantState) -> torch.Tensor:
 
 
 def multiplies_groups(device: torch.device) -> bool:
-    """Whether `grouped_mm` is worth its dense weights on a device: a CPU computes expert by expert, out of its
-    cache.
+    """Whether `grouped_mm` is worth its dense weights on a device.
+
+    On a CPU it is not: computing expert by expert works out of the cache.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -342,8 +348,9 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
 
 
 class _QuantizeExperts(Bnb4bitQuantize):
-    """Pack what the checkpoint's converter stacked, one projection of one layer; linear layers as transformers
-    does.
+    """Pack the experts that the checkpoint's converter stacked, one projection of one layer at a time.
+
+    Linear layers are quantized as in transformers.
     """
 
     def convert(self, input_dict, full_layer_name=None, model=None, **kwargs):

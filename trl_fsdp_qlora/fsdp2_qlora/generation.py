@@ -1,7 +1,7 @@
 """Gather the weights once for many forward passes without gradient, and give them back.
 
 FSDP2 gathers each layer for each forward pass. Decoding is one forward pass per token, so 512 tokens move the base 512
-times. Where a rank has room for all of it, [`gathered`] moves it once; the same holds for a reference or
+times. If a rank has room for the whole base, [`gathered`] moves it once; the same holds for a reference or
 old-policy pass over several micro-batches.
 """
 
@@ -19,26 +19,25 @@ from ..compat.fsdp import initialise, misfit, param_groups, reshard_settings, un
 logger = logging.get_logger(__name__)
 
 MODES = ("auto", "once", "per_layer")
-# Of the memory that is free, the share that gathered weights may take: the rest is for the cache and activations.
+# Share of the free memory that gathered weights may take. The rest is for the cache and activations.
 FREE_SHARE = 0.5
 
 
 def bytes_to_gather(model: nn.Module) -> int:
-    """Bytes that [`gathered`] adds on this rank: what of each weight is not here yet, in the dtype it is gathered
-    in.
-    """
+    """Bytes that [`gathered`] adds on this rank: the missing part of each weight, in the dtype of its gather."""
     total = 0
     for parameter in (parameter for group in param_groups(model) for parameter in group.fsdp_params):
         shard = parameter.sharded_param
-        # Integers, so the packed base, are never cast.
+        # Integers, and so the packed base, are never cast.
         cast = parameter.mp_policy.param_dtype if shard.is_floating_point() else None
         total += shard.numel() * (cast or shard.dtype).itemsize
     return total
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory this rank could still allocate: of its accelerator (cached blocks included), or its share of the
-    host's.
+    """Memory that this rank can still allocate.
+
+    That is its accelerator's memory (cached blocks included), or its share of the host's.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -48,8 +47,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def choose(model: nn.Module, device: torch.device, mode: str = "auto") -> str:
-    """`"once"` or `"per_layer"`, the same on every rank; `"auto"`, which is collective, asks for room for the weights
-    in half of the free memory of every rank."""
+    """Choose `"once"` or `"per_layer"`, the same on every rank.
+
+    `"auto"`, which is collective, chooses `"once"` if the weights fit into half of the free memory of every rank.
+    """
     if mode != "per_layer" and misfit() is not None:
         logger.warning_once("weights are gathered layer by layer, as torch does: %s", misfit())
         return "per_layer"
@@ -67,8 +68,9 @@ def is_gathered(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keep every weight of an FSDP2 model gathered inside the block, for forward passes without gradient. Every rank
-    has to enter.
+    """Keep every weight of an FSDP2 model gathered inside the block, for forward passes without gradient.
+
+    Every rank has to enter.
 
     Each unit's own reshard setting comes back and its weights are resharded at the end. A block inside another one
     does nothing.
@@ -94,7 +96,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put every weight into its sharded state: an evaluation leaves the last unit gathered, in the compute dtype."""
+    """Put every weight into its sharded state. An evaluation leaves the last unit gathered, in the compute dtype."""
     for module, _ in units(model):
         module.reshard()
 
@@ -102,7 +104,8 @@ def reshard(model: nn.Module) -> None:
 def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
     """Gather once for all micro-batches of an optimizer step instead of twice for each; call before each micro-batch.
 
-    The weights are given back after the last one's backward. Costs the memory of the whole 4-bit base on every rank.
+    The weights are resharded after the last one's backward. This costs the memory of the whole 4-bit base on every
+    rank.
     """
     for module, _ in units(model):
         module.set_reshard_after_forward(False, recurse=False)
@@ -111,8 +114,9 @@ def keep_gathered(model: nn.Module, last_micro_batch: bool) -> None:
 
 @contextmanager
 def gathered_as(mode: str, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """[`gathered`] where `mode`, or with `"auto"` the free memory of every rank, says so; nothing for another model
-    than FSDP2's.
+    """[`gathered`] if `mode`, or with `"auto"` the free memory of every rank, asks for it.
+
+    For a model that is not under FSDP2 it does nothing.
     """
     once = isinstance(model, FSDPModule) and not is_gathered(model) and choose(model, device, mode) == "once"
     with gathered(model) if once else nullcontext():

@@ -1,19 +1,19 @@
-"""Products of groups of rows with a matrix each, where `torch.nn.functional.grouped_mm` is a loop.
+"""Products of groups of rows with a matrix each, for devices on which `torch.nn.functional.grouped_mm` is a loop.
 
-On compute capability 9 and 10 and in bfloat16 that is one kernel. On other cards (an A100, a 4090) and in float16
-torch reads the groups' sizes on the host, which waits for the device, and calls one product per group: 128 for a
-projection of Qwen3-30B-A3B. This kernel finds its group on the device.
+On compute capability 9 and 10 and in bfloat16 `grouped_mm` is one kernel. On other cards (an A100, a 4090) and in
+float16 torch reads the groups' sizes on the host, which waits for the device. It then calls one product per group: 128
+for a projection of Qwen3-30B-A3B. The kernel in this module finds its group on the device.
 """
 
-# A kernel's annotations are read as text: `tl` is only there where Triton is.
+# A kernel's annotations are kept as text, because `tl` exists only if Triton is installed.
 from __future__ import annotations
 
 import torch
 
 from ..compat.triton_kernels import jit, launch, runs, tl
 
-# What the experts of a layer that are dequantized at once may take on a GPU: 128 of Qwen3-30B-A3B's larger projection
-# are 0.75 GiB.
+# Bytes that the experts of a layer which are dequantized at once may take on a GPU. 128 experts of Qwen3-30B-A3B's
+# larger projection are 0.75 GiB.
 SCRATCH_BYTES = 2**30
 
 # Rows, columns and depth of a program's tile, and how many warps compute it.
@@ -21,8 +21,9 @@ _TILE = {"ROWS": 64, "COLUMNS": 128, "DEPTH": 32, "num_warps": 4}
 
 
 def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
-    """Whether torch's product of groups of rows like these is a product per group that this kernel replaces: halves,
-    on a GPU.
+    """Whether torch's grouped product of rows like these is a product per group that this kernel replaces.
+
+    It is for half precision on a GPU.
     """
     if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -30,20 +31,21 @@ def grouped_mm_is_a_loop(x: torch.Tensor) -> bool:
 
 
 def multiply_groups(x_SK, weight_EKN, ends: torch.Tensor, out_SN: torch.Tensor) -> bool:
-    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no others; `False` where Triton
-    cannot.
+    """Write `x @ weight` to the rows of `out` that belong to these groups, and to no others.
+
+    Returns `False` if Triton cannot compute it.
 
     Args:
         x_SK: rows in order of their groups, contiguous.
         weight_EKN: a matrix per group, in any strides.
-        ends: `(E + 1,)`, int32: where the first group begins and where each of them ends.
+        ends: `(E + 1,)`, int32: the start of the first group, then the end of each group.
         out_SN: contiguous.
     """
     if not runs(_product_kernel, x_SK):
         return False
     (groups, depth, columns) = weight_EKN.shape
     rows = len(x_SK)
-    # A group's last tile may be partial, and there may be nothing but these.
+    # A group's last tile may be partial, and all tiles may be partial ones.
     tiles = rows // _TILE["ROWS"] + min(groups, rows)
     programs = tiles * -(-columns // _TILE["COLUMNS"])
     sizes = groups, depth, columns, *weight_EKN.stride()
@@ -73,7 +75,7 @@ def _product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    # One program per tile of the output; which group it belongs to follows from how many tiles those before have.
+    # One program per tile of the output; the number of tiles of the groups before gives the program's group.
     blocks = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0) // blocks
     index = tl.arange(0, GROUPS)
@@ -83,7 +85,7 @@ def _product_kernel(
     tiles = (end - begin + ROWS - 1) // ROWS
     last = tl.cumsum(tiles, axis=0)
     group = tl.sum((last <= tile).to(tl.int32), axis=0)
-    if group < groups:  # there are fewer tiles than programs
+    if group < groups:  # there are fewer tiles than programs: the rest have no group
         mine = index == group
         first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * ROWS, 0), axis=0)
         stop = tl.sum(tl.where(mine, end, 0), axis=0)

@@ -1,5 +1,6 @@
-"""Combinations of accelerate config, quantization and adapter that train wrongly or not at all, told before a model is
-loaded.
+"""Combinations of accelerate config, quantization and adapter that train wrongly or not at all.
+
+They are reported before a model is loaded.
 """
 
 import os
@@ -20,16 +21,18 @@ def is_fsdp_launch() -> bool:
 
 
 def is_fsdp2_launch() -> bool:
-    """Whether the processes of this launch are to share one model by FSDP2."""
+    """Whether the processes of this launch will share one model by FSDP2."""
     return is_fsdp_launch() and os.environ.get("FSDP_VERSION") == "2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def check_launch(quantization_config=None, zero_stage: int | None = None) -> None:
-    """Refuse what is known not to work, by the environment that `accelerate launch` made of its config, the run's
-    `BitsAndBytesConfig` and DeepSpeed's stage, each `None` where there is none.
+    """Refuse combinations that are known not to work.
+
+    The check reads the environment that `accelerate launch` made of its config, the run's `BitsAndBytesConfig` and
+    DeepSpeed's stage. Each of the two arguments is `None` if there is none.
 
     Raises:
-        LaunchError: with the line to change.
+        LaunchError: the combination does not work; the message has the line to change.
     """
     eight_bit = getattr(quantization_config, "load_in_8bit", False)
     if not (eight_bit or getattr(quantization_config, "load_in_4bit", False)):
@@ -53,8 +56,10 @@ def check_launch(quantization_config=None, zero_stage: int | None = None) -> Non
 
 
 def check_reference(needs_reference: bool) -> None:
-    """Refuse a separate reference model (full fine-tuning with a KL term) where the other ranks' copy of it would be
-    zeros: with rank-0 loading, transformers before 5.23 counts on a broadcast, which TRL does for the policy alone."""
+    """Refuse a separate reference model (full fine-tuning with a KL term) if other ranks' copy of it would be zeros.
+
+    With rank-0 loading, transformers before 5.23 counts on a broadcast, which TRL does for the policy alone.
+    """
     found = version("transformers")
     loads_on_rank_0 = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true"
     if needs_reference and is_fsdp2_launch() and loads_on_rank_0 and Version(found) < Version("5.23"):

@@ -1,9 +1,9 @@
 """Loading a 4-bit base once for a node: one rank reads and quantizes, the others get an empty model.
 
-The reader is rank 0, or under HSDP the first rank of each replica, from its own node's disk. The weights go from its
-host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]), so the peak of a reader's
-host memory is the 4-bit model and the piece of checkpoint being read, that of every other rank is its shard, and no
-accelerator ever holds more than its shard.
+The reader is rank 0, or under HSDP the first rank of each replica, which reads from its own node's disk. The weights
+go from its host memory to the shards when `accelerator.prepare` is called ([`shard_quantized_base`]). So the peak of a
+reader's host memory is the 4-bit model and the piece of checkpoint that is being read. The peak of every other rank is
+its shard, and no accelerator ever holds more than its shard.
 """
 
 import os
@@ -22,9 +22,9 @@ from ..compat.transformers import model_class
 
 
 def reads_checkpoint(rank: int) -> bool:
-    """Whether this rank reads the base for its replica: the first of each, so one per node where a replica is a node.
+    """Whether this rank reads the base for its replica: the first of each, so one per node if a replica is a node.
 
-    Read from the environment, in which `accelerate launch` puts what its YAML has under `parallelism_config`.
+    This is read from the environment, in which `accelerate launch` puts its YAML's `parallelism_config`.
     """
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
         return rank == 0
@@ -33,9 +33,9 @@ def reads_checkpoint(rank: int) -> bool:
 
 @contextmanager
 def experts_in_4bit() -> Iterator[None]:
-    """What `from_pretrained` loads in 4 bits inside has its experts in 4 bits as well, see [`experts`]."""
+    """Make `from_pretrained` inside quantize the experts of a 4-bit model to 4 bits as well, see [`experts`]."""
 
-    def quantizer(*args, **kwargs):  # bitsandbytes is imported where something is quantized
+    def quantizer(*args, **kwargs):  # bitsandbytes is imported only if a model is quantized
         from .experts import ExpertsQuantizer
 
         return ExpertsQuantizer(*args, **kwargs)
@@ -50,9 +50,7 @@ def experts_in_4bit() -> Iterator[None]:
 
 
 def experts_in_16_bit(model: nn.Module) -> str | None:
-    """A line on experts that are not quantized in a model that is, and what would pack them; `None` where there are
-    none.
-    """
+    """A line on 16-bit experts in a quantized model and on how to pack them; `None` if there are none."""
     if not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
         return None
     from .experts import dense_experts
@@ -77,16 +75,17 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
 
     Args:
         model_id: folder or Hub id of a plain checkpoint, or of one that is already quantized to 4 bits.
-        quantization_config: `BitsAndBytesConfig(load_in_4bit=True, ...)`; not needed where the checkpoint has its own.
-        **from_pretrained: as for `from_pretrained` of its class; `dtype` defaults to bfloat16, `device_map` is
-            decided here.
+        quantization_config: `BitsAndBytesConfig(load_in_4bit=True, ...)`; not needed if the checkpoint has its own.
+        **from_pretrained: as for `from_pretrained` of its class; `dtype` defaults to bfloat16, and `device_map` is
+            set by this function.
 
     Returns:
-        On a reading rank the quantized model in host memory, on the others the same modules on the meta device. Give
-        it to a trainer with [`ShardedQLoRAMixin`], or to an accelerator after [`shard_quantized_base`].
+        On a reading rank the quantized model in host memory, on the other ranks the same modules on the meta device.
+        Give it to a trainer with [`ShardedQLoRAMixin`], or to an accelerator after [`shard_quantized_base`].
 
     Raises:
-        ValueError: no 4-bit configuration was given and the checkpoint has none, or it is quantized by something else.
+        ValueError: neither the arguments nor the checkpoint have a 4-bit configuration, or the checkpoint is quantized
+            by another method.
     """
     dtype = from_pretrained.pop("dtype", torch.bfloat16)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
@@ -104,7 +103,7 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
         if quantization_config is not None:
             from_pretrained["quantization_config"] = quantization_config
         return model_class(config).from_pretrained(model_id, dtype=dtype, device_map={"": "cpu"}, **from_pretrained)
-    # The quantized model's modules without data. Shapes and dtypes that differ from rank 0's are replaced by its.
+    # The quantized model's modules without data. Shapes and dtypes that differ from rank 0's are replaced by rank 0's.
     how = quantization_config
     if stored is not None:
         how = stored if how is None else AutoHfQuantizer.merge_quantization_configs(stored, how)
@@ -117,6 +116,6 @@ def load_quantized_base(model_id: str, quantization_config=None, **from_pretrain
     model.tie_weights()
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
-    with suppress(OSError):  # there is none: the model config's values are used, as on rank 0
+    with suppress(OSError):  # without the file the model config's values are used, as on rank 0
         model.generation_config = GenerationConfig.from_pretrained(model_id, revision=from_pretrained.get("revision"))
     return model.eval()

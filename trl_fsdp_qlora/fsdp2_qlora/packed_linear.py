@@ -1,8 +1,8 @@
 """A 4-bit linear layer whose every byte sits in one flat uint8 parameter.
 
-bitsandbytes keeps the packed weight in a `Params4bit` and its quantization state (block maxima) beside it, as plain
-attributes. FSDP2 cannot shard the first when it is stored as uint8, casts it when it is stored as a float, and never
-sees the second. Here both live in one frozen parameter of bytes
+bitsandbytes keeps the packed weight in a `Params4bit` and its quantization state (block maxima) next to it, as plain
+attributes. FSDP2 cannot shard the weight if it is stored as uint8, casts the weight if it is stored as a float, and
+never sees the quantization state. Here both live in one frozen parameter of bytes
 
     [ packed 4-bit weight | absmax | nested absmax | nested offset ]
 
@@ -36,7 +36,7 @@ def codebook(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ByteLayout:
-    """Where what lies in the bytes of one layer, and the constants of its quantization. Plain data: it can be sent.
+    """Positions of the parts in one layer's bytes, and the constants of its quantization. Plain data: it can be sent.
 
     Attributes:
         shape: `(out_features, in_features)` of the dense weight.
@@ -62,7 +62,7 @@ class ByteLayout:
 
     @property
     def sections(self) -> list[slice]:
-        """Where each part lies."""
+        """The slice of each part in the bytes."""
         starts = accumulate(map(_aligned, self.sizes[:-1]), initial=0)
         return [slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True)]
 
@@ -86,7 +86,7 @@ def to_bytes(layer: Linear4bit) -> tuple[torch.Tensor, ByteLayout]:
 
 
 def state_to_bytes(data: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, ByteLayout]:
-    """As [`to_bytes`], of what `quantize_4bit` returned."""
+    """Like [`to_bytes`], for the results of `quantize_4bit`."""
     nested = state.state2 if state.nested else None
     parts = [data, state.absmax] + ([nested.absmax, state.offset] if nested else [])
     parts = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
@@ -107,7 +107,7 @@ def state_to_bytes(data: torch.Tensor, state: QuantState) -> tuple[torch.Tensor,
 
 
 def from_bytes(flat: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, QuantState]:
-    """Views of the packed weight `(weight_bytes, 1)` and its `QuantState` into the bytes; nothing is copied."""
+    """Views into the bytes: the packed weight `(weight_bytes, 1)` and its `QuantState`. Nothing is copied."""
     weight, absmax, *nested = (flat[section] for section in layout.sections)
     state2, offset = None, None
     if layout.nested:
@@ -129,7 +129,7 @@ def from_bytes(flat: torch.Tensor, layout: ByteLayout) -> tuple[torch.Tensor, Qu
 
 
 class PackedLinear4bit(Linear4bit):
-    """A `Linear4bit` that computes from its packed bytes. Made from one in place by [`convert_layer`].
+    """A `Linear4bit` that computes from its packed bytes; [`convert_layer`] makes it from a `Linear4bit` in place.
 
     It stays an instance of `Linear4bit`, so PEFT's dispatch and type checks hold. `weight` is the uint8 vector of
     [`to_bytes`], whole or, between FSDP2's gathers, a shard of it.
@@ -150,8 +150,8 @@ class PackedLinear4bit(Linear4bit):
         return matmul_4bit(x, weight, bias=bias, quant_state=state).to(input_dtype)
 
     def _views(self) -> tuple[torch.Tensor, QuantState]:
-        # Views into the gathered parameter. FSDP2 frees and refills that very storage around each use, so views of it
-        # stay good; while they are kept, no other storage can have its identity.
+        # Views into the gathered parameter. FSDP2 frees and refills that same storage around each use, so the views
+        # stay valid; while they are kept, no other storage can have its identity.
         storage = self.weight.untyped_storage()._cdata
         if self._unpacked is None or self._unpacked[0] != storage:
             self._unpacked = (storage, *from_bytes(self.weight.data, self.layout))
@@ -172,11 +172,11 @@ def quantized_layers(model: nn.Module) -> dict[str, Linear4bit]:
 
 
 def pack_model(model: nn.Module) -> dict[str, ByteLayout]:
-    """Convert every quantized `Linear4bit` of `model` in place; the layout of each 4-bit layer by name."""
+    """Convert every quantized `Linear4bit` of `model` in place; returns the layout of each 4-bit layer by name."""
     layouts = {}
     for name, layer in quantized_layers(model).items():
         if not isinstance(layer, PackedLinear4bit):
             convert_layer(layer, *to_bytes(layer))
-        layer._unpacked = None  # views from before would keep the whole weight alive beside the shard
+        layer._unpacked = None  # old views would keep the whole weight alive next to the shard
         layouts[name] = layer.layout
     return layouts

@@ -24,22 +24,23 @@ logger = get_logger(__name__)
 
 
 def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = torch.float32) -> None:
-    """Make `accelerator.prepare` shard 4-bit bases under FSDP2. Of other models under FSDP2 it keeps the outputs
-    whole.
+    """Make `accelerator.prepare` shard 4-bit bases under FSDP2.
+
+    For other models under FSDP2 it only keeps the modules' outputs in full precision.
 
     Every `bitsandbytes` 4-bit layer is sharded as packed bytes together with its quantization state, whatever
     `bnb_4bit_quant_storage` and the mixed precision are. Ranks whose model is on the meta device (see
-    [`load_quantized_base`]) receive their shards from the first rank of their replica, others cut their own copy.
-    Adapters start as rank 0's. Then each rank's bytes are measured and logged.
+    [`load_quantized_base`]) receive their shards from the first rank of their replica; other ranks shard their own
+    copy. Adapters start as rank 0's. Then each rank's bytes are measured and logged.
 
     Args:
-        accelerator: before `prepare` was called with the model.
-        adapter_dtype: of trainable weights and their optimizer states, which the compute dtype is not: AdamW's updates
-            are mostly smaller than bfloat16 resolves.
+        accelerator: an accelerator whose `prepare` was not called with the model yet.
+        adapter_dtype: dtype of trainable weights and their optimizer states. It is not the compute dtype, because
+            AdamW's updates are mostly smaller than bfloat16 resolves.
 
     Raises:
-        BaseNotSharded, ReplicasDiffer: from `prepare`, where a rank holds more than its share, or nodes loaded
-            different weights.
+        BaseNotSharded: from `prepare`, if a rank holds more than its share.
+        ReplicasDiffer: from `prepare`, if nodes loaded different weights.
     """
     if getattr(accelerator.prepare, "shards_quantized_base", False):
         return
@@ -50,8 +51,8 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
         model = next((argument for argument in args if isinstance(argument, nn.Module)), None)
         if not accelerator.is_fsdp2 or model is None or isinstance(model, FSDPModule):
             return stock_prepare(*args, **kwargs)
-        # A text model's class may name the blocks of a vision tower that it does not have (Qwen3.5), which accelerate
-        # refuses.
+        # A text model's class may name the blocks of a vision tower that the model does not have (Qwen3.5). Accelerate
+        # refuses such names.
         there = {type(module).__name__ for module in model.modules()}
         model._no_split_modules = [x for x in getattr(model, "_no_split_modules", None) or () if x in there]
         with _trained_head_in_root(model):
@@ -65,11 +66,11 @@ def shard_quantized_base(accelerator: Accelerator, adapter_dtype: torch.dtype = 
 
 
 def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
-    """Leave an LM head that is trained (`modules_to_save`) to the root's unit, for the time of `prepare`.
+    """Leave a trained LM head (`modules_to_save`) to the root's unit while `prepare` runs.
 
-    Accelerate puts it into a unit with the final norm, which it does not find inside an adapter, so into one of its
-    own. TRL's fused head and this package's read the weight without calling the head, so nothing gathers such a unit
-    but `full_tensor`, whose gradient is that of this rank's completions alone.
+    Accelerate puts the head into a unit with the final norm. It does not find the norm inside an adapter, so the head
+    gets a unit of its own. TRL's fused head and this package's read the weight without calling the head, so only
+    `full_tensor` gathers such a unit, and its gradient is that of this rank's completions alone.
     """
     head, embedding = (getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("output", "input"))
     trained = head is not None and any(parameter.requires_grad for parameter in head.parameters())
@@ -79,12 +80,11 @@ def _trained_head_in_root(model: nn.Module) -> AbstractContextManager:
 
 
 def _own_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractContextManager:
-    """Settings of the plugin that accelerate has no way to name, for the time of `prepare`; `reduce_dtype` is a
-    quantized base's.
+    """Settings of the plugin that accelerate has no option for, while `prepare` runs.
 
-    Accelerate's own policy rounds what modules return, log-probabilities among them, and the gradients that are summed
-    over the
-    ranks to the compute dtype: 8 bits in bfloat16, where DDP keeps 24.
+    `reduce_dtype` is a quantized base's. Accelerate's own policy rounds the results of modules (log-probabilities
+    among them) and the gradients that are summed over the ranks to the compute dtype: 8 bits in bfloat16, compared
+    with DDP's 24.
     """
     policy = plugin.mixed_precision_policy
     settings = {}
@@ -92,7 +92,7 @@ def _own_settings(plugin, reduce_dtype: torch.dtype | None = None) -> AbstractCo
         reduce = policy.reduce_dtype if reduce_dtype is None else reduce_dtype
         settings["mixed_precision_policy"] = replace(policy, reduce_dtype=reduce, output_dtype=None)
     if reduce_dtype is not None:
-        settings["cpu_ram_efficient_loading"] = False  # it broadcasts every weight whole; distribute.py sends shards
+        settings["cpu_ram_efficient_loading"] = False  # True broadcasts every weight whole; distribute.py sends shards
     return replaced(plugin, **settings)
 
 

@@ -3,9 +3,9 @@
     class ShardedSFTTrainer(ShardedQLoRAMixin, SFTTrainer):
         pass
 
-Under an accelerate config with FSDP2 it shards a 4-bit base, saves plain PEFT adapters and resumes from them (of whole
-bases too), can evaluate before it trains, and gathers weights once for generation. In every other case it is the
-trainer it was mixed into.
+Under an accelerate config with FSDP2 it shards a 4-bit base, and saves plain PEFT adapters and resumes from them (with
+unquantized bases as well). It can evaluate before it trains, and gathers weights once for generation. In every other
+case it is the trainer it was mixed into.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,9 @@ from .prepare import shard_quantized_base
 
 
 class ShardedQLoRAMixin:
-    """Mix into a TRL (or transformers) trainer, before it in the bases. `args.fsdp_gather` and `fsdp_keep_gathered`
-    count.
+    """FSDP2 + QLoRA for a TRL (or transformers) trainer; put it before the trainer in the bases.
+
+    It reads `args.fsdp_gather` and `args.fsdp_keep_gathered`.
     """
 
     def create_accelerator_and_postprocess(self):
@@ -36,8 +37,9 @@ class ShardedQLoRAMixin:
 
     @property
     def base_bytes(self):
-        """[`distribute.BaseBytes`] of this rank, measured when the model was prepared; `None` where its base is not
-        sharded.
+        """[`distribute.BaseBytes`] of this rank, measured when the model was prepared.
+
+        It is `None` if the model's base is not sharded.
         """
         return getattr(self.model, "base_bytes", None)
 
@@ -54,7 +56,7 @@ class ShardedQLoRAMixin:
     def _head_on_device(self) -> Iterator[None]:
         """Let TRL's fused LM head find its weight on the device although the shards are offloaded.
 
-        It computes where the weight lies: on the host, whose results no collective of the device takes.
+        The fused head computes on its weight's device. On the host, no collective of the device takes its results.
         """
         plugin = self.accelerator.state.fsdp_plugin if isinstance(self.model, FSDPModule) else None
         if plugin is None or not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
@@ -79,7 +81,8 @@ class ShardedQLoRAMixin:
     def weights_gathered(self) -> Iterator[None]:
         """Hold the whole model while weights do not change, if `args.fsdp_gather` and the free memory say so.
 
-        For generation, and the old and reference policies' passes: many forwards, no gradient, the same weights.
+        This is for generation and for the old and reference policies' passes: many forwards, no gradient, the same
+        weights.
         """
         # With vLLM the model does not generate, and TRL's sync of the weights expects them sharded.
         mode = "per_layer" if getattr(self.args, "use_vllm", False) else getattr(self.args, "fsdp_gather", "auto")
@@ -88,7 +91,7 @@ class ShardedQLoRAMixin:
 
     def evaluation_loop(self, *args, **kwargs):
         if self.accelerator.is_fsdp2 and not isinstance(self.model, FSDPModule):  # an evaluation before training
-            self.create_optimizer()  # accelerate wants it with the model, and evaluation alone gives it none
+            self.create_optimizer()  # accelerate prepares it with the model, and evaluation alone creates none
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             register_fsdp_forward_method(self.model, "generate")
             self.model_wrapped = self.model
@@ -98,7 +101,7 @@ class ShardedQLoRAMixin:
         if not has_sharded_adapter(self.model):
             return super().save_model(output_dir, _internal_call)
         adapter = gather_adapter(self.model)
-        if self.args.should_save:  # transformers 5.17 leaves it to the caller that one rank alone writes
+        if self.args.should_save:  # transformers 5.17 leaves it to the caller that only one rank writes
             self._save(output_dir or self.args.output_dir, state_dict=adapter)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
@@ -122,10 +125,10 @@ class ShardedQLoRAMixin:
         if checkpoint is None or not has_sharded_adapter(self.model):
             return super()._load_optimizer_and_scheduler(checkpoint)
         optimizer, schedule = (Path(checkpoint) / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        if optimizer.is_file() and schedule.is_file():  # without them it starts anew, as in transformers
+        if optimizer.is_file() and schedule.is_file():  # else both start anew, as in transformers
             load_optimizer(self.optimizer, torch.load(optimizer, map_location="cpu", weights_only=True))
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-        # What a trainer restores beside it (TRL its entropy controller) it restores as always.
+        # Other states that a trainer restores (TRL's entropy controller) are restored as always.
         with no_optimizer_read():
             super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -1,1 +1,1 @@
-"""Bytes and seconds of a run before it starts, and beside what was then measured."""
+"""Bytes and seconds of a run before it starts, and compared with what was measured."""

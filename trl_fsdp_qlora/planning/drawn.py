@@ -1,7 +1,7 @@
 """Micro-batches drawn from a run's own data, as its trainer would draw them, and the tokens of their packed rows.
 
-A plan without data takes every prompt for as long as the longest, and computes one per group. Of data it is known what
-prompts have in common (a system prompt, worked examples) and how long they are.
+A plan without data assumes that every prompt is as long as the longest one, and computes it once per group. With data
+the plan knows how long prompts are and what they have in common (a system prompt, worked examples).
 """
 
 import random
@@ -21,17 +21,17 @@ from ..recipe.pairs import DPOScriptArguments, read_pairs
 from ..recipe.problems import load_data
 from ..recipe.script import say
 
-# As many micro-batches are drawn; the one with the longest packed row is planned for.
+# Number of micro-batches that are drawn; the one with the longest packed row is planned for.
 _DRAWN = 64
 _SEED = 0
 
 
 class Drawn(NamedTuple):
-    """The micro-batch that computes most, of those that were drawn.
+    """The drawn micro-batch that computes most.
 
     Attributes:
-        tokens, padded_tokens: of its packed row, and of its padded rows.
-        scored: places whose log-probability is taken.
+        tokens, padded_tokens: tokens of its packed row, and of its padded rows.
+        scored: positions whose log-probability is computed.
         levels: tokens of each level of the forest.
     """
 
@@ -43,12 +43,12 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Data:
-    """Tokenized prompts, and of preference pairs their two answers.
+    """Tokenized prompts, and for preference pairs their two answers.
 
     Attributes:
-        source: what a user calls it.
-        prompts: token ids of each.
-        answers: `(chosen, rejected)` of each prompt; `None` where a trainer draws completions.
+        source: the name that a user knows it by.
+        prompts: token ids of each prompt.
+        answers: `(chosen, rejected)` of each prompt; `None` if the trainer draws completions.
     """
 
     source: str
@@ -65,11 +65,11 @@ class Data:
         return max(len(answer) for pair in self.answers for answer in pair)
 
     def draw(self, rows: int, group: int, completion: int, max_length: int | None = None) -> Drawn:
-        """The largest of some micro-batches of `rows` rows, `group` of each prompt.
+        """Draw some micro-batches of `rows` rows, `group` of each prompt, and return the largest.
 
         Args:
-            completion: tokens of each completion, if a trainer draws it: no two have a token in common.
-            max_length: what pairs are cut to.
+            completion: tokens of each completion, if the trainer draws completions; no two have a token in common.
+            max_length: tokens that pairs are truncated to.
         """
         key = rows, group, completion, max_length
         if key not in self._drawn:
@@ -78,7 +78,7 @@ class Data:
         return self._drawn[key]
 
     def _micro_batches(self, prompts: int) -> list[list[int]]:
-        """Indices of distinct prompts, shuffled as an epoch is; those of a further epoch if one has too few."""
+        """Indices of distinct prompts, shuffled as an epoch is. If an epoch has too few, a further one follows."""
         draw = random.Random(_SEED)
         batches = []
         epoch = []
@@ -96,7 +96,7 @@ class Data:
         for place, index in enumerate(chosen):
             prompt = np.asarray(self.prompts[index])
             for row in range(place * group, min((place + 1) * group, rows)):
-                if self.answers is None:  # numbers that no token and no other row has
+                if self.answers is None:  # token ids that no prompt and no other row has
                     answer = -1 - row * completion - np.arange(completion)
                 else:
                     answer = np.asarray(self.answers[index][row % group])
@@ -113,8 +113,9 @@ class Data:
 
 
 def read_data(script: ScriptArguments, model: ModelConfig) -> Data | None:
-    """The data that a recipe's arguments name, tokenized as its trainer does; a line and `None` if that cannot be
-    counted.
+    """Read the data that a recipe's arguments name, tokenized as its trainer does.
+
+    If the tokens cannot be counted, it logs a line and returns `None`.
     """
     is_paired = isinstance(script, DPOScriptArguments)
     source = script.pairs if is_paired else script.dataset

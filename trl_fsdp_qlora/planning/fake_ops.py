@@ -1,8 +1,8 @@
-"""What fake tensors cannot run, as functions that allocate and keep the same bytes: flash attention, 4-bit layers,
-experts, head.
+"""Fake ops: functions that allocate and keep the bytes of operations that cannot run on fake tensors.
 
-Which kernel runs depends on the device, the frozen head reads a value of its logits, experts look which of them got
-tokens, and bitsandbytes may not be installed. Each function names what it stands for; tests/planning compares with it.
+These are flash attention, 4-bit layers, experts and head. Flash attention's kernel depends on the device, the frozen
+head reads a value of its logits, experts check which of them got tokens, and bitsandbytes may not be installed. Each
+function names the operation that it replaces; tests/planning compares the two.
 """
 
 from types import MethodType
@@ -33,8 +33,9 @@ class FourBitMatmul(torch.autograd.Function):
 
 
 class FourBitExperts(torch.autograd.Function):
-    """`fsdp2_qlora.experts` on a GPU: as many experts as fit into its scratch memory are dense at once, beside a copy
-    of their bytes.
+    """`fsdp2_qlora.experts` on a GPU.
+
+    As many experts as fit into its scratch memory are dense at once, next to a copy of their bytes.
     """
 
     @staticmethod
@@ -58,19 +59,20 @@ def _dense_experts(x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]
 
 
 class FourBitLinear(nn.Linear):
-    """A bitsandbytes 4-bit layer; the bytes of its quantization state, `state_bytes`, are no parameter there
-    either.
+    """A bitsandbytes 4-bit layer.
+
+    The quantization state's bytes, `state_bytes`, are no parameter, as in bitsandbytes.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = self.out_features, self.in_features
         out = FourBitMatmul.apply(x.to(self.compute_dtype), self.weight, shape)
         out = out if self.bias is None else out + self.bias.to(out.dtype)
-        return out.to(x.dtype).clone()  # PEFT clones what a 4-bit layer returns
+        return out.to(x.dtype).clone()  # PEFT clones a 4-bit layer's output
 
 
 class FlashAttention(torch.autograd.Function):
-    """Flash attention, also in two parts (`prefix_sharing.cascade`): keeps q, k, v, the output and its log-sum-exp.
+    """Flash attention, also in two parts (`prefix_sharing.cascade`). It keeps q, k, v, the output and its log-sum-exp.
 
     `(B, H, T, D)` queries and `(B, H_kv, T, D)` keys and values give `(B, T, H, D)`.
     """
@@ -90,7 +92,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Autocast's where it is on, which does not see into a custom function, or that of `x`."""
+    """Autocast's dtype if autocast is on, else that of `x`; autocast does not reach into a custom function."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -101,7 +103,7 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
         key = row.kept.extended((id(module), "key"), key, row.is_computed)
         value = row.kept.extended((id(module), "value"), value, row.is_computed)
     query, key, value = (x.to(compute_dtype(query)) for x in (query, key, value))
-    if attention_mask is not None:  # transformers repeats keys and values for grouped queries where there is a mask
+    if attention_mask is not None:  # with a mask, transformers repeats keys and values for grouped queries
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
     return FlashAttention.apply(query, key, value), None
@@ -111,15 +113,17 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """As `fsdp2_qlora.experts`, which imports bitsandbytes: transformers dispatches this module's forward as
-    "experts".
+    """Whether transformers dispatches this module's forward as "experts".
+
+    `fsdp2_qlora.experts` has the same function, but imports bitsandbytes.
     """
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
 
 
 def replace_experts(experts: nn.Module) -> None:
-    """Give transformers' experts a forward on `(tokens, hidden)` in which one expert computes all rows of tokens times
-    k.
+    """Give transformers' experts a forward on `(tokens, hidden)`.
+
+    In this forward one expert computes all rows, tokens times k of them.
     """
     first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
     shapes = {name: tuple(p.shape[1:]) for name, p in experts.named_parameters(recurse=False) if p.ndim == 3}
@@ -169,7 +173,7 @@ class FrozenHead(torch.autograd.Function):
             if dtype != torch.float32 and not on_gpu:  # a CPU computes a product in half precision in float32
                 wide = tile_TH.float(), chunk_CH.float()
                 del wide
-            tiles.append(torch.empty_like(tile_TH, dtype=weight_VH.dtype))  # the targets' rows of the head
+            tiles.append(torch.empty_like(tile_TH, dtype=weight_VH.dtype))  # the head's rows of the targets
             del tile_TH, chunk_CH, logits, tiles
         ctx.dtype = hidden_NH.dtype
         if keep_jacobian:

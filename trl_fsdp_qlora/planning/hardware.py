@@ -1,4 +1,4 @@
-"""What a run is planned for: cards by name or by their memory, or this machine."""
+"""The hardware that a run is planned for: cards by name or by their memory, or this machine."""
 
 import re
 from dataclasses import dataclass
@@ -9,19 +9,22 @@ import torch
 from ..recipe.arguments import ConfigError
 
 GIB = 2**30
-# GiB of memory by the name of a card, as its maker states it; of a T4 as CUDA reports it in TRL's notebook (14.741).
+# GiB of memory by the name of a card, as its maker states it; for a T4 as CUDA reports it in TRL's notebook (14.741).
 CARDS = {
     "b200": 180, "h200": 141, "h100": 80, "a100": 80, "a10080gb": 80, "a10040gb": 40, "l40s": 48, "a6000": 48,
     "a10": 24, "a10g": 24, "l4": 24, "t4": 14.7, "v100": 32, "rtx5090": 32, "rtx4090": 24, "rtx3090": 24, "rtx3070": 8,
 }  # fmt: skip
-CONTEXT = 512 * 2**20  # of a CUDA process with its libraries; assumed, differs by card and driver
-SLACK = 0.05  # share of what comes and goes that the caching allocator holds beside it; assumed
+CONTEXT = 512 * 2**20  # bytes of a CUDA process with its libraries; assumed, differs by card and driver
+SLACK = 0.05  # fraction of temporary bytes that the caching allocator holds in addition; assumed
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What ranks compute on: `cards` of `memory` bytes each (`None`: as many as ranks), or a CPU (no `gpu`), whose
-    memory they share."""
+    """The devices of a run.
+
+    They are `cards` of `memory` bytes each (`None`: as many as ranks), or a CPU (no `gpu`), whose memory the ranks
+    share.
+    """
 
     name: str
     memory: int
@@ -29,16 +32,17 @@ class Hardware:
     gpu: bool = True
 
     def per_rank(self, processes: int) -> int:
-        """Bytes that one rank may use."""
+        """Bytes that one rank can use."""
         return self.memory if self.gpu else self.memory // max(processes, 1)
 
 
 def read_hardware(text: str | None, use_cpu: bool = False) -> Hardware:
-    """The hardware that `text` names: `h100`, `24GB`, either with ` xN`, `cpu`; `None` is what is there, the CPU where
-    the run is to `use_cpu`.
+    """Read the hardware that `text` names: `h100`, `24GB`, either with ` xN`, or `cpu`.
+
+    `None` is this machine's hardware, or its CPU if the run is to `use_cpu`.
 
     Raises:
-        ConfigError: the name is not known; says which are.
+        ConfigError: the name is unknown; the message lists the known names.
     """
     if text is None and torch.cuda.is_available() and not use_cpu:
         properties = torch.cuda.get_device_properties(0)

@@ -1,5 +1,6 @@
-"""A run's model without data (base, 4-bit layers and experts, adapter), and the bytes that lie on a rank from step to
-step.
+"""A run's model without data, and the bytes that lie on a rank from step to step.
+
+The model is the base, 4-bit layers and experts, and the adapter.
 """
 
 import copy
@@ -24,9 +25,9 @@ GRADIENTS = "gradients"
 BUCKETS = "gradient buckets"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference model"
-# Weights that share a maximum, and such maxima that share another: bitsandbytes' defaults.
+# Weights that share a maximum, and maxima that share another maximum: bitsandbytes' defaults.
 _BLOCK, _NESTED_BLOCK = 64, 256
-# Numbers per trained weight that an optimizer keeps, and their bytes where they are not of the weight's own dtype.
+# Numbers that an optimizer keeps per trained weight, and their bytes (`None`: those of the weight's own dtype).
 _OPTIMIZERS = {"8bit": (2, 1), "sgd": (0, None), "lion": (1, None), "adam": (2, None)}
 
 
@@ -37,13 +38,15 @@ def dtype_of(settings: Settings, config: PretrainedConfig) -> torch.dtype:
 
 
 def compute_dtype(settings: Settings, config: PretrainedConfig) -> torch.dtype:
-    """Of what a linear layer returns: that of the mixed precision, or that the base is loaded in."""
+    """The dtype of a linear layer's output: that of the mixed precision, or that the base is loaded in."""
     return getattr(torch, settings.mixed) if settings.mixed else dtype_of(settings, config)
 
 
 def _pack(shape: torch.Size, nested: bool) -> tuple[nn.Parameter, int]:
-    """A weight in 4 bits, and the bytes of its state: a float32 maximum per block of 64, or, nested, a byte, and a
-    float32 per 256 of these."""
+    """A weight in 4 bits, and the bytes of its quantization state.
+
+    The state is a float32 maximum per block of 64. With `nested` it is a byte per block, and a float32 per 256 blocks.
+    """
     weights = math.prod(shape)
     blocks = -(-weights // _BLOCK)
     state = blocks + 4 * -(-blocks // _NESTED_BLOCK) + 4 if nested else 4 * blocks
@@ -73,19 +76,20 @@ def _quantize(model: nn.Module, dtype: torch.dtype, nested: bool) -> None:
 
 
 def keep_layers(text: PretrainedConfig, layers: Sequence[int]) -> None:
-    """Let the config of a language model have these of its layers only, in place."""
+    """Keep only these layers in the config of a language model, in place."""
     count = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == count:  # says something of each layer
+        if isinstance(value, list) and len(value) == count:  # has an entry for each layer
             setattr(text, name, [value[i] for i in layers])
-        elif isinstance(value, list) and name.endswith("layer_ids"):  # names some of them (Zamba2)
+        elif isinstance(value, list) and name.endswith("layer_ids"):  # lists some of the layers (Zamba2)
             setattr(text, name, [place for place, i in enumerate(layers) if i in value])
     text.num_hidden_layers = len(layers)
 
 
 def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | None = None) -> nn.Module:
-    """The model of a run on the meta device, in the dtypes that it is trained in; of its layers those of `layers`
-    only.
+    """Build the model of a run on the meta device, in the dtypes that it is trained in.
+
+    If `layers` is given, the model has these layers only.
 
     Raises:
         ConfigError: the model cannot be built, or the LoRA targets match nothing.
@@ -98,7 +102,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             bare = build_bare(name, config, dtype=dtype, attn_implementation=fake_ops.ATTENTION)
-        except KeyError:  # attention of the model's own (Falcon, GPT-J), by a table of names
+        except KeyError:  # Falcon and GPT-J look their attention class up in a table of their own
             bare = build_bare(name, config, dtype=dtype, attn_implementation="eager")
         for module in filter(fake_ops.is_experts, bare.modules()):
             fake_ops.replace_experts(module)
@@ -106,7 +110,7 @@ def build(settings: Settings, config: PretrainedConfig, layers: Sequence[int] | 
             _quantize(bare, dtype, settings.model.use_bnb_nested_quant)
         model = with_adapter(bare, settings.model)
         if model is not bare and (settings.model.load_in_4bit or settings.model.load_in_8bit):
-            # TRL casts the adapter of a quantized base to bfloat16; sharding it under FSDP2 keeps it in float32.
+            # TRL casts the adapter of a quantized base to bfloat16; our sharding under FSDP2 keeps it in float32.
             trained = torch.float32 if settings.launch.kind == "fsdp2" else torch.bfloat16
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -120,9 +124,9 @@ def causal_model(model: nn.Module) -> nn.Module:
 
 
 def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
-    """Bytes by component that lie on each rank; `model` is of [`build`], with all layers.
+    """Bytes by component that lie on each rank; `model` is [`build`]'s, with all layers.
 
-    FSDP2 and ZeRO-3 spread everything over the ranks, ZeRO-2 gradients and optimizer.
+    FSDP2 and ZeRO-3 spread everything over the ranks, ZeRO-2 only gradients and optimizer.
     """
     kind = settings.launch.kind
     ranks = settings.launch.processes
@@ -130,8 +134,8 @@ def static_bytes(model: nn.Module, settings: Settings) -> dict[str, int]:
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     quantized = any(parameter.dtype == torch.uint8 for parameter in parameters)
-    # Accelerate keeps what an FSDP2 model trains in float32 under mixed precision; of quantized ones we see to it
-    # ourselves.
+    # Under mixed precision accelerate keeps the trained weights of an FSDP2 model in float32. For a quantized model
+    # this package does it.
     upcast = kind == "fsdp2" and settings.mixed is not None and not quantized
     for parameter in parameters:
         part = TRAINED if parameter.requires_grad else BASE_4BIT if parameter.dtype == torch.uint8 else BASE

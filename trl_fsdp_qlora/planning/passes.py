@@ -1,9 +1,9 @@
-"""Bytes of a pass: two layers of the model run on fake tensors, the others by what the second kept beyond the first.
+"""Bytes of a pass: two layers run on fake tensors, and every other layer adds what the second one kept.
 
-A layer keeps for the backward what is there after it and was not before, so a model of L layers has (L - 2) of these
-more than the model of two where its backward begins, which is its peak. Gradients are there from the start, as
-micro-batches before this one left them. Nothing is allocated and no weight is read; the number of tokens is the run's
-own.
+The bytes that a layer keeps for the backward are those that are there after it and were not before. A model of L
+layers therefore has (L - 2) times these bytes more than the model of two layers at the start of its backward, which is
+its peak. Gradients are there from the start, because micro-batches before this one left them. Nothing is allocated and
+no weight is read; the number of tokens is the run's own.
 """
 
 from types import SimpleNamespace
@@ -27,19 +27,19 @@ from .steps import Pass, Step
 
 
 class Shape(NamedTuple):
-    """What a pass is run on."""
+    """The input of a pass."""
 
     rows: int
-    length: int  # of the input; a packed row is one row of its tokens
-    scored: int  # positions whose log-probability is taken; 0 for a pass without head
+    length: int  # tokens of a row of the input; a packed row is one row
+    scored: int  # positions whose log-probability is computed; 0 for a pass without head
     packed: bool  # rows need no mask, and a kernel of `scoring/` scores
 
 
 def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
-    """The micro-batch of the loss: P + G·(C - 1) tokens per group on a packed row, B·(P + C) padded; every completion
-    at full length.
+    """The micro-batch of the loss, with every completion at full length.
 
-    Of data that was read, the packed row is one that was drawn.
+    A packed row has P + G·(C - 1) tokens per group, padded rows have B·(P + C). If data was read, the packed row is
+    one that was drawn.
     """
     rows = settings.rows
     prompt = settings.prompt_tokens
@@ -53,9 +53,9 @@ def loss_shape(settings: Settings, packed: bool, on_gpu: bool) -> Shape:
 
 
 def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
-    """The padded forward, with gradients, that the first packed pass is compared with (`prefix_sharing.self_check`).
+    """The padded forward, with gradients, that checks the first packed pass (`prefix_sharing.self_check`).
 
-    It holds as many rows as the packed row has tokens for, but TRL's kernels and masks.
+    It has as many rows as fit into the packed row's tokens, and uses TRL's kernels and masks.
     """
     packed = loss_shape(settings, True, on_gpu)
     width = settings.prompt_tokens + settings.completion_tokens
@@ -64,8 +64,10 @@ def compared_shape(settings: Settings, on_gpu: bool) -> Shape:
 
 
 def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
-    """A pass without gradients over a generation batch: on packed rows as many completions as fit into the tokens of a
-    padded micro-batch."""
+    """A pass without gradients over a generation batch.
+
+    On packed rows it has as many completions as fit into the tokens of a padded micro-batch.
+    """
     if settings.prefix_sharing == "off" or settings.is_paired or settings.drawn is not None:
         return loss_shape(settings, settings.prefix_sharing != "off", on_gpu)
     prompt = settings.prompt_tokens
@@ -77,20 +79,23 @@ def scored_shape(settings: Settings, on_gpu: bool) -> Shape:
     return Shape(1, max(1, groups) * prompt + rows * (length - 1), rows * length, True)
 
 
-# Plans of one run (for other numbers of ranks, say) ask for the same again: the model and the passes, by what they
-# depend on.
+# Plans of one run (for other numbers of ranks, say) measure the same again: the cache keeps the model and the passes,
+# each by the settings that it depends on.
 _whole: dict[tuple, nn.Module] = {}
 _measured: dict[tuple, int] = {}
 
 
 def _modules_key(settings: Settings, config: PretrainedConfig) -> tuple:
-    """What a pass depends on beside its shape. A setting that `build` or [`_run`] starts to read belongs here."""
+    """The settings that a pass depends on, apart from its shape.
+
+    A setting that `build` or [`_run`] starts to read belongs here.
+    """
     key = repr(settings.model), settings.mixed, settings.gradient_checkpointing, settings.lm_head_kernel
     return *key, settings.launch.kind, config.to_json_string(use_diff=False)
 
 
 def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
-    """The model with all its layers, without data, built once; nobody changes it."""
+    """The model with all its layers, without data. It is built once, and nobody changes it."""
     key = _modules_key(settings, config)
     if key not in _whole:
         _whole.clear()
@@ -99,15 +104,17 @@ def whole(settings: Settings, config: PretrainedConfig) -> nn.Module:
 
 
 def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: bool, grad: bool = False) -> int:
-    """Peak bytes of a pass of the whole model above what lies there: forward and, with `grad`, backward, by a GPU's
-    kernels or not."""
+    """Peak bytes that a pass of the whole model adds: forward and, with `grad`, backward.
+
+    `on_gpu` chooses between the kernels of a GPU and of a CPU.
+    """
     key = *_modules_key(settings, config), shape, on_gpu, grad
     if key not in _measured:
-        # Layers by what they are: attention with or without a window, recurrent, both, an MLP alone.
+        # Layers by their kind: attention with or without a window, recurrent, both, or an MLP alone.
         kinds: dict[str, list[int]] = {}
         for i, kind in enumerate(layer_types(config.get_text_config())):
             kinds.setdefault(kind, []).append(i)
-        # One layer of each kind, and another one behind them, which shows what a layer of its kind adds.
+        # One layer of each kind, and then another one of a kind: the difference is the bytes that its kind adds.
         one_each = [layers[0] for layers in kinds.values()]
         more = [] if config.get_text_config().num_hidden_layers == 1 else [[layers[-1]] for layers in kinds.values()]
         runs = [_run(settings, config, one_each + another, shape, on_gpu, grad) for another in more or [[]]]
@@ -117,8 +124,8 @@ def measure(settings: Settings, config: PretrainedConfig, shape: Shape, on_gpu: 
 
 
 def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
-    """The model of these layers on fake tensors, and their mode."""
-    from ..compat.memory import FakeTensorMode  # a name that a version of torch or TRL may not have
+    """Build the model of these layers on fake tensors; returns the model and its mode."""
+    from ..compat.memory import FakeTensorMode  # a name that some versions of torch or TRL lack
 
     model = build(settings, config, layers).train()
     causal = causal_model(model)
@@ -132,7 +139,7 @@ def _few_layers(settings: Settings, config, layers) -> tuple[nn.Module, Any]:
 
 
 def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: bool) -> tuple[int, int]:
-    """(peak of a pass of few layers, what the last of them keeps for its backward), in bytes."""
+    """Run a pass of few layers; returns its peak and the last layer's bytes for the backward."""
     from ..compat.memory import PeakTracker
 
     model, mode = _few_layers(settings, config, layers)
@@ -153,7 +160,7 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
                 size = (1, 1, 1, 1) if shape.packed else (shape.rows, 1, shape.length, shape.length)
                 mask = torch.ones(size, dtype=torch.bool)
                 ids = torch.zeros(shape.rows, shape.length, dtype=torch.long)
-                # Mamba's layers would multiply by a mask.
+                # Mamba's layers would multiply by a mask, so a model of Mamba layers alone gets none.
                 attends = any(map(keeps_keys, layer_types(causal.config.get_text_config())))
                 inputs = {"attention_mask": mask if attends else None, "position_ids": torch.zeros_like(ids)}
                 values = causal.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
@@ -167,8 +174,10 @@ def _run(settings: Settings, config, layers, shape: Shape, on_gpu: bool, grad: b
 
 
 def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
-    """Why passes of this run cannot take what others computed, as far as settings and modules say it
-    (`prefix_sharing.door.Door.plan_step`); `None` if they can."""
+    """Why passes of this run cannot reuse what other passes computed; `None` if they can.
+
+    The answer goes as far as settings and modules show it (`prefix_sharing.door.Door.plan_step`).
+    """
     if settings.launch.kind == "zero3":
         return "ZeRO-3"
     if settings.gradient_checkpointing and (settings.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
@@ -181,7 +190,7 @@ def why_not_keep(settings: Settings, config: PretrainedConfig) -> str | None:
 
 
 def measure_of(settings: Settings, config: PretrainedConfig, step: Step, on_gpu: bool) -> int:
-    """Peak bytes of the passes with gradients of a step on packed rows."""
+    """Peak bytes of a step's passes with gradients on packed rows."""
     longest = step.longest
     is_cut = step.passes_per_batch > 1
     if step.trunks:
@@ -193,19 +202,18 @@ def measure_of(settings: Settings, config: PretrainedConfig, step: Step, on_gpu:
 def measure_step(
     settings: Settings, config: PretrainedConfig, longest: Pass, on_gpu: bool, is_cut: bool = False
 ) -> int:
-    """Peak bytes of an optimizer step, above what lies there, in which passes share trunks: of the last two passes of
-    a group.
+    """Peak bytes that an optimizer step adds if its passes share trunks, measured on a group's last two passes.
 
     Args:
-        longest: the pass that holds most; both are as long.
-        is_cut: values were computed without a graph before, with a trunk of their own.
+        longest: the pass that holds most; both passes are as long as this one.
+        is_cut: values were computed before, without a graph and with a trunk of their own.
     """
     key = *_modules_key(settings, config), longest, on_gpu, is_cut
     if key not in _measured:
         kinds: dict[str, list[int]] = {}
         for i, kind in enumerate(layer_types(config.get_text_config())):
             kinds.setdefault(kind, []).append(i)
-        # A single layer has its peak in the head, others may not.
+        # A model with a single layer has its peak in the head, other models may not.
         few = [layers[:2] if len(kinds) == 1 else layers[:1] for layers in kinds.values()]
         chosen = [layer for layers in few for layer in layers]
         # Each part of a step grows with the number of layers in its own way.
@@ -220,14 +228,16 @@ def measure_step(
 
 
 def _bytes_of_states(settings: Settings, config: PretrainedConfig, prompts: int) -> int:
-    """What recurrent layers keep of so many prompts: the states, and in float32 what passes owe to them."""
+    """Bytes that recurrent layers keep for so many prompts: the states, and the gradients of passes in float32."""
     width = config.get_text_config().hidden_size
     layers = recurrent_layers(whole(settings, config))
     return prompts * sum(3 * state_bytes(layer, width) for layer in layers)
 
 
 def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, is_cut: bool) -> list[int]:
-    """Peaks in bytes of a model of few layers: of the trunk and a pass that is not its last, of the last pass, of the
+    """Run a step of a model of few layers.
+
+    Returns three peaks in bytes: of the trunk and a pass that is not its last one, of the last pass, and of the
     trunk's backward.
     """
     from ..compat.memory import PeakTracker
@@ -282,7 +292,7 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
                 kept = KeptInPass(store, takes=takes, ending=ending, ends=("trunk",) if ending else ())
                 scores = kept.handed_over(score_pass(forward(longest.tokens, kept)))
                 if ending:
-                    # The trunk's backward begins with the last of what it kept, once the pass's is over.
+                    # The trunk's backward begins with the last value that it kept, when the pass's backward is over.
                     list(store.values.values())[-1].register_hook(next_part)
                 with torch.autocast("cpu", enabled=False):
                     scores.sum().backward()
@@ -292,11 +302,11 @@ def _run_step(settings: Settings, config, layers, longest: Pass, on_gpu: bool, i
 
 
 def score(hidden_NH, weight_VH, packed: bool, on_gpu: bool, settings: Settings) -> torch.Tensor:
-    """Log-probabilities `(N,)` by the kernel that scores on this device, or what takes its bytes."""
+    """Log-probabilities `(N,)` by the kernel that scores on this device, or by a fake op that takes its bytes."""
     device = "cuda" if on_gpu else "cpu"
     trained = weight_VH.requires_grad
     gathered = settings.launch.kind == "fsdp2"
-    asked = {"trained": trained, "gathered": gathered, "triton": True}  # which torch's CUDA build brings
+    asked = {"trained": trained, "gathered": gathered, "triton": True}  # torch's CUDA build brings Triton
     if packed and choose_head_kernel(settings.lm_head_kernel, device, hidden_NH.dtype, **asked) != "trl":
         keeps = torch.is_grad_enabled() and hidden_NH.requires_grad
         return fake_ops.FrozenHead.apply(hidden_NH, weight_VH, keeps, on_gpu)
@@ -307,13 +317,13 @@ def score(hidden_NH, weight_VH, packed: bool, on_gpu: bool, settings: Settings) 
     if on_gpu:
         return fake_ops.TrainedHead.apply(hidden_NH, weight_VH, chunk)
     targets = torch.zeros(len(hidden_NH), dtype=torch.long)
-    # The buffer is as wide as the chunk; of what a smaller vocabulary never writes to, a host gives no page.
+    # The buffer is as wide as the chunk. A host has no pages for the part that a smaller vocabulary never writes to.
     asked = targets, 1.0, min(chunk, len(weight_VH)), None, 1.0, ("log_probs", "entropy")
     return ChunkedLogProbFunction.apply(hidden_NH, weight_VH, None, *asked)[0]
 
 
 def _fake(model: nn.Module, mode) -> None:
-    """Put fake tensors of the host in the place of `model`'s meta tensors; tied ones stay tied."""
+    """Replace `model`'s meta tensors by fake tensors of the host; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     with mode:
         for module in model.modules():

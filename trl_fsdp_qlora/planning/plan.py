@@ -30,19 +30,19 @@ GATHERED = "gathered weights"
 ENGINE = "vLLM"
 PROCESS = "process"
 ROOM = "allocator slack"
-_MOST = 2**17  # tokens or completions beyond which nobody asks
+_MOST = 2**17  # largest number of tokens or completions that is tried
 _CARDS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)  # of a node, then whole nodes of eight
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs of each rank's device, in bytes.
+    """The bytes that a run needs on each rank's device.
 
     Attributes:
-        phases: phase -> component -> bytes of the fullest rank, in a step's order, under the names that telemetry
+        phases: phase -> component -> bytes of the fullest rank, in a step's order. The names are those that telemetry
             measures by.
-        capacity: bytes that a rank may use.
-        parameters: `(of the base, trained)`.
+        capacity: bytes that a rank can use.
+        parameters: numbers of parameters, `(of the base, trained)`.
         step: the passes of an optimizer step.
     """
 
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def warning(self) -> str | None:
-        """That prompt and completion are longer than the model has positions; `None` where they are not."""
+        """A line if prompt and completion are longer than the model has positions; `None` if they are not."""
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None) or math.inf
         prompt = self.settings.prompt_tokens
         completion = self.settings.completion_tokens
@@ -98,21 +98,26 @@ def plan_recipe(
     processes: int | None = None,
     **more: Any,
 ) -> Plan:
-    """Plan a recipe's command line, see [`from_words`], [`read_launch`], [`read_hardware`], on as many ranks as cards
-    unless `processes` is given. A `UserError` is one line on what cannot be read or built."""
+    """Plan a recipe's command line, see [`from_words`], [`read_launch`], [`read_hardware`].
+
+    The run has as many ranks as cards, unless `processes` is given. It raises a `UserError` of one line if something
+    cannot be read or built.
+    """
     named = hardware and read_hardware(hardware)
     settings = from_words(words, config, read_launch(accelerate_config, processes or (named and named.cards)), **more)
     return make_plan(settings, named)
 
 
 def make_plan(settings: Settings, hardware: Hardware | None = None, config: PretrainedConfig | None = None) -> Plan:
-    """Plan a run on `hardware`, by default what is there; the model's `config` is read where it is not given. A
-    `ConfigError` is one line on what cannot be read or built."""
+    """Plan a run on `hardware`, by default this machine's. If `config` is not given, the model's config is read.
+
+    It raises a `ConfigError` of one line if something cannot be read or built.
+    """
     config = config or read_config(settings.model.model_name_or_path, settings.model.model_revision)
     hardware = hardware or read_hardware(None, settings.launch.use_cpu)
     logger = logging.getLogger("transformers")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # what the libraries say to whoever trains the model
+    logger.setLevel(logging.ERROR)  # the libraries' messages are for a user who trains the model
     try:
         with warnings.catch_warnings(action="ignore"):
             step = plan_step(settings, passes.why_not_keep(settings, config))
@@ -121,7 +126,7 @@ def make_plan(settings: Settings, hardware: Hardware | None = None, config: Pret
         logger.setLevel(level)
     weights = dict(passes.whole(settings, config).named_parameters())
     trained = sum(p.numel() for p in weights.values() if p.requires_grad)
-    # 4-bit weights are counted as what they unpack to.
+    # Two 4-bit weights are packed in a byte: count the weights that the byte unpacks to.
     base = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for name, p in weights.items() if "lora_" not in name)
     capacity = hardware.per_rank(settings.launch.processes)
     return Plan(settings, config, hardware, phases, capacity, (base, trained), step)
@@ -136,7 +141,7 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, st
     there = dict.fromkeys(held, 0) | {model.BUCKETS: held[model.BUCKETS]} if launch.offload else held
     gradients = {name: there[name] for name in (model.GRADIENTS, model.BUCKETS)}
     lies = {name: size for name, size in there.items() if name not in gradients}
-    engine = 0  # vLLM's share of a card; nothing where it serves elsewhere
+    engine = 0  # vLLM's share of a card; 0 if vLLM runs on another machine or not at all
     phases = {}
     resting = {}
     if not settings.is_paired:
@@ -158,15 +163,15 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, st
     update = 0 if "fused" in optimizer_name(settings) else held[model.GRADIENTS]
     phases["optimizer"] = lies | gradients | {"optimizer's update": update} | resting
 
-    # On a CPU this process as it is, without the model: what planning leaves in it is in the run as well.
+    # On a CPU it is this process without the model: whatever planning leaves in the process is in the run as well.
     process = CONTEXT if gpu else psutil.Process().memory_info().rss
     in_a_layer, whole = gathered_bytes(skeleton, settings, gpu)
-    # Whether generation and scoring gather the whole model; not beside vLLM (`fsdp2_qlora.trainer`).
+    # Whether generation and scoring gather the whole model; with vLLM they do not (`fsdp2_qlora.trainer`).
     once = launch.kind == "fsdp2" and not settings.is_paired
     once = once and not settings.use_vllm and settings.fsdp_gather != "per_layer"
     free = hardware.per_rank(launch.processes) - sum(lies.values()) - process
     if "generate" in phases and settings.keeps_turns:
-        # A row's is kept when its turn has ended; the last rows of a batch still lie in it then.
+        # A row's cache is kept when its turn has ended; the last rows of a batch are then still in the cache.
         phases["generate"][TURNS] = min(phases["generate"][CACHE], max(0, int(FREE_SHARE * free)))
     if once and settings.fsdp_gather == "auto":
         once = whole - whole // launch.processes <= FREE_SHARE * free
@@ -181,11 +186,12 @@ def _phases(settings: Settings, config: PretrainedConfig, hardware: Hardware, st
 
 
 def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tuple[int, int]:
-    """Bytes of weights that a rank of a sharded model has together, beside its shards; zeros where none are sharded.
+    """Bytes of gathered weights that a rank of a sharded model holds next to its shards; zeros if none are sharded.
 
     Returns:
-        In a layer's pass: what the root keeps, two layers (one computing, the next on its way), and what one is
-        received in (FSDP2 receives a unit in one buffer, gloo in two). The whole model.
+        Two numbers. The first is for a layer's pass: the root's weights, two layers (one computing, the next on its
+        way), and the buffers that receive one (FSDP2 receives a unit in one buffer, gloo in two). The second is the
+        whole model.
     """
     if settings.launch.kind not in ("fsdp2", "zero3") or settings.launch.processes == 1:
         return 0, 0
@@ -206,23 +212,23 @@ def gathered_bytes(skeleton: nn.Module, settings: Settings, on_gpu: bool) -> tup
 
 
 def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int, int]:
-    """Bytes that a rank generates with, all its rows at full length.
+    """Bytes that a rank needs to generate, with all its rows at full length.
+
+    A token step copies the logits (as the model returns them, in float32 twice, in float64 while a token is drawn), or
+    one layer's cache, as it grows and repeated for grouped queries. On a CPU, decoding may keep a prompt's keys once
+    for its group.
 
     Returns:
-        Of keys, values and recurrent states; of these the prompts' keys and values in one row; and what a token step
-        needs next to them.
-
-    A token step copies the logits (as the model gives them, in float32 twice, in float64 while a token is drawn), or
-    one layer's cache, as it grows and repeated for grouped queries. (On a CPU decoding may keep a prompt's keys once
-    for its group.)
+        The bytes of keys, values and recurrent states; of these, the prompts' keys and values in one row; and the
+        bytes that a token step needs in addition.
     """
     text = config.get_text_config()
     rows = settings.rollout_rows
     dtype = model.compute_dtype(settings, config)
-    heads = getattr(text, "num_attention_heads", None) or 1  # where there are recurrent layers only, of nothing
+    heads = getattr(text, "num_attention_heads", None) or 1  # a model with recurrent layers only has no heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     of_keys = getattr(text, "num_key_value_heads", None) or heads
-    token = 2 * dtype.itemsize * of_keys * width  # keys and values of one in a layer
+    token = 2 * dtype.itemsize * of_keys * width  # keys and values of one token in a layer
     length = settings.max_completion_length + settings.prompt_tokens
     window = getattr(text, "sliding_window", None) or length
     kinds = [kind for kind in layer_types(text) if keeps_keys(kind)]
@@ -235,22 +241,22 @@ def cache_bytes(settings: Settings, config: PretrainedConfig) -> tuple[int, int,
 
 
 def _generation(settings: Settings, config: PretrainedConfig, gpu: bool) -> dict[str, int]:
-    """Of all completions at full length."""
+    """Bytes by component of generation, with all completions at full length."""
     if settings.use_vllm:
         return {}
     cache, prompt, step = cache_bytes(settings, config)
     rows = settings.rollout_rows
-    if settings.compact_generation:  # different prompts are computed once
+    if settings.compact_generation:  # each distinct prompt is computed once
         rows = max(1, rows // settings.num_generations)
-    # The prefill comes before the cache has grown beyond its prompts; a token step's activations are of one token per
-    # row.
+    # The prefill comes before the cache has grown beyond its prompts. A token step has activations of one token per
+    # row only.
     shape = passes.Shape(rows, settings.prompt_tokens, 0, False)
     prefill = passes.measure(settings, config, shape, gpu) + rows * prompt
     return {CACHE: cache, TOKEN_STEP: step, ACTIVATIONS: max(0, prefill - cache - step)}
 
 
 def changed(plan: Plan, **values: Any) -> Plan:
-    """The plan of the same run with other values of its fields; `load_in_4bit` and `processes` too."""
+    """Plan the same run with other values of its fields; `load_in_4bit` and `processes` work too."""
     settings = plan.settings
     if "load_in_4bit" in values:
         settings = replace(settings, model=replace(settings.model, load_in_4bit=values.pop("load_in_4bit")))
@@ -260,17 +266,18 @@ def changed(plan: Plan, **values: Any) -> Plan:
 
 
 def largest(plan: Plan, name: str, step: int = 1) -> int:
-    """The largest value of the field `name`, in multiples of `step`, with which the run fits; 0 where the smallest
-    does not.
+    """The largest value of the field `name`, in multiples of `step`, with which the run fits.
+
+    It is 0 if not even the smallest one fits.
     """
     return step * _most_that_fits(lambda count: changed(plan, **{name: count * step}), _MOST // step)
 
 
 def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
-    """The largest count up to `most` whose plan fits; 0 if that of 1 does not.
+    """The largest count up to `most` whose plan fits; 0 if a count of 1 does not fit.
 
-    Bytes grow nearly linearly, so the next count that is tried is where the line through the two last ones meets the
-    capacity.
+    Bytes grow nearly linearly. The next count that is tried is therefore on the line through the last two, at the
+    point that meets the capacity.
     """
     fitting = 0
     too_many = most + 1
@@ -285,13 +292,13 @@ def _most_that_fits(plan_of: Callable[[int], Plan], most: int) -> int:
             too_many = count
         middle = 8 * count if too_many > most else (fitting + too_many) // 2
         (a, bytes_a), (b, bytes_b) = tried[-2:] if len(tried) > 1 else (tried[0], tried[0])
-        if bytes_b != bytes_a and len(tried) % 4:  # else the line may creep along a kink
+        if bytes_b != bytes_a and len(tried) % 4:  # otherwise the line may creep along a kink
             middle = math.floor(b + (plan.capacity - bytes_b) * (b - a) / (bytes_b - bytes_a))
         count = min(max(middle, fitting + 1), too_many - 1)
     return fitting
 
 
-# What `most_that_fits` plans: stock TRL, a group in a micro-batch (what prefix sharing needs without
+# The runs that `most_that_fits` plans: stock TRL, a group in a micro-batch (which prefix sharing needs without
 # `tokens_per_pass`), this run.
 _STOCK = {"prefix_sharing": "off", "compact_generation": False}
 _WHOLE = {"prefix_sharing": "auto", "tokens_per_pass": 0}
@@ -301,8 +308,10 @@ HERE = "here"
 
 
 def with_group(plan: Plan, group: int, **values: Any) -> Plan:
-    """The plan of the same run, with as many prompts per step and `group` completions of each. Micro-batches become
-    more, not larger, unless `values` has another `per_device_train_batch_size`."""
+    """Plan the same run with as many prompts per step and `group` completions of each.
+
+    The number of micro-batches grows, not their size, unless `values` has another `per_device_train_batch_size`.
+    """
     settings = plan.settings
     rows = values.get("per_device_train_batch_size", settings.per_device_train_batch_size)
     factor = group * settings.per_device_train_batch_size / (settings.num_generations * rows)
@@ -316,12 +325,13 @@ def with_group(plan: Plan, group: int, **values: Any) -> Plan:
 
 
 def most_that_fits(plan: Plan) -> dict[str, dict[str, int]]:
-    """The largest group and the longest completion that fit, each with everything else as planned: in stock TRL, with
-    whole groups in micro-batches, and here; and the tokens that one rank computes with gradients per optimizer step of
-    the run as it is.
+    """The largest group and the longest completion that fit, each with everything else as planned.
+
+    They are planned for stock TRL, for whole groups in micro-batches, and for this package. Each entry also has the
+    tokens that one rank computes with gradients per optimizer step, with the run's own group and lengths.
     """
     settings = plan.settings
-    # Prompts per step stay what they are.
+    # The number of prompts per step stays the same.
     step = settings.num_generations // math.gcd(settings.num_generations, settings.gradient_accumulation_steps)
     whole = _WHOLE | {"per_device_train_batch_size": settings.num_generations}
     here = {"prefix_sharing": "auto"} if settings.prefix_sharing == "off" else {}
@@ -361,7 +371,7 @@ def format_most(plan: Plan, found: dict[str, dict[str, int]]) -> str:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """A plan for `json`: bytes, and what an optimizer step computes."""
+    """A plan for `json`: bytes, and the passes of an optimizer step."""
     step = plan.step
     return {
         "model": plan.settings.model.model_name_or_path,
@@ -384,10 +394,11 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 
 def fewest_cards(plan: Plan) -> int:
-    """With how many cards of this kind the run fits, one rank each; 0 where not even with the most that is asked
-    for.
+    """The smallest number of cards of this kind with which the run fits, one rank each.
+
+    It is 0 if not even the largest number that is tried is enough.
     """
-    # Only sharding makes a rank's part smaller, so that a launch without it needs one card or fits on none.
+    # Only sharding makes a rank's part smaller, so a launch without sharding needs one card or does not fit.
     for cards in _CARDS if plan.settings.launch.kind in ("fsdp2", "zero2", "zero3") else (1,):
         if changed(replace(plan, hardware=replace(plan.hardware, cards=cards)), processes=cards).fits:
             return cards
@@ -395,8 +406,9 @@ def fewest_cards(plan: Plan) -> int:
 
 
 def ways(plan: Plan, most: int = 3) -> list[str]:
-    """Lines of the recipe, each of which alone makes the run fit; those that change nothing in the result come
-    first.
+    """Lines of the recipe, each of which alone makes the run fit.
+
+    Lines that do not change the result come first.
     """
     settings = plan.settings
     found = []
@@ -431,7 +443,7 @@ def _lines(values: dict[str, Any]) -> str:
 
 
 def _format_step(plan: Plan) -> str:
-    """How micro-batches are computed, in a line."""
+    """A line on how micro-batches are computed."""
     settings = plan.settings
     step = plan.step
     rows = settings.per_device_train_batch_size
@@ -454,12 +466,12 @@ def _format_step(plan: Plan) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """`3.04 GiB`, or MiB where that is less than a tenth of one."""
+    """`3.04 GiB`, or MiB if the size is less than a tenth of one GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def _assumed(settings: Settings) -> list[str]:
-    """What the tokens of a pass were taken from."""
+    """Lines on how the plan got the number of tokens of a pass."""
     data = settings.data
     drawn = settings.drawn
     prompt = settings.prompt_tokens

@@ -1,4 +1,4 @@
-"""A recipe's plan before it loads anything, and beside what its first step with something to learn then took."""
+"""A recipe's plan before it loads anything, and a comparison with its first step that has something to learn."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,30 +21,30 @@ from ..telemetry.phases import MIB
 from .plan import PROCESS, ROOM, Plan, format_bytes, make_plan
 from .settings import from_config
 
-_PROMPTS, _PICTURES = 64, 8  # training prompts whose lengths are looked at, and of those with images
+_PROMPTS, _PICTURES = 64, 8  # training prompts whose lengths are read: in all, and with images
 
 
 def plan_first(
     script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> Plan | None:
-    """The plan of a recipe's run, on the main rank; warns where it does not fit. Elsewhere, and where none can be
-    made, `None`.
+    """Plan a recipe's run on the main rank, and warn if it does not fit.
 
-    A mistake of the plan's own never ends a run: it is one line. With `require_fit` all ranks learn the verdict.
+    Returns `None` on other ranks, and if no plan can be made. An error in the plan itself is logged in one line and
+    never ends a run. With `require_fit` all ranks learn the result.
 
     Raises:
-        ConfigError: on every rank, where `require_fit` is set and the plan does not fit.
+        ConfigError: on every rank, if `require_fit` is set and the plan does not fit.
     """
     plan = refusal = None
     if getattr(config.deepspeed_plugin, "zero_stage", None) == 3:
-        # Transformers fills every model that it builds under ZeRO-3, with all ranks taking part.
+        # Transformers fills every model that it builds under ZeRO-3, which takes all ranks.
         say("memory is not planned under ZeRO-3")
     elif PartialState().is_main_process:
         try:
             few = train.select(range(min(_PICTURES if "images" in train.column_names else _PROMPTS, len(train))))
             agent = agent_of(script, getattr(config, "chat_template_kwargs", None))
             longest = longest_prompt(tokenizer, few, model, agent)
-            stop_at_once()  # on fake tensors a KeyboardInterrupt may be raised in a callback, and is lost there
+            stop_at_once()  # a callback may raise KeyboardInterrupt on fake tensors, which loses it
             settings = from_config(config, model, prompt_tokens=longest)
             of_episodes = {name: getattr(script, name, None) for name in ("tools", "environment")}
             plan = make_plan(replace(settings, values=settings.values | of_episodes))
@@ -66,7 +66,7 @@ def plan_first(
 def longest_prompt(
     tokenizer: PreTrainedTokenizerBase, few: Dataset, model: ModelConfig, agent: Agent | None = None
 ) -> int:
-    """Tokens of the longest of a few prompts, those of their images included."""
+    """Tokens of the longest of a few prompts, including those of their images."""
     if "images" in few.column_names:
         processor = load_processing(model.model_name_or_path, model.model_revision, images=True)
         return max(map(len, encode_images(list(few), processor)[0]))
@@ -83,9 +83,9 @@ def longest_prompt(
 class PlanVsActual(TrainerCallback):
     """Puts `memory/planned_mib` among the trainer's `metrics` of training, and prints planned and measured bytes once.
 
-    After the first step that had an advantage other than zero: a step without computes next to nothing in its loss. On
-    a GPU the allocator, which is what is measured, knows neither the context nor its own slack, so that both are left
-    out of the plan.
+    It does so after the first step that had an advantage other than zero, because a step without one computes next to
+    nothing in its loss. On a GPU the allocator is measured. The allocator knows neither the context nor its own slack,
+    so both are left out of the plan.
     """
 
     def __init__(self, metrics: Callable[[], dict[str, list]], plan: Plan):
@@ -99,7 +99,7 @@ class PlanVsActual(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.metrics()
         metrics["memory/planned_mib"].append(max(self.planned_mib.values()))
-        if zero := metrics.get("efficiency/zero_advantage_fraction"):  # of the newest generation batch
+        if zero := metrics.get("efficiency/zero_advantage_fraction"):  # for the newest generation batch
             self._learns = zero[-1] < 1
         if self._printed or not self._learns:
             return
@@ -113,6 +113,6 @@ class PlanVsActual(TrainerCallback):
 
 
 def watch(trainer: Any, plan: Plan | None) -> None:
-    """Compare one step of `trainer` with its plan; nothing without one."""
+    """Compare one step of `trainer` with its plan. Without a plan it does nothing."""
     if plan is not None:
         trainer.add_callback(PlanVsActual(lambda: trainer._metrics["train"], plan))

@@ -1,6 +1,6 @@
-"""What a plan needs to know of a run: from a recipe's parsed arguments, or from its fields without building a config.
+"""The facts about a run that a plan needs: from a recipe's parsed arguments, or from its fields without a config.
 
-A config cannot be built for another machine's hardware: `bf16: true` is refused where there is no GPU.
+A config cannot be built for another machine's hardware: without a GPU, `bf16: true` is refused.
 """
 
 import os
@@ -16,29 +16,29 @@ from ..recipe.arguments import ScriptArguments, read_yaml, recipe_fields
 from ..run.shipped import accelerate_config
 from .drawn import Data, Drawn, read_data
 
-_KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # of accelerate -> of a [`Launch`]
+_KINDS = {"FSDP": "fsdp2", "DEEPSPEED": "zero{}"}  # accelerate's names -> those of a [`Launch`]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is spread."""
+    """How a run is spread over processes."""
 
     kind: str = "single"  # or ddp, fsdp2, zero2, zero3
     processes: int = 1  # ranks, one per card
     offload: bool = False  # FSDP2's shards lie in host memory
     use_cpu: bool = False  # the ranks compute on the host
-    mixed_precision: str | None = None  # bf16, fp16, no; `None` where the accelerate config is silent
+    mixed_precision: str | None = None  # bf16, fp16, no; `None` if the accelerate config does not set it
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run, as far as its memory depends on it; `values` are the trainer's fields, and attributes too."""
+    """One run, as far as its memory depends on it; `values` are the trainer's fields, also readable as attributes."""
 
     model: ModelConfig
     values: dict[str, Any] = field(repr=False)
     launch: Launch
     prompt_tokens: int = 256  # of the longest prompt of a batch
-    data: Data | None = field(default=None, repr=False)  # what micro-batches are drawn from, if it was read
+    data: Data | None = field(default=None, repr=False)  # source of the drawn micro-batches, if it was read
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("values", ()):
@@ -90,7 +90,7 @@ class Settings:
 
     @property
     def completion_tokens(self) -> int:
-        """Of the longest completion, or the longest answer of a pair."""
+        """Tokens of the longest completion, or of the longest answer of a pair."""
         if not self.is_paired:
             return self.max_completion_length
         longest = self.max_completion_length if self.data is None else self.data.longest_answer
@@ -98,7 +98,7 @@ class Settings:
 
     @property
     def drawn(self) -> Drawn | None:
-        """The micro-batch of its data that computes most; `None` without data."""
+        """The micro-batch of the run's data that computes most; `None` without data."""
         if self.data is None:
             return None
         limit = self.max_length if self.is_paired else None
@@ -112,12 +112,12 @@ class Settings:
             return None
         if self.fp16 or said == "fp16":
             return "float16"
-        # TRL's default is bf16 where nothing is set; the accelerate config's word comes second.
+        # TRL's default is bf16 if nothing is set; the accelerate config comes second.
         return "bfloat16" if self.bf16 or self.bf16 is None or said == "bf16" else None
 
     @property
     def scores_again(self) -> bool:
-        """A pass without gradients comes before the loss: the policy's old log-probabilities, or the reference's."""
+        """Whether a pass without gradients comes before the loss, for the old log-probabilities or the reference."""
         if self.is_paired:
             return bool(self.precompute_ref_log_probs)
         return bool(self.beta) or self.num_iterations > 1 or self.rollout_batches > self.gradient_accumulation_steps
@@ -128,9 +128,9 @@ def optimizer_name(settings: Settings) -> str:
 
 
 def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
-    """The settings of a run that is about to start, from its parsed arguments; `more`: `prompt_tokens`."""
+    """The settings of a run that is about to start, from its parsed arguments; `more` may have `prompt_tokens`."""
     kind = config.distributed_state.distributed_type.value
-    # Accelerate says FSDP of itself only once a trainer has made its `Accelerator`; on a CPU it makes DDP of it.
+    # Accelerate reports FSDP only after a trainer has made its `Accelerator`; on a CPU it turns FSDP into DDP.
     if is_fsdp2_launch() and kind in ("NO", "MULTI_GPU") and config.device.type != "cpu":
         kind = "FSDP"
     zero = getattr(config.deepspeed_plugin, "zero_stage", None)
@@ -142,11 +142,12 @@ def from_config(config: Any, model: ModelConfig, **more: Any) -> Settings:
 
 
 def read_launch(path: str | None, processes: int | None = None) -> Launch:
-    """The launch that an accelerate config (a file or a name; `None` is one process) describes, with `processes` if
-    given.
+    """The launch that an accelerate config describes, with `processes` if given.
+
+    `path` is a file or a name; `None` is one process.
 
     Raises:
-        UserError: no such file or name.
+        UserError: there is no such file or name.
     """
     if path is None:
         return Launch("single" if (processes or 1) == 1 else "ddp", processes or 1)
@@ -167,10 +168,10 @@ def from_words(
     counts_data: bool = False,
     **more: Any,
 ) -> Settings:
-    """The settings of a recipe's command line, whose method has the config class `config`; `more` as above.
+    """The settings of a recipe's command line; `config` is its method's config class, `more` is as above.
 
     Args:
-        script: what the recipe's script takes.
+        script: the class of the recipe's script arguments.
         counts_data: read the recipe's data and draw micro-batches from it.
 
     Raises:

@@ -1,7 +1,6 @@
-"""The forwards of an optimizer step, in numbers: what `prefix_sharing.door.Door.plan_step` makes of full-length
-completions.
+"""The forwards of an optimizer step, in numbers: `prefix_sharing.door.Door.plan_step` for full-length completions.
 
-Every prompt has the same length and shares nothing with another one. The rows of a step are its groups, one behind the
+Every prompt has the same length and shares nothing with another one. The rows of a step are its groups, one after the
 other.
 """
 
@@ -14,13 +13,13 @@ from .settings import Settings
 
 
 class Pass(NamedTuple):
-    """What a pass with gradients computes.
+    """The size of a pass with gradients.
 
     Attributes:
-        tokens: of its packed row.
+        tokens: tokens of its packed row.
         rows: completions that it scores.
-        trunk: tokens of the trunks that are alive then, whose keys it takes.
-        prompts: how many trunks' beginnings these are.
+        trunk: tokens of the trunks that are alive during the pass, whose keys it reads.
+        prompts: number of prompts whose trunks these are.
     """
 
     tokens: int
@@ -35,7 +34,7 @@ class Step(NamedTuple):
     Attributes:
         longest: the pass that holds most, trunks included.
         passes, trunks: how many there are.
-        values: forwards without gradients before them, if a micro-batch is cut.
+        values: number of forwards without gradients before the passes, if a micro-batch is cut.
         computed: tokens of all passes with gradients and their trunks.
         batches_per_pass, passes_per_batch: one of the two is 1.
         reason: why each micro-batch computes its own prompts; `None` if it does not.
@@ -52,22 +51,22 @@ class Step(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether micro-batches have anything to do with one another."""
+        """Whether micro-batches share anything."""
         return bool(self.trunks) or self.batches_per_pass > 1 or self.passes_per_batch > 1
 
     @property
     def forwards(self) -> int:
-        """Forwards of the model."""
+        """Number of the model's forwards."""
         return self.passes + self.trunks + self.values
 
     @property
     def gathers(self) -> int:
-        """How often FSDP2 brings all layers together: in each forward and in each backward."""
+        """Number of times that FSDP2 gathers all layers: once in each forward and in each backward."""
         return self.forwards + self.passes + self.trunks
 
 
 def plan_step(settings: Settings, reason: str | None = None) -> Step:
-    """The passes of a step; `reason`: why this model cannot keep what several passes share."""
+    """The passes of a step; `reason`: why this model cannot keep values that several passes share."""
     rows = settings.rows
     accumulated = settings.gradient_accumulation_steps
     prompt = settings.prompt_tokens
@@ -80,7 +79,7 @@ def plan_step(settings: Settings, reason: str | None = None) -> Step:
     if settings.is_paired:
         alone = Pass(settings.groups * prompt + rows * (completion - 1), rows)
         return Step(alone, accumulated, 0, 0, accumulated * alone.tokens, reason="nothing is drawn ahead")
-    # A step may need completions that are not drawn yet.
+    # A step may need completions that are not generated yet.
     ahead = min(accumulated, settings.rollout_batches)
     repeats = -(-accumulated // ahead)
     limit = settings.values.get("tokens_per_pass", 0)
@@ -99,15 +98,17 @@ def plan_step(settings: Settings, reason: str | None = None) -> Step:
 
 
 def _shared(shape: tuple[int, int, int, int, int], tokens_per_pass: int | None, one_by_one: bool) -> Step | None:
-    """The passes of micro-batches that are looked ahead to; `None` if each computes its own prompts. `one_by_one`:
-    DeepSpeed's, each of which has a pass of its own."""
+    """The passes of micro-batches that are planned together; `None` if each computes its own prompts.
+
+    `one_by_one` is for DeepSpeed, under which each micro-batch has a pass of its own.
+    """
     rows, batches, _, prompt, completion = shape
     limit = tokens_per_pass or rows * (prompt + completion)
     sizes = [rows * count for count in range(batches, 0, -1) if batches % count == 0]
     sizes += [rows // count for count in range(2, rows + 1) if rows % count == 0]
     if one_by_one:
         sizes = [rows]
-    # As many rows as fit; one that is longer runs alone.
+    # As many rows as fit; a single row that is longer runs alone.
     size = next((size for size in sizes if _held(_cut(shape, size).longest) <= limit), 0)
     if size < rows and tokens_per_pass is None:
         return None
@@ -134,7 +135,7 @@ def _cut(shape: tuple[int, int, int, int, int], size: int) -> Step:
     is_kept = (last - first) * (prompt - 1) >= MIN_SAVED_TOKENS
     numbers = np.arange(passes)
     ends = np.minimum((numbers + 1) * size, total)
-    # Prompts of each pass, and of these the kept ones: groups are in order, so are their passes.
+    # Prompts of each pass, and the kept ones among them: groups are in order, so the passes are in order too.
     begins = np.searchsorted(last, numbers)
     behind = np.searchsorted(first, numbers, side="right")
     kept_before = np.concatenate([[0], np.cumsum(is_kept)])

@@ -1,1 +1,1 @@
-"""What leaves the machine: the adapter's card."""
+"""Publishing: the model card, recorded logits, merging, and the upload of an adapter."""

@@ -1,4 +1,4 @@
-"""The model card of what a trainer trained: what it is, how it was made, and a quick start that runs as printed."""
+"""The model card of a trained model: what it is, how it was made, and a quick start that runs as printed."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ from ..run.nonfatal import nonfatal
 from ..run.plain import plain
 from ..run.redaction import command_line, is_secret_name, portable
 
-# What a run sets that says nothing about the result, or follows from other fields.
+# Settings of a run that have no influence on the result, or that follow from other fields.
 _NOT_RECIPE = {"output_dir", "logging_dir", "run_name", "push_to_hub", "disable_tqdm", "local_rank", "debug"}
 _NOT_RECIPE |= {"resume_from_checkpoint", "show_completions", "phase_metrics", "accelerator_config"}
 _NOTHING = (None, "", [], {}, "none", ["none"])
@@ -30,18 +30,18 @@ _TEMPLATE = Path(__file__).with_name("card.md")
 
 @dataclass
 class CardInfo:
-    """What a trainer cannot know by itself and a recipe fills in."""
+    """Facts that a trainer cannot know by itself and a recipe fills in."""
 
     dataset: str | None = None  # Hub id or file name of the training data
-    license: str | None = None  # SPDX id; looked up in the base model's card where it is `None`
+    license: str | None = None  # SPDX id; if `None`, it is looked up in the base model's card
     results: dict[str, str] = field(default_factory=dict)  # such as "97.0% (n=1000, ...)", by what was measured
     accuracy: dict[str, Any] | None = None  # greedy, for the Hub's metadata: `pass_at_1`, `n` and `interval`
-    accuracy_on: str = "test"  # or "validation": on which problems
+    accuracy_on: str = "test"  # or "validation": the problems of `accuracy`
     accuracy_step: int | None = None  # optimizer step that `accuracy` is of; a card of other weights does not claim it
-    picture: str | None = None  # file name of the curve, beside the card
+    picture: str | None = None  # file name of the curve, next to the card
     data_license: str | None = None  # SPDX id of the training data
     recipe_file: str | None = None  # the YAML that was run
-    settings: Sequence[Any] = ()  # dataclasses of arguments beside the trainer's config: data, rewards, model, adapter
+    settings: Sequence[Any] = ()  # dataclasses of the other arguments: data, rewards, model, adapter
     command: Sequence[str] | None = None  # the launch line's words; the card leaves secrets and machine paths out
     quickstart_prompt: Any = None  # a prompt (text, or messages) for the quick start
     max_new_tokens: int = 64  # of the quick start
@@ -62,13 +62,13 @@ def software() -> str:
 
 @functools.cache  # once per run: a card is written with every checkpoint
 def base_model_license(base_model: str) -> str | None:
-    """SPDX id from the card of a local folder or of the Hub; `None` where there is none, or it cannot be read."""
+    """SPDX id from the card of a local folder or of the Hub; `None` if there is none, or it cannot be read."""
     local = Path(base_model) / "README.md"
     with nonfatal("looking up the licence of the base (say which it is: --license, `card_info.license`)"):
         if local.is_file():
             return ModelCard.load(local).data.license
         if not local.parent.exists() and not constants.HF_HUB_OFFLINE:
-            found = HfApi().model_info(base_model, timeout=5)  # seconds: a network that is down holds no card up
+            found = HfApi().model_info(base_model, timeout=5)  # seconds: a dead network holds no card up
             return getattr(found.card_data, "license", None)
     return None
 
@@ -76,7 +76,7 @@ def base_model_license(base_model: str) -> str | None:
 def changed_arguments(args: Any) -> dict[str, Any]:
     """Fields of a config dataclass that differ from their defaults, plain, without paths and secrets.
 
-    What a config has worked out from other fields is no difference.
+    A value that a config has worked out from other fields is no difference.
     """
     changed = {}
     derived = getattr(args, DERIVED, {})
@@ -93,7 +93,7 @@ def changed_arguments(args: Any) -> dict[str, Any]:
 
 
 def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, Any]:
-    """What reproduces a run: with `settings` (of a recipe) a file that `--config` takes."""
+    """The settings that reproduce a run: with `settings` (of a recipe) a file that `--config` takes."""
     recipe = changed_arguments(args)
     if not hasattr(args, DERIVED):  # TRL's own config, which sets both from the batch size
         recipe.pop("generation_batch_size", None)
@@ -101,7 +101,7 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
             recipe.pop("steps_per_generation", None)
     for more in settings:
         recipe |= changed_arguments(more)
-    if settings:  # whose model has fields of its own for how it is loaded
+    if settings:  # a recipe's model has its own fields for loading
         loading = recipe.pop("model_init_kwargs", {})
         loading = {k: v for k, v in loading.items() if k not in ("revision", "attn_implementation", "dtype")}
         recipe |= {"model_init_kwargs": loading} if loading else {}
@@ -112,7 +112,7 @@ def _recipe(args: Any, settings: Sequence[Any], peft_config: Any) -> dict[str, A
 
 
 def card_of(trainer: Any, name: str | None = None) -> ModelCard:
-    """The card of what `trainer` trains, an adapter or a whole model, called `name` or as its output folder."""
+    """The card of the adapter or the whole model that `trainer` trains, called `name` or like its output folder."""
     args = trainer.args
     state = trainer.state
     info = trainer.card_info
@@ -178,7 +178,7 @@ def card_of(trainer: Any, name: str | None = None) -> ModelCard:
 
 @nonfatal("the model card")
 def write_card(trainer: Any, folder: str | Path, name: str | None = None, tags: Sequence[str] = ()) -> None:
-    """Write [`card_of`] `trainer` into `folder`, with `tags` beside the usual ones."""
+    """Write [`card_of`] `trainer` into `folder`, with `tags` in addition to the usual ones."""
     card = card_of(trainer, name)
     card.data.tags += [tag for tag in tags if tag not in card.data.tags]
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -186,8 +186,9 @@ def write_card(trainer: Any, folder: str | Path, name: str | None = None, tags: 
 
 
 def write_first_card(trainer: Any, folder: str | Path) -> None:
-    """[`write_card`] where there is none, in the place of PEFT's: that has nothing filled in but this machine's path
-    to the base.
+    """[`write_card`] if there is none, in place of PEFT's card.
+
+    PEFT's card has nothing filled in but this machine's path to the base.
     """
     if not Path(folder, "README.md").is_file():
         write_card(trainer, folder)

@@ -1,4 +1,4 @@
-"""A few logits kept with an adapter when it is saved, and plain PEFT's beside them before it is published."""
+"""A few logits stored with an adapter when it is saved, and compared with plain PEFT's before it is published."""
 
 from pathlib import Path
 from types import MethodType
@@ -20,8 +20,8 @@ from .merge import load_model
 
 LOGITS = "logits.json"
 _TOKENS, _ENTRIES = 8, 32
-# Rounding of two ways through the same layers, in units of the dtype's own: sums in float32 differ in their order by
-# some dozens of them over a deep model, half precision rounds every layer's output anew, by a few.
+# Rounding of two ways through the same layers, in units of the dtype's own. Over a deep model, sums in float32 differ
+# in their order by some dozens of units; half precision rounds every layer's output anew, by a few units.
 _UNITS = {"float32": 64, "bfloat16": 4, "float16": 4}
 
 
@@ -31,7 +31,7 @@ def few_logits(
 ) -> list[list[float]]:
     """Logits of `entries` of the vocabulary after each of the tokens `ids`, `(len(ids), len(entries))`."""
     input_ids = torch.tensor([ids], device=device or next(model.parameters()).device)
-    # The class's own forward: accelerate's computes in the precision of training.
+    # The class's own forward, because accelerate's computes in the precision of training.
     with replaced(model, forward=MethodType(type(model).forward, model)):
         return model(input_ids=input_ids).logits[0][:, entries].float().tolist()
 
@@ -40,11 +40,10 @@ def few_logits(
 def record_logits(
     model: PeftModel, folder: str | Path, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Write `logits.json` (some 5 kB): what the adapter in `model` gives for a few fixed tokens, and what the base
-    alone does.
+    """Write `logits.json` (some 5 kB): the logits for a few fixed tokens, with the adapter in `model` and without it.
 
-    It computes on `device` in `dtype`, by default those of the weights, which are whole. The model's training mode is
-    restored.
+    It computes on `device` in `dtype`, by default those of the weights. The weights must be whole. The model's
+    training mode is restored.
     """
     size = model.config.get_text_config().vocab_size
     training = model.training
@@ -63,13 +62,11 @@ def record_logits(
 
 
 def record(folder: str | Path, trainer: Any) -> None:
-    """[`record_logits`] of the adapter that `trainer` has saved in `folder`. Every rank calls it; one computes, and
-    may fail alone.
+    """[`record_logits`] of the adapter that `trainer` has saved in `folder`.
 
-    Where FSDP2 shards the weights all ranks gather them, if they fit into half of the free memory of each. Otherwise,
-    and under
-    DeepSpeed, nothing is recorded: a forward of a sharded model is collective, and a rank that failed in it would
-    leave the others waiting.
+    Every rank calls it; one rank computes, and may fail alone. If FSDP2 shards the weights, all ranks gather them if
+    they fit into half of the free memory of each. Otherwise, and under DeepSpeed, nothing is recorded: a forward of a
+    sharded model is collective, and a rank that failed in it would leave the others waiting.
     """
     accelerator = trainer.accelerator
     writes = trainer.args.should_save
@@ -85,14 +82,15 @@ def record(folder: str | Path, trainer: Any) -> None:
 
 
 def prove(adapter: str | Path, base: str) -> str:
-    """Load the folder `adapter` on `base` (Hub id or folder) with plain PEFT, on the CPU, and compare with its
-    `logits.json`.
+    """Load the folder `adapter` on `base` with plain PEFT, on the CPU, and compare with its `logits.json`.
+
+    `base` is a Hub id or a folder.
 
     Returns:
-        A line that says how close they are, and how far the adapter is from its base.
+        A line on how close the logits are, and how far the adapter is from its base.
 
     Raises:
-        UserError: it cannot be loaded, or its logits are not the recorded ones.
+        UserError: the adapter cannot be loaded, or its logits differ from the recorded ones.
     """
     kept = read_json(Path(adapter) / LOGITS)
     how: dict[str, Any] = {"dtype": getattr(torch, kept["dtype"])}
@@ -103,7 +101,7 @@ def prove(adapter: str | Path, base: str) -> str:
     recorded, of_base = (torch.tensor(kept[name], dtype=torch.float64) for name in ("logits", "logits_of_the_base"))
     difference = float((found - recorded).abs().max())
     effect = float((recorded - of_base).abs().max())
-    # What multiplies 4-bit weights differs from device to device; bitsandbytes does it in bfloat16 on some CPUs.
+    # The kernel for 4-bit weights differs from device to device; bitsandbytes' computes in bfloat16 on some CPUs.
     dtype = torch.bfloat16 if "quantization" in kept else how["dtype"]
     eps = torch.finfo(dtype).eps * _UNITS.get(plain(dtype), 4)
     tolerance = eps * max(1.0, float(recorded.abs().max()))

@@ -1,6 +1,4 @@
-"""A base with an adapter on it, as a user names them; and merged into an ordinary folder, for servers that take no
-adapters.
-"""
+"""Load a base with an adapter on it; merge the two into an ordinary folder, for servers that take no adapters."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ close to the one that was trained and measured, not equal to it: measure it befo
 
 
 def load_model(base: str, adapter: str | Path | None = None, **how: Any) -> PreTrainedModel | PeftModel:
-    """The class of `base`'s config, `.from_pretrained(base, **how)`, with `adapter` (folder or Hub id) on it.
+    """Load `base` by its config's class, `.from_pretrained(base, **how)`, with `adapter` (folder or Hub id) on it.
 
     Raises:
         UserError: a file is missing or cut off, or the adapter belongs to another base.
@@ -57,14 +55,15 @@ def merge_adapter(
     revision: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Load the base in `dtype` on the CPU, merge the adapter, and save model, tokenizer and card in `output`, whole or
-    not at all.
+    """Load the base in `dtype` on the CPU, merge the adapter, and save model, tokenizer and card in `output`.
+
+    The folder is written whole or not at all.
 
     Args:
         adapter: folder or Hub id of a PEFT adapter.
         output: folder to make; must not exist.
         base, revision: folder or Hub id of the base; the one in the adapter's config by default.
-        dtype: of the weights, while merging and in the folder. The host needs room for the base in it.
+        dtype: of the weights, while merging and in the folder. The host needs room for the base in this dtype.
 
     Raises:
         UserError: `output` exists or cannot be made, the base is quantized, base or adapter cannot be loaded, the
@@ -86,7 +85,7 @@ def merge_adapter(
         with written_whole(output) as scratch:
             merged.save_pretrained(scratch)
             AutoTokenizer.from_pretrained(base, revision=revision).save_pretrained(scratch)
-            with nonfatal("the processor of images"):  # may need torchvision; of a text model it is the tokenizer
+            with nonfatal("the processor of images"):  # may need torchvision; a text model's processor is its tokenizer
                 AutoProcessor.from_pretrained(base, revision=revision).save_pretrained(scratch)
             ModelCard.from_template(data, template_str=_CARD, **names).save(scratch / "README.md")
     except (OSError, ValueError) as error:

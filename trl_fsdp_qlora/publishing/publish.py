@@ -24,11 +24,13 @@ FILES = (CONFIG, WEIGHTS, CARD, "training.png", LOGITS)  # all that is sent: no 
 
 
 def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> str:
-    """Check `folder` and copy what is published of it into `scratch`, with the base named as readers find it; returns
-    that name.
+    """Check `folder` and copy its published files into `scratch`; returns the base's name as readers find it.
+
+    The copied config has that name.
 
     Raises:
-        UserError: no adapter, no card, a card of another base, values that are not finite, a base that no reader has.
+        UserError: there is no adapter or no card, the card is of another base, values are not finite, or the base is
+            one that no reader has.
     """
     try:
         validate_repo_id(repo)
@@ -64,13 +66,13 @@ def stage(folder: Path, scratch: Path, repo: str, base: str | None = None) -> st
 
 
 def send(scratch: Path, repo: str, base: str, private: bool | None = None) -> str:
-    """Publish what [`stage`] has left in `scratch` by one commit, or not at all.
+    """Publish the files that [`stage`] has left in `scratch` by one commit, or not at all.
 
-    Before anything is sent, plain PEFT has to give the logits that were recorded when the adapter was saved on `base`
-    (Hub id or folder); afterwards what was sent is downloaded and compared. Returns a line that says so.
+    Before the upload, plain PEFT has to return the logits that were recorded when the adapter was saved on `base` (Hub
+    id or folder). After it, the files are downloaded and compared. Returns a line on both checks.
 
     Raises:
-        UserError: the adapter does not give the recorded logits; whatever the Hub or the connection refuses.
+        UserError: the adapter does not return the recorded logits, or the Hub or the connection refuses something.
     """
     api = HfApi()
     proof = "no logits were recorded when it was saved"
@@ -86,7 +88,7 @@ def send(scratch: Path, repo: str, base: str, private: bool | None = None) -> st
             message = "Adapter, card and recorded logits"
             commit = api.upload_folder(repo_id=repo, folder_path=scratch, commit_message=message)
             api.snapshot_download(repo, revision=commit.oid, local_dir=back)
-        except Exception as error:  # of the Hub, the connection or a disk: there is no class for all
+        except Exception as error:  # the Hub, the connection and a disk raise errors without a common class
             raise UserError(f"{repo}: {_one_line(error)}; the same command again goes on") from error
         _, differ, missing = filecmp.cmpfiles(scratch, back, files, shallow=False)
     if differ or missing:
@@ -99,7 +101,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def run_publish(arguments: list[str]) -> int:
-    """`trl-fsdp-qlora publish ADAPTER_DIR --repo OWNER/NAME`; prints what was done and returns the exit status, 0.
+    """`trl-fsdp-qlora publish ADAPTER_DIR --repo OWNER/NAME`; prints the result and returns the exit status, 0.
 
     Raises:
         UserError: nothing, or nothing that could be checked, was published.

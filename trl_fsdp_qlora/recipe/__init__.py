@@ -1,1 +1,1 @@
-"""What a recipe's script needs: arguments, checks, the trainer's run, a record."""
+"""Parts of a recipe's script: arguments, checks, the trainer's run, a record."""

@@ -20,19 +20,20 @@ from .other_tools import in_our_words, is_axolotl
 
 
 class ConfigError(UserError):
-    """A recipe file or command line that cannot be used; names the key, the reason and what to write."""
+    """A recipe file or command line that cannot be used; the message has the key, the reason and the line to write."""
 
 
 class UnknownKeys(ConfigError):
-    """Several keys that no field has, a line for each."""
+    """Several keys that no field has; the message has a line for each."""
 
     keeps_lines = True
 
 
 @dataclass
 class ScriptArguments:
-    """Data, rewards and accuracy of a recipe; everything else is the trainer's config. `--help` has a line for
-    each.
+    """Data, rewards and accuracy of a recipe; everything else is the trainer's config.
+
+    `--help` has a line for each field.
     """
 
     dataset: str = option(
@@ -90,7 +91,7 @@ class ScriptArguments:
 
 
 class _Parser(TrlParser):
-    """TRL's parser, whose errors are exceptions instead of two pages of usage."""
+    """TRL's parser, except that errors are exceptions instead of two pages of usage."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -106,34 +107,35 @@ Defaults = Mapping[str, Any] | None
 
 
 def parse_recipe(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> tuple:
-    """Instances of the dataclasses `types` from `--config FILE.yaml` and the command line, as [`recipe_fields`] reads
-    them.
+    """Instances of the dataclasses `types` from `--config FILE.yaml` and the command line.
+
+    [`recipe_fields`] reads the two.
 
     Raises:
-        ConfigError: as there; a value that one of the types refuses.
+        ConfigError: as in [`recipe_fields`], or one of the types refuses a value.
     """
     found = vars(recipe_fields(types, argv, defaults))
     try:
         return tuple(kind(**{each.name: found[each.name] for each in fields(kind) if each.init}) for kind in types)
-    except (ValueError, ImportError) as error:  # of the types' own checks
+    except (ValueError, ImportError) as error:  # raised by the types' own checks
         hint = " In the recipe: use_cpu: true and bf16: false." if "bf16/gpu" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
 
 
 def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults = None) -> Namespace:
-    """Every field of the dataclasses `types`, from `--config FILE.yaml` and the command line, which wins; no instance
-    is made.
+    """Every field of the dataclasses `types`, from `--config FILE.yaml` and the command line; no instance is made.
 
-    A value of the file is read as the same text on the command line would be, so `1e-5`, `no` and `3.0` mean the same
-    there. What no word can say (null, a mapping, a list for a field that takes one word) is taken as TRL takes it. The
-    file's `env` goes into the environment.
+    The command line wins. A value of the file is read as the same text on the command line would be, so `1e-5`, `no`
+    and `3.0` mean the same in both. Values that no word can express (null, a mapping, a list for a field that takes
+    one word) are taken as TRL takes them. The file's `env` goes into the environment.
 
     Args:
         argv: the command line; the process's own by default.
-        defaults: by field, under what file and command line say; fields that none of the types has are let pass.
+        defaults: by field, the values that file and command line override; fields that none of the types has are
+            ignored.
 
     Raises:
-        ConfigError: the file cannot be read or is no mapping; an unknown option; a value that its field refuses.
+        ConfigError: the file cannot be read or is no mapping; an option is unknown; a field refuses its value.
     """
     parser = _Parser(tuple(types), allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with values for the options.")
@@ -146,7 +148,7 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
     words = []
     if path is not None:
         values = read_yaml(path)
-        # Every scalar as it is written: YAML itself takes `no` for False and `1e-5` for a text.
+        # Every scalar as it is written, because YAML itself takes `no` for False and `1e-5` for a text.
         texts = yaml.load(Path(path).read_text(encoding="utf-8-sig"), yaml.BaseLoader)
         os.environ.update({str(name): str(value) for name, value in (values.pop("env", None) or {}).items()})
         # The action with a value, not its --no_ twin.
@@ -171,8 +173,9 @@ def recipe_fields(types: Sequence[type], argv: Words = None, defaults: Defaults 
 
 
 def check_options(words: Sequence[str], known: Collection[str]) -> None:
-    """Refuse options that are none of `known`: a [`ConfigError`] names the nearest, or what `trl grpo`'s options are
-    called here.
+    """Refuse options that are not in `known`.
+
+    A [`ConfigError`] names the nearest option, or this package's option for one of `trl grpo`'s.
     """
     values = {}
     for i, word in enumerate(words):
@@ -186,8 +189,10 @@ def check_options(words: Sequence[str], known: Collection[str]) -> None:
 
 
 def check_keys(config: Mapping[str, Any], known: Collection[str], path: str | Path) -> None:
-    """Refuse keys of the file at `path` that are none of `known`, all at once: a [`ConfigError`] names the nearest, or
-    says what the keys of a config of `trl grpo` or Axolotl are called here."""
+    """Refuse keys of the file at `path` that are not in `known`, all at once.
+
+    A [`ConfigError`] names the nearest keys, or this package's keys for those of a config of `trl grpo` or Axolotl.
+    """
     values = {key: value for key, value in config.items() if key not in known}
     of_axolotl = is_axolotl(config)
     translated = [line for key, value in values.items() for line in in_our_words(str(key), value, known, of_axolotl)]
@@ -214,7 +219,7 @@ def read_yaml(path: str | Path, option: str = "--config") -> dict[str, Any]:
     """The mapping in a YAML file, which `option` names on the command line.
 
     Raises:
-        ConfigError: no such file, no YAML (with the line), no mapping.
+        ConfigError: there is no such file, it is no YAML (with the line), or it is no mapping.
     """
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))

@@ -1,4 +1,4 @@
-"""What can be told to be wrong with a recipe's arguments before a weight is loaded."""
+"""Checks of a recipe's arguments before a weight is loaded."""
 
 import importlib.util
 import re
@@ -29,13 +29,13 @@ from ..run.input_checks import language_model_only, mistakes
 from .arguments import ConfigError, ScriptArguments
 from .episodes import OWN_REWARD, agent_of, check_tool_template, with_tool_format
 
-# Smallest values of this package's own counts; of the others the libraries speak themselves.
+# Smallest values of this package's own counts; the libraries check the others themselves.
 _AT_LEAST = {"held_out": 0, "validation": 0, "eval_problems": 1, "accuracy_steps": 0, "accuracy_samples": 0}
 _AT_LEAST |= {"accuracy_batch_size": 1, "sft_problems": 1}
 
 
 def check_script(script: ScriptArguments) -> None:
-    """Refuse counts, rewards, an answer format or a template that cannot be used: a `UserError` names it."""
+    """Refuse counts, rewards, an answer format or a template that cannot be used; a `UserError` names the field."""
     for name, smallest in _AT_LEAST.items():
         if (value := getattr(script, name, None)) is not None and value < smallest:
             raise ConfigError(f"{name}={value} must be at least {smallest}")
@@ -50,12 +50,13 @@ def check_script(script: ScriptArguments) -> None:
 
 
 def check_training(config: Any, model: ModelConfig) -> None:
-    """Refuse what can only be a mistake, or would end in an error after the model is loaded; the [`ConfigError`] names
-    what to write.
+    """Refuse values that can only be a mistake, or that would end in an error after the model is loaded.
+
+    The [`ConfigError`] has the line to write.
     """
     for line in (*mistakes(config), *mistakes(model)):
         raise ConfigError(line)
-    prefix_sharing = getattr(config, "prefix_sharing", "auto")  # configs of TRL's own have no such field
+    prefix_sharing = getattr(config, "prefix_sharing", "auto")  # TRL's own configs have no such field
     if prefix_sharing not in CHOICES:
         raise ConfigError(f"prefix_sharing={prefix_sharing!r} is not known; use one of {', '.join(CHOICES)}")
     if getattr(config, "use_vllm", False):
@@ -65,13 +66,13 @@ def check_training(config: Any, model: ModelConfig) -> None:
 
 
 def check_installed(package: str, setting: str) -> None:
-    """Raises [`ConfigError`] where `package`, which `setting` needs, is not installed."""
+    """Raises [`ConfigError`] if `package`, which `setting` needs, is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{setting} needs {package}, which is not installed: pip install {package}")
 
 
 def check_adapter(name: str) -> PeftConfig:
-    """The config of the PEFT adapter `name`, in a folder or on the Hub; raises [`ConfigError`] where it is none."""
+    """The config of the PEFT adapter `name`, in a folder or on the Hub; raises [`ConfigError`] if it is no adapter."""
     try:
         return PeftConfig.from_pretrained(name)
     except (OSError, ValueError, TypeError) as error:
@@ -88,23 +89,24 @@ def _loaded(auto_class: type, name: str | None, revision: str | None, field: str
 
 
 def read_config(name: str | None, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model, in a folder or on the Hub, without its weights; a [`ConfigError`] says why it cannot be
-    read.
+    """The config of a model, in a folder or on the Hub, without its weights.
+
+    If the config cannot be read, a [`ConfigError`] has the reason.
     """
     return _loaded(AutoConfig, name, revision, "model_name_or_path")
 
 
 def load_tokenizer(name: str | None, revision: str | None, chat: bool, field: str = "model_name_or_path") -> Any:
-    """The tokenizer of the model `name`, which is looked at without its weights.
+    """The tokenizer of the model `name`; the model's weights are not read.
 
     Raises:
-        ConfigError: there is no such model, it has no tokenizer, or no chat template where `chat` needs one.
+        ConfigError: there is no such model, it has no tokenizer, or `chat` needs a chat template and there is none.
     """
     if name and Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
         raise ConfigError(f"{field}={name!r} is an adapter, not a model; name the base that it was trained on")
     _loaded(AutoConfig, name, revision, field)
     tokenizer = _loaded(AutoTokenizer, name, revision, field)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # which Transformers makes up where the folder holds none
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # Transformers makes these up if the folder has no tokenizer
         raise ConfigError(f"{field}={name!r} has no tokenizer; save it there: tokenizer.save_pretrained({name!r})")
     if chat and not tokenizer.chat_template:
         raise ConfigError(f"{field}={name!r} has no chat template; set chat: false, or take the tuned version")
@@ -116,9 +118,9 @@ def _first_line(error: Exception) -> str:
 
 
 def lora_config(model: ModelConfig) -> PeftConfig | None:
-    """`trl.get_peft_config`, with one target as the list that it was.
+    """`trl.get_peft_config`, with a single target as the list that the user wrote.
 
-    `ModelConfig` unpacks a list of one, and PEFT takes a bare string as a regular expression for a module's whole
+    `ModelConfig` unpacks a list of one target. PEFT takes a bare string as a regular expression for a module's whole
     name.
     """
     config = get_peft_config(model)
@@ -129,10 +131,10 @@ def lora_config(model: ModelConfig) -> PeftConfig | None:
 
 
 def build_bare(name: str, config: PretrainedConfig, **how: Any) -> nn.Module:
-    """The class that TRL loads for `config`, on the meta device; `how` goes to `from_config`.
+    """Build the class that TRL loads for `config` on the meta device; `how` goes to `from_config`.
 
     Raises:
-        ConfigError: it cannot be built, for one where the attention implementation is not there.
+        ConfigError: it cannot be built, for example if the attention implementation is not installed.
     """
     try:
         with torch.device("meta"):
@@ -142,8 +144,10 @@ def build_bare(name: str, config: PretrainedConfig, **how: Any) -> nn.Module:
 
 
 def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
-    """A model of [`build_bare`] with the adapter that `model` asks for, if any; [`ConfigError`] where its targets
-    match nothing.
+    """A model of [`build_bare`] with the adapter that `model` asks for, if any.
+
+    Raises:
+        ConfigError: the adapter's targets match nothing.
     """
     adapter = lora_config(model)
     try:
@@ -156,7 +160,7 @@ def with_adapter(bare: nn.Module, model: ModelConfig) -> nn.Module:
 def check_model(model: ModelConfig) -> None:
     """Build the model that a recipe trains, with its adapter and without data or quantization.
 
-    Not under ZeRO-3, where transformers fills every model that it builds, nor of a class that TRL loads by its name.
+    It skips ZeRO-3, under which transformers fills every model that it builds, and classes that TRL loads by name.
 
     Raises:
         ConfigError: see [`build_bare`] and [`with_adapter`].
@@ -164,17 +168,17 @@ def check_model(model: ModelConfig) -> None:
     if is_deepspeed_zero3_enabled():
         return
     config = read_config(model.model_name_or_path, model.model_revision)
-    # `in` imports no class but that one.
+    # `in` imports only the class of this config.
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         bare = build_bare(model.model_name_or_path, config, attn_implementation=model.attn_implementation)
         with_adapter(bare, model)
 
 
 def check_recipe(script: ScriptArguments, config: Any, model: ModelConfig) -> Any:
-    """All of the above for a recipe that trains; returns the model's tokenizer.
+    """Run all checks of this module for a recipe that trains; returns the model's tokenizer.
 
     Raises:
-        UserError: names the field, the value and what to write.
+        UserError: the message has the field, the value and the line to write.
     """
     check_script(script)
     check_training(config, model)

@@ -1,9 +1,8 @@
-"""A recipe's tools and environment, and episodes outside of training: what is measured is what is trained.
+"""A recipe's tools and environment, and episodes outside of training, so that accuracy measures what is trained.
 
-Training's own episodes are TRL's (`GRPOTrainer._tool_call_loop`). Accuracy needs them greedy, on every rank, without a
-trainer and
-without a trace in its metrics, so the loop stands here a second time: a turn of the model, its calls, their results,
-    the next turn.
+Training's own episodes are TRL's (`GRPOTrainer._tool_call_loop`). Accuracy needs greedy episodes on every rank,
+without a trainer and without a trace in the trainer's metrics. The loop is therefore written here a second time: a
+turn of the model, its calls, their results, the next turn.
 """
 
 import asyncio
@@ -21,14 +20,15 @@ from ..compat import trl as compat
 from ..run.import_path import load_function
 from .arguments import ConfigError, ScriptArguments
 
-OWN_REWARD = "environment"  # among `rewards`: what the environment's `get_reward` returns
+OWN_REWARD = "environment"  # the name in `rewards` of the environment's own `get_reward`
 _NO_TOOLS = ("reset", "get_reward")
 
 
 @dataclass
 class Agent:
-    """What a model may do: call `tools`, and the methods of an instance of `environment` that its episode has for
-    itself.
+    """The functions that a model can call: `tools`, and the methods of its environment.
+
+    Each episode has an instance of `environment` of its own.
     """
 
     tools: list[Callable] = field(default_factory=list)
@@ -37,11 +37,11 @@ class Agent:
     template_options: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs`
 
     def arguments(self) -> dict[str, Any]:
-        """Of TRL's trainer."""
+        """Arguments for TRL's trainer."""
         return {"tools": self.tools or None, "environment_factory": self.environment}
 
     def is_right(self, environment: Any) -> bool | None:
-        """Whether an episode that is over was right by its environment's own reward; `None` if its answer decides."""
+        """Whether a finished episode was right by its environment's reward; `None` if the answer decides."""
         if not self.owns_reward:
             return None
         reward = environment.get_reward()
@@ -58,8 +58,8 @@ def agent_of(script: ScriptArguments, template_options: dict | None = None) -> A
     """The tools and the environment that `script` names; `None` if it names none.
 
     Raises:
-        UserError: an import path leads nowhere, the environment has no `reset`, or no `get_reward` although `rewards`
-            names it.
+        UserError: an import path leads nowhere, the environment has no `reset`, or it has no `get_reward` although
+            `rewards` names it.
     """
     if not script.tools and script.environment is None:
         if OWN_REWARD in script.rewards:
@@ -79,12 +79,12 @@ def agent_of(script: ScriptArguments, template_options: dict | None = None) -> A
 
 
 def with_tool_format(tokenizer: Any, script: ScriptArguments) -> Any:
-    """`tokenizer`, through the function that `tool_format` names."""
+    """`tokenizer` after the function that `tool_format` names has changed it."""
     return tokenizer if script.tool_format is None else load_function(script.tool_format)(tokenizer)
 
 
 def check_tool_template(tokenizer: Any, name: str) -> None:
-    """Refuse a chat template that TRL would refuse, or whose calls it could not read, before a weight is loaded."""
+    """Refuse a chat template that TRL would refuse, or whose calls TRL could not read, before a weight is loaded."""
     hint = "name a function in tool_format that gives it one, for one examples/agents/calculator.py:json_calls"
     if not compat.supports_tool_calling(tokenizer):
         raise ConfigError(f"the chat template of {name!r} knows no tools; {hint}")
@@ -96,7 +96,7 @@ def check_tool_template(tokenizer: Any, name: str) -> None:
 
 @dataclass
 class Episode:
-    """One row's way through its turns; `ids` are its prompt's tokens and everything behind them."""
+    """A row's state on the way through its turns; `ids` are its prompt's tokens and everything after them."""
 
     ids: list[int]
     prompt_length: int
@@ -111,7 +111,7 @@ class Episode:
 
 
 def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase) -> list[Episode]:
-    """An episode for each row: its environment reset, its prompt rendered with its tools."""
+    """Start an episode for each row: reset its environment, and render its prompt with its tools."""
     made = []
     template = compat.training_chat_template(tokenizer)
     for row in rows:
@@ -134,7 +134,7 @@ def begin(agent: Agent, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase
 
 
 def run_tool(tools: dict[str, Callable], call: dict) -> tuple[str, Any]:
-    """The name that is called and its result; an error is a result, which the model reads, as in TRL's loop."""
+    """Run a call; returns its name and its result. As in TRL's loop an error is a result, which the model reads."""
     function = call.get("function") or {}
     name = function.get("name") or call.get("name", "unknown")
     try:
@@ -158,15 +158,16 @@ def run_episodes(
     max_tool_turns: int | None = None,
     lockstep: bool = False,
 ) -> list[Episode]:
-    """One episode for each of `rows`, all of them turn by turn.
+    """Run one episode for each of `rows`, all of them turn by turn.
 
     Args:
-        tokenizer: with a chat template that knows tools.
-        generate: completions of some token ids in the turn of a number.
-        max_length: tokens behind the prompt, results of tools included. A result that goes beyond ends its episode
-            unread.
-        max_tool_turns: turns that may follow calls; any number if `None`.
-        lockstep: `generate` is collective: a rank whose episodes are over goes on, for nobody, until all ranks' are.
+        tokenizer: a tokenizer whose chat template knows tools.
+        generate: maps token ids and the number of the turn to completions.
+        max_length: largest number of tokens after the prompt, results of tools included. A result that goes beyond it
+            ends the episode unread.
+        max_tool_turns: largest number of turns that follow calls; any number if `None`.
+        lockstep: `generate` is collective. A rank whose episodes are over calls it without rows until all ranks'
+            episodes are over.
     """
     tokenizer = compat.with_response_schema(tokenizer)
     template = compat.training_chat_template(tokenizer)
@@ -180,7 +181,7 @@ def run_episodes(
         going_on = []
         for episode, completion in zip(live, completions, strict=False):
             completion = completion[: max_length - episode.length]
-            if not completion:  # the results before it took the last tokens
+            if not completion:  # the results before this turn took the last tokens
                 continue
             tools = list(episode.tools.values())
             message = compat.parse_response(tokenizer, completion, prefix=episode.ids, tools=tools)

@@ -1,11 +1,12 @@
-"""What the keys of `trl grpo`'s and Axolotl's configs are called here, so that a config of theirs is answered in one
-go.
+"""This package's names for the keys of `trl grpo`'s and Axolotl's configs.
+
+A config of one of these tools is answered with all its differing keys at once.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-# Where a line holds `{value}`, the value of the config is put in.
+# If a line has `{value}`, the value of the config is put in.
 _TRL = {
     "dataset_name": "dataset: {value}",
     "dataset_train_split": "dataset_split: {value}",
@@ -26,7 +27,7 @@ _TRL_REWARDS = {
 
 
 def _rewards(value: Any) -> str:
-    """`rewards.accuracy` is `rewards.py:accuracy` here."""
+    """The line for rewards: `rewards.accuracy` is `rewards.py:accuracy` here."""
     names = []
     for name in value if isinstance(value, list) else [value]:
         module, _, function = str(name).rpartition(".")
@@ -36,7 +37,7 @@ def _rewards(value: Any) -> str:
 
 
 def _datasets(value: Any) -> str:
-    """The first of a mixture, in its parts."""
+    """The line for the first dataset of a mixture, in its parts."""
     first = value[0] if isinstance(value, list) and value else value
     if not isinstance(first, dict):
         return "dataset: a Hub id or a file"
@@ -141,11 +142,11 @@ def _as_yaml(value: Any) -> str:
 
 
 def in_our_words(key: str, value: Any, known: Any, is_axolotl: bool) -> list[str]:
-    """Lines that say what to write for a key of a config of another tool; none if it is no key of one.
+    """Lines with the replacement of a key of another tool's config; none if the key is no key of such a config.
 
     Args:
-        known: names of the fields here.
-        is_axolotl: whether the config is one of Axolotl's; of `trl grpo` otherwise.
+        known: names of this package's fields.
+        is_axolotl: whether the config is one of Axolotl's; otherwise it is one of `trl grpo`.
     """
     if is_axolotl and key in ("trl", "vllm") and isinstance(value, dict):
         table = _AXOLOTL_TRL if key == "trl" else _AXOLOTL_VLLM

@@ -1,4 +1,4 @@
-"""Preference pairs out of problems with exact answers: the model's own right and wrong answers to one problem."""
+"""Preference pairs from problems with exact answers: the model's own right and wrong answers to one problem."""
 
 import json
 import random
@@ -21,7 +21,7 @@ FIELDS = ("prompt", "chosen", "rejected")
 
 @dataclass
 class DPOScriptArguments(ScriptArguments):
-    """[`ScriptArguments`], and where the preference pairs come from."""
+    """[`ScriptArguments`], and the source of the preference pairs."""
 
     pairs: str = option("pairs.jsonl", "File of preference pairs, one a line; written first where it is not there.")
     pair_problems: int | None = option(None, "Make pairs of this many training problems; of all by default.")
@@ -49,15 +49,15 @@ def sample_pairs(
     seed: int = 0,
     progress: bool = True,
 ) -> list[dict[str, Any]]:
-    """Pairs of `prompt`, `chosen` and `rejected`, in TRL's form, the same on every rank; the ranks share the sampling.
+    """Sample pairs of `prompt`, `chosen` and `rejected`, in TRL's form. The ranks share the work; all get all pairs.
 
     Args:
         model: an unwrapped causal language model, whole on every rank.
         prompts: `prompt`, `answer` and `row`, see [`trl_fsdp_qlora.data.datasets.to_prompts`].
-        taught: a worked right answer to each, which is chosen where none of the samples is right; or `None`.
-        samples: completions drawn of each problem, at temperature 1.
-        most: pairs of one problem. An answer is in one pair only.
-        max_new_tokens, answer_format, batch_size, seed, progress: as of
+        taught: a right worked answer to each problem, which is chosen if none of the samples is right; or `None`.
+        samples: completions drawn for each problem, at temperature 1.
+        most: largest number of pairs of one problem. An answer is in one pair only.
+        max_new_tokens, answer_format, batch_size, seed, progress: as in
             [`trl_fsdp_qlora.evaluation.accuracy.evaluate`].
     """
     rows = prompts.to_list()
@@ -80,7 +80,7 @@ def sample_pairs(
 
 
 def _pairs(row: dict, work: str | None, texts: list[str], most: int, answer_format: str, seed: str) -> list[dict]:
-    """Of one problem, from the `texts` of its samples."""
+    """Pairs of one problem, from the `texts` of its samples."""
     gold = parse_gold(row["answer"], row["row"])
     texts = [text for text in dict.fromkeys(texts) if text]
     right = [text for text in texts if answers_match(extract_answer(text, answer_format), gold)]
@@ -100,17 +100,17 @@ def _pairs(row: dict, work: str | None, texts: list[str], most: int, answer_form
 
 
 def write_pairs(path: str | Path, pairs: list[dict]) -> None:
-    """One pair a line; the file is there when it is whole."""
+    """Write one pair per line; the file appears when it is whole."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with written_whole(Path(path)) as scratch:
         scratch.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs), encoding="utf-8")
 
 
 def read_pairs(path: str | Path) -> Dataset:
-    """The pairs in a file of lines of JSON.
+    """Read the pairs in a file of JSON lines.
 
     Raises:
-        DatasetError: it cannot be read, a line is no pair, or there is none.
+        DatasetError: the file cannot be read, a line is no pair, or there is no pair.
     """
     pairs = []
     try:

@@ -1,4 +1,4 @@
-"""The problems that a recipe's arguments name: what it trains on, and what it measures on."""
+"""The problems that a recipe's arguments name, for training and for measuring."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from .script import say
 
 
 class Problems(NamedTuple):
-    """The problems that a recipe's arguments name, as from [`trl_fsdp_qlora.data.datasets.read_problems`]; no question
-    stands in two of them.
+    """The problems that a recipe's arguments name, read by [`trl_fsdp_qlora.data.datasets.read_problems`].
 
-    `validation` is empty where none is taken out, `test` is `None` where nothing is held out.
+    No question is in two of the sets. `validation` is empty if no problems are taken out for it, and `test` is `None`
+    if none are held out.
     """
 
     train: list[dict]
@@ -24,7 +24,7 @@ class Problems(NamedTuple):
 
 
 def prompts_of(args: ScriptArguments, problems: list[dict]) -> Dataset:
-    """`problems` as the prompts that `args` make of them."""
+    """`problems` as prompts, formatted by `args`."""
     return to_prompts(problems, args.system_prompt, args.prompt_template, args.chat)
 
 
@@ -33,7 +33,7 @@ def _read(args: ScriptArguments, source: str, split: str, whole_rows: bool = Fal
 
 
 def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
-    """The same problems as [`load_data`]'s before they are prompts; `whole_rows` of the training problems.
+    """The problems of [`load_data`] before they become prompts; with `whole_rows`, training problems keep all columns.
 
     Raises:
         DatasetError: nothing is held out, or nothing is left.
@@ -67,9 +67,10 @@ def load_problems(args: ScriptArguments, whole_rows: bool = False) -> Problems:
 
 
 def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
-    """(training prompts, prompts to measure on: those that `accuracy_on` and `eval_problems` choose), without overlap.
+    """Load the training prompts and the prompts to measure on, without overlap.
 
-    The second is `None` where `skip_accuracy` is set and the arguments name no held-out problems.
+    `accuracy_on` and `eval_problems` choose the second. It is `None` if `skip_accuracy` is set and the arguments name
+    no held-out problems.
     """
     problems = load_problems(args)
     train = prompts_of(args, problems.train)
@@ -86,8 +87,9 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset | None]:
 
 
 def load_held_out(args: ScriptArguments) -> Dataset:
-    """The prompts to measure on alone; a file without splits is measured whole, unless `held_out` takes a part of
-    it.
+    """Load only the prompts to measure on.
+
+    A file without splits is measured whole, unless `held_out` takes a part of it.
     """
     if args.accuracy_on == "validation":
         return load_data(args)[1]

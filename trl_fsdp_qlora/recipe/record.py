@@ -1,5 +1,6 @@
-"""What a run does beside training: held-out accuracy on the way, the record in `metrics.json`, and a limit of its
-seconds.
+"""The work of a run next to training.
+
+This is the held-out accuracy between steps, the record in `metrics.json`, and a limit on the run's seconds.
 """
 
 import os
@@ -25,14 +26,15 @@ from .script import say
 
 # Fields that name data, or code by its file.
 FILES = ("dataset", "eval_dataset", "environment", "tool_format")
-# Where this machine has the data of a run; Transformers uploads nothing that begins with an underscore.
+# The file with the data's paths on this machine. Transformers uploads nothing that begins with an underscore.
 PATHS = "_paths.json"
 
 
 @nonfatal("the record of where the data lies")
 def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
-    """Note where files and folders with data lie, of which `metrics.json`, which may be published, has the name
-    alone.
+    """Write the paths of files and folders with data to a file that is not published.
+
+    `metrics.json`, which may be published, has their names alone.
     """
     paths = {}
     for name in FILES:
@@ -46,7 +48,7 @@ def keep_paths(output_dir: str | Path, script: ScriptArguments) -> None:
 
 
 def kept_paths(output_dir: str | Path) -> dict[str, str]:
-    """What [`keep_paths`] has noted in the folder of a run and is still there."""
+    """The paths that [`keep_paths`] wrote into the folder of a run and that still exist."""
     if not Path(output_dir, PATHS).is_file():
         return {}
     paths = disk.read_json(Path(output_dir, PATHS))
@@ -58,7 +60,7 @@ def kept_paths(output_dir: str | Path) -> dict[str, str]:
 class RunRecord:
     """`metrics.json` of a run: settings, accuracy before and after, seconds, and the curves; written as it goes.
 
-    A resumed run keeps what its first part measured.
+    A resumed run keeps the measurements of its first part.
     """
 
     def __init__(self, output_dir: str | Path):
@@ -89,16 +91,15 @@ class RunRecord:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """One line for an [`Evaluation`] kept as a dict."""
+    """One line for an [`Evaluation`] that is stored as a dict."""
     return str(Evaluation(**{**result, "interval": tuple(result["interval"])}))
 
 
 class AccuracyCallback(TrainerCallback):
-    """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps, on
-    every rank.
+    """Measures accuracy on the prompts `test` when training begins and every `accuracy_steps` optimizer steps.
 
-    Training begins with the model prepared, so a sharded one can generate; a run that resumes keeps what it measured
-    then. What is measured between steps is logged with that step's metrics, and stands on the card.
+    Every rank measures. When training begins the model is prepared, so a sharded one can generate. A resumed run keeps
+    its first measurement. Measurements between steps are logged with their step's metrics, and are on the card.
     """
 
     def __init__(self, trainer: Any, script: ScriptArguments, test: Dataset, record: RunRecord):
@@ -110,7 +111,7 @@ class AccuracyCallback(TrainerCallback):
         self.agent = agent_of(script, getattr(trainer.args, "chat_template_kwargs", None))
 
     def measure(self, description: str = "accuracy", samples: int = 0) -> Evaluation:
-        """Held-out accuracy as it is now, on every rank."""
+        """Measure the held-out accuracy of the current model, on every rank."""
         trainer = self.trainer
         script = self.script
         args = self.trainer.args
@@ -124,7 +125,7 @@ class AccuracyCallback(TrainerCallback):
 
     @nonfatal("the model card")
     def fill_card(self, last: Evaluation, step: int, when: str | None = None) -> None:
-        """Put what was measured before training and `last`, at `step`, on the card."""
+        """Put the accuracy before training, and `last` at `step`, on the card."""
         card = self.trainer.card_info
         kind = "held-out" if self.script.accuracy_on == "test" else "validation"
         measured = {"before": self.record.content.get("before"), when or f"after {step} steps": last.as_dict()}
@@ -154,12 +155,12 @@ class AccuracyCallback(TrainerCallback):
 
 
 class TimeLimit(TrainerCallback, ExportableState):
-    """Stops training after the optimizer step in which its seconds have reached a limit: to compare methods at equal
-    seconds.
+    """Stops training after the optimizer step that reaches a limit of seconds, to compare methods at equal seconds.
 
-    Seconds run from the beginning of an optimizer step to its end, rollouts included; what is measured or saved
-    between steps is not counted, nor is A*-PO's first stage. They stand in the checkpoints, so a resumed run has what
-    is left. The first rank's `clock` counts: all ranks stop after the same step, which leaves a checkpoint.
+    Seconds run from the beginning of an optimizer step to its end, rollouts included. Measuring and saving between
+    steps are not counted, and neither is A*-PO's first stage. The seconds are in the checkpoints, so a resumed run
+    gets the rest of them. The first rank's `clock` counts: all ranks stop after the same step, which writes a
+    checkpoint.
     """
 
     def __init__(self, seconds: float, clock=time.perf_counter):
@@ -175,7 +176,7 @@ class TimeLimit(TrainerCallback, ExportableState):
         return {"args": {"seconds": self.seconds}, "attributes": {"spent": self.spent}}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # A checkpoint of a run without a limit has no place for it, and Transformers writes into what is there.
+        # A checkpoint of a run without a limit has no entry for it, and Transformers fills only existing entries.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self.spent = kept["attributes"]["spent"]
 
@@ -183,7 +184,7 @@ class TimeLimit(TrainerCallback, ExportableState):
         self._began = self.clock()
 
     def on_step_end(self, args, state, control, **kwargs):
-        # Apple's GPUs have no float64, and no ranks to agree with.
+        # Apple's GPUs have no float64, and run one rank only.
         device = torch.device("cpu") if args.device.type == "mps" else args.device
         spent = torch.tensor(self.spent + self.clock() - self._began, dtype=torch.float64, device=device)
         self.spent = float(broadcast(spent))

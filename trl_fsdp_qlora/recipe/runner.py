@@ -36,7 +36,7 @@ def reward_functions(args: ScriptArguments) -> list:
 
 
 def load_processing(name: str, revision: str | None, images: bool):
-    """The model's tokenizer, or its processor where the data has `images`; [`ConfigError`] where it takes none."""
+    """The model's tokenizer, or its processor if the data has `images`; [`ConfigError`] if the model takes none."""
     processing = (AutoProcessor if images else AutoTokenizer).from_pretrained(name, revision=revision)
     if images and not isinstance(processing, ProcessorMixin):
         raise ConfigError(f"model_name_or_path={name!r} takes no images, and the data has some; leave the column out")
@@ -44,7 +44,7 @@ def load_processing(name: str, revision: str | None, images: bool):
 
 
 def model_arguments(config: TrainingArguments, model: ModelConfig, images: bool = False) -> dict[str, Any]:
-    """A trainer's arguments by name for a recipe's model; how it is loaded goes into `config.model_init_kwargs`."""
+    """A trainer's arguments by name for a recipe's model; the loading options go into `config.model_init_kwargs`."""
     names = {"revision": "model_revision", "attn_implementation": "attn_implementation", "dtype": "dtype"}
     loading = {name: getattr(model, field) for name, field in names.items()}
     config.model_init_kwargs = loading | (config.model_init_kwargs or {})
@@ -59,7 +59,7 @@ def agent_arguments(cls: type, script: ScriptArguments, processing: Any) -> dict
     """A trainer's arguments by name for the tools and the environment of a recipe; empty if it has none.
 
     Raises:
-        ConfigError: trainers of `cls` take no tools.
+        ConfigError: trainers of `cls` support no tools.
     """
     agent = agent_of(script)
     if agent is None:
@@ -70,7 +70,7 @@ def agent_arguments(cls: type, script: ScriptArguments, processing: Any) -> dict
 
 
 def build_trainer(cls: type, script: ScriptArguments, config: Any, model: ModelConfig, train: Dataset, **more):
-    """A trainer of `cls` for a recipe's parsed arguments; `more` goes to it as it is."""
+    """Build a trainer of `cls` for a recipe's parsed arguments; `more` is passed on unchanged."""
     given = model_arguments(config, model, "images" in train.column_names)
     given |= agent_arguments(cls, script, given["processing_class"])
     trainer = cls(model.model_name_or_path, reward_functions(script), config, train, **given, **more)
@@ -79,18 +79,19 @@ def build_trainer(cls: type, script: ScriptArguments, config: Any, model: ModelC
     return trainer
 
 
-# What `evaluate` takes from the folder of a run, so that it measures what the run measured.
+# Fields that `evaluate` reads from the folder of a run, so that it measures the same model as the run.
 _MEASURED = ("model_revision", "dtype", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 _MEASURED += ("max_completion_length", "bf16", "seed", "max_tool_calling_iterations", "chat_template_kwargs")
 
 
 def measured_settings(script: ScriptArguments, config: Any, model: ModelConfig) -> dict[str, Any]:
-    """The fields of `recipes/evaluate.py` that measure what a run with these arguments does; no path of one
-    machine.
+    """The fields of `recipes/evaluate.py` with which it measures like a run with these arguments.
+
+    They hold no path of one machine.
     """
     values = {name: getattr(model, name, getattr(config, name, None)) for name in _MEASURED} | asdict(script)
     values |= {name: redaction.portable(values[name]) for name in FILES if values.get(name)}
-    # The environment's own reward measures, too; other rewards may lie in files that are not there later.
+    # The environment's own reward measures, too; other rewards may be in files that no longer exist then.
     values["rewards"] = [OWN_REWARD] if OWN_REWARD in script.rewards else None
     left_out = ("skip_accuracy", "stage")
     kept = {name: value for name, value in values.items() if value is not None and name not in left_out}
@@ -112,17 +113,18 @@ def is_finished(record: RunRecord, trainer: Any, script: ScriptArguments, resume
 
 
 def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resume: str | bool | None) -> dict:
-    """Measure, train, measure again, save; leaves adapter, card, `metrics.json` and `training.png` in the output
-    folder.
+    """Measure, train, measure again, and save.
+
+    The output folder then has adapter, card, `metrics.json` and `training.png`.
 
     Args:
-        trainer: built, not yet trained.
-        script: of the recipe.
-        test: held-out prompts; `None` where `skip_accuracy` is set and nothing is held out.
+        trainer: a trainer that has not trained yet.
+        script: the recipe's script arguments.
+        test: held-out prompts; `None` if `skip_accuracy` is set and nothing is held out.
         resume: `resume_from_checkpoint`.
 
     Raises:
-        UserError: at the very end, where no completion of the whole run got a reward.
+        UserError: at the very end, if no completion of the whole run got a reward.
     """
     with trainer.checkpointing.alone():
         args = trainer.args
@@ -139,7 +141,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
             )
             return record.content
         if resume is None:
-            record.content = {}  # of a run that left no checkpoint
+            record.content = {}  # the record of a run that left no checkpoint
         elif not script.skip_accuracy and "before" not in record.content:
             say(f"{record.path} does not hold the accuracy from before training, which a resumed run cannot measure")
         settings = measured_settings(script, args, (card.settings or (script, ModelConfig()))[1])
@@ -164,7 +166,7 @@ def run_recipe(trainer: Any, script: ScriptArguments, test: Dataset | None, resu
         started = time.perf_counter()
         with resumable(trainer):
             trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model(_internal_call=True)  # before anything that is measured or drawn can fail
+        trainer.save_model(_internal_call=True)  # before a measurement or a picture can fail
         seconds = time.perf_counter() - started - (0 if accuracy is None else accuracy.seconds_before)
         record.put(train_seconds=seconds, history=trainer.state.log_history)
 

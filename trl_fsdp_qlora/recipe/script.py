@@ -1,4 +1,4 @@
-"""What every script in `recipes/` does around its work: one rank prints, and a user's error is one line."""
+"""The frame of every script in `recipes/`: one rank prints, and a user's error is one line."""
 
 import shlex
 import signal
@@ -17,29 +17,29 @@ from ..telemetry import terminal
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a script; how it ends is [`~trl_fsdp_qlora.run.one_line.in_one_line`]'s."""
+    """Run a script; [`~trl_fsdp_qlora.run.one_line.in_one_line`] decides how it ends."""
     stop_by_exception()
     terminal.no_bars_in_files()
-    # Libraries about each other: nothing that a recipe's user can change.
+    # The libraries warn about each other, and a recipe's user can change nothing about it.
     warnings.simplefilter("ignore", FutureWarning)
     with in_one_line():
         main()
-        # Left to the interpreter's end, gloo's threads now and then abort a process that has done its work.
+        # If the interpreter's end destroys the process group, gloo's threads sometimes abort a process that is done.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 @contextmanager
 def resumable(trainer: Any) -> Iterator[None]:
-    """Around training: Ctrl-C says where it stopped and which command goes on."""
+    """Run training in this block: Ctrl-C prints where it stopped and the command that continues."""
     try:
         yield
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends it to its processes once more
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends SIGINT to its processes a second time
         last = checkpoints.last_complete_checkpoint(trainer.args.output_dir)
         where = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
         then = "no checkpoint was saved yet, start again" if last is None else f"go on from {last.name}"
-        # The last of an option's values counts.
+        # The last value of an option counts.
         line = shlex.join([*launch.launch_words(), "--resume_from_checkpoint", "auto"])
         raise KeyboardInterrupt(f"{where}; {then}: {line}") from None
 

@@ -1,1 +1,1 @@
-"""What surrounds a run: checkpoints, telemetry, the start-up block, input checks, accelerate configs."""
+"""Parts that every run needs: launching, input checks, error lines, config fields, redaction."""

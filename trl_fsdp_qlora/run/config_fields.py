@@ -1,5 +1,6 @@
-"""The fields that a config class adds, for its docstring and for docs/config.md, from the one text beside each
-field.
+"""The fields that a config class adds, for its docstring and for docs/config.md.
+
+Both are written from the one text next to each field.
 """
 
 import dataclasses
@@ -12,36 +13,39 @@ from .plain import plain
 
 Config = TypeVar("Config", bound=type)
 
-# Fields of this package's configs that hold a word, `on` or `off` among the possible ones.
+# Fields of this package's configs that hold a word, with `on` or `off` among the choices.
 SWITCHES = ("prefix_sharing", "phase_metrics", "prompt_selection")
 
 
 def spelled(value: Any, known: Collection[Any] = ("on", "off")) -> Any:
-    """`value`, and for a truth value the word of `known` that YAML has read as one: `prefix_sharing: off` arrives as
-    `False`.
+    """`value`; a truth value becomes the word of `known` that YAML has read as one.
+
+    `prefix_sharing: off`, for example, arrives as `False`.
     """
     words = {True: ("on", "yes"), False: ("off", "no")}.get(value, ()) if isinstance(value, bool) else ()
     return next((word for word in words if word in known), value)
 
 
 def option(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
-    """A dataclass field with the one text that `--help`, the docstring and docs/config.md take; `default` may be
-    `dataclasses.MISSING`, and `choices` are what the command line takes."""
+    """A dataclass field with the one text that `--help`, the docstring and docs/config.md use.
+
+    `default` may be `dataclasses.MISSING`; `choices` are the values that the command line accepts.
+    """
     metadata = {"help": help} | ({} if choices is None else {"choices": list(choices)})
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# Attribute of a config: by field, what its checks have worked out where the user had left the default.
+# Attribute of a config: by field, the value that its checks have worked out for a field that the user left at default.
 DERIVED = "_derived"
 
 
 def left_at_default(config: Any) -> set[str]:
-    """Names of the fields of `config` that have their default values; ask before its checks work others out."""
+    """Names of the fields of `config` that have their default values; call it before its checks change fields."""
     return {item.name for item in dataclasses.fields(config) if _is_default(config, item)}
 
 
 def note_derived(config: Any, names: Collection[str]) -> None:
-    """Remember which of the fields `names`, once at their defaults, have other values now that the checks are done."""
+    """Remember which of the fields `names`, once at their defaults, have other values after the checks."""
     derived = {item.name for item in dataclasses.fields(config) if not _is_default(config, item)} & set(names)
     setattr(config, DERIVED, {name: getattr(config, name) for name in derived})
 
@@ -49,7 +53,7 @@ def note_derived(config: Any, names: Collection[str]) -> None:
 def _is_default(config: Any, item: dataclasses.Field) -> bool:
     try:
         return plain(getattr(config, item.name, None)) == plain(default_of(item))
-    except (TypeError, ValueError):  # what JSON cannot hold was given by someone
+    except (TypeError, ValueError):  # a value that JSON cannot hold is no default
         return False
 
 
@@ -60,13 +64,13 @@ def own_fields(cls: type) -> list[dataclasses.Field]:
 
 
 def type_name(cls: type, item: dataclasses.Field) -> str:
-    """`str`, `int | None`, `list[float] | None`, as `cls` says: transformers' parser rewrites a field's own type."""
+    """`str`, `int | None`, `list[float] | None`, as written in `cls`; transformers' parser rewrites a field's type."""
     kind = inspect.get_annotations(cls)[item.name]
     return kind.__name__ if type(kind) is type else str(kind)
 
 
 def default_of(item: dataclasses.Field) -> Any:
-    """The default of a field; `dataclasses.MISSING` where it has none."""
+    """The default of a field; `dataclasses.MISSING` if it has none."""
     return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 

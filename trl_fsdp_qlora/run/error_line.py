@@ -1,5 +1,6 @@
-"""An exception that nobody expected, as one line: what, where in the user's own file or config, what to do, and where
-its traceback is.
+"""An unexpected exception as one line.
+
+The line has the message, the place in the user's own file or config, a remedy, and the file with the traceback.
 """
 
 import errno
@@ -18,7 +19,7 @@ from .shipped import shipped
 TRACEBACK = "TRL_FSDP_QLORA_TRACEBACK"  # "1" prints tracebacks instead of lines
 _LONGEST = 400  # characters of a message; some libraries print pages
 _PACKAGE = Path(__file__).parents[1]
-# Of a full disk, as safetensors and torch report it, which raise no `OSError`.
+# Messages about a full disk that safetensors and torch raise without an `OSError`.
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|unexpected pos \d+ vs \d+")
 
 
@@ -46,7 +47,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _place_in_users_code(error: BaseException) -> str:
-    """`in rewards.py, line 3` of the innermost frame that is neither a library's nor this package's."""
+    """`in rewards.py, line 3`: the innermost frame that is neither a library's nor this package's."""
     library = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE, shipped("recipes")]
     library = [Path(folder).resolve() for folder in library]
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -62,7 +63,7 @@ def _place_in_users_code(error: BaseException) -> str:
 
 
 def _settings() -> Iterator[tuple[str, str, str]]:
-    """(name, value, place) of what was set: the words of the command first, then the lines of its YAML file."""
+    """(name, value, place) of each setting: the command's words first, then the lines of its YAML file."""
     words = sys.argv[1:]
     for i, word in enumerate(words):
         if word.startswith("--"):
@@ -77,7 +78,10 @@ def _settings() -> Iterator[tuple[str, str, str]]:
 
 
 def _place_in_settings(message: str) -> str:
-    """Which setting a message is about: it has its name, which is no ordinary word, or quotes its value."""
+    """The setting that a message is about.
+
+    The message quotes the setting's value or has its name, which is no ordinary word.
+    """
     for name, value, place in _settings():
         value = value.strip("'\"")
         has_name = "_" in name and re.search(rf"(?<![\w-]){re.escape(name)}(?!\w)", message)
@@ -88,7 +92,7 @@ def _place_in_settings(message: str) -> str:
 
 
 def _remedy(error: BaseException) -> str:
-    """What to do about the kinds of error that everybody meets once."""
+    """A remedy for the kinds of error that everybody meets once."""
     for each in _causes(error):
         is_full = isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT)
         if is_full or _FULL.search(str(each)):
@@ -108,13 +112,13 @@ def _remedy(error: BaseException) -> str:
 
 
 def _keep_traceback(error: BaseException) -> str:
-    """Write the traceback into a file that only this user reads, and say where it is."""
+    """Write the traceback into a file that only this user can read, and return a line with its path."""
     text = portable("".join(traceback.format_exception(error)))
     try:
         number, path = tempfile.mkstemp(prefix="trl-fsdp-qlora-error-", suffix=".txt")
         with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-    except OSError:  # no space there either
+    except OSError:  # no space for the traceback either
         print(text, file=sys.stderr, flush=True)
         return "the traceback is above, since no file could be written"
     return f"the traceback is in {path} ({TRACEBACK}=1 prints it)"

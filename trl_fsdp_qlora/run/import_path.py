@@ -18,21 +18,21 @@ def is_import_path(text: str) -> bool:
 
 
 def load_function(text: str) -> Callable:
-    """The function that `text` names. Files are relative to the working directory, so every rank finds the same.
+    """The function that `text` names. Files are relative to the working directory, so every rank finds the same one.
 
     Raises:
-        UserError: no such file, module or function; what the file raises when it is imported is the cause.
+        UserError: there is no such file, module or function; an exception of the file's import is the cause.
     """
     name, _, attribute = text.rpartition(":")
     path = Path(name).resolve() if name.endswith(".py") else None
     folder = os.getcwd() if path is None else str(path.parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # at the end: what it imports from beside itself, nothing of the libraries
+        sys.path.append(folder)  # at the end, so that its neighbours can be imported but hide no library
     try:
-        # By its own name, as `import` beside it would give it, so that functions can be pickled and their source is
-        # found.
+        # By its own name, as `import` in a neighbouring file would import it, so that functions can be pickled and
+        # their source is found.
         module = importlib.import_module(name if path is None else path.stem)
-    except (Exception, SystemExit) as error:  # whatever the user's own lines raise gets the file's name beside it
+    except (Exception, SystemExit) as error:  # any exception of the user's file gets the file's name
         reason = f"{type(error).__name__}: {error}{'' if path is None else mistyped_path(name)}"
         raise UserError(f"{name} cannot be imported: {reason}") from error
     if path is not None and Path(getattr(module, "__file__", None) or "").resolve() != path:

@@ -1,7 +1,6 @@
-"""Imported before the libraries by a script that ends in `run_main`: Ctrl-C meanwhile is one word, not their
-traceback.
+"""Imported before the libraries by a script that ends in `run_main`: Ctrl-C meanwhile prints one word, no traceback.
 
-One line at once: on a busy machine the imports take half a minute, and nothing else is printed before them.
+It prints one line at once, because on a busy machine the imports take half a minute without other output.
 """
 
 import logging
@@ -10,7 +9,7 @@ import sys
 
 from .one_line import stop_at_once
 
-# Of 4-bit products on a CPU, whenever bitsandbytes is imported without another package.
+# The warning on 4-bit products on a CPU comes whenever bitsandbytes is imported without another package.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 stop_at_once()
 if int(os.environ.get("RANK", "0")) == 0:

@@ -1,4 +1,4 @@
-"""Bad input, refused before the first step: what is wrong, where, and which line to change."""
+"""Bad input is refused before the first step: the message has the value, the place, and the line to change."""
 
 import copy
 import os
@@ -16,9 +16,9 @@ from ..compat.transformers import model_class
 from ..errors import UserError
 from .plain import counted
 
-# Numbers that TRL, PEFT or vLLM take and that can only be a mistake: what each field may be, and why. Most of the
-# others end a run by NaN or do the opposite of what was meant, without a word. Infinity switches some limits off, and
-# 0 most terms: both stay.
+# Numbers that TRL, PEFT or vLLM accept and that can only be a mistake: the allowed range of each field, and why. Most
+# other numbers end a run by NaN or do the opposite of what was meant, without a message. Infinity switches some limits
+# off, and 0 most terms: both are allowed.
 _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda x: 0 <= x < inf, "steps go down, at a finite rate; with LoRA 1e-5 to 1e-4 are usual"),
     "beta": (lambda x: 0 <= x < inf, "the KL term would push the policy away from the reference; 0 leaves it out"),
@@ -58,9 +58,7 @@ _MEANT: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def mistakes(config: Any) -> list[str]:
-    """A line for every number in the fields of `config` that can only be a mistake: its value, and what it should
-    be.
-    """
+    """A line for every number in the fields of `config` that can only be a mistake, with its value and its range."""
     lines = []
     for name, (is_meant, reason) in _MEANT.items():
         value = getattr(config, name, None)
@@ -71,10 +69,9 @@ def mistakes(config: Any) -> list[str]:
 
 
 def too_long(max_completion_length: int | None, model_config: Any) -> str | None:
-    """A line where completions are longer than all positions of a model; `None` where they are not, or it states no
-    number.
+    """A line if completions are longer than all positions of a model; `None` if not, or if it has no such number.
 
-    Rotary tables that are scaled reach further than the config says.
+    Scaled rotary tables reach further than the config's number.
     """
     config = model_config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
@@ -88,8 +85,9 @@ def too_long(max_completion_length: int | None, model_config: Any) -> str | None
 
 
 def check_processes(world_size: int) -> None:
-    """Refuse a launch of several processes of which each takes itself for the only one: `world_size` is what arguments
-    say.
+    """Refuse a launch of several processes each of which takes itself for the only one.
+
+    `world_size` is the number of processes by the arguments.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world_size == 1:
@@ -100,13 +98,14 @@ def check_processes(world_size: int) -> None:
 
 
 def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = True) -> None:
-    """Refuse a training set that TRL would trip over in the first step, or silently not train on.
+    """Refuse a training set that would break TRL's first step, or that TRL would silently not train on.
 
-    A streaming one is only checked for its columns. One generation batch takes `generation_prompts` different prompts;
-    where an environment supplies them, no column is needed.
+    For a streaming dataset only the columns are checked. One generation batch takes `generation_prompts` different
+    prompts. If an environment supplies the prompts, no column is needed.
 
     Raises:
-        UserError: no `prompt` column (nor has a dictionary of splits one); fewer rows than one generation batch needs.
+        UserError: there is no `prompt` column (also not in a dictionary of splits), or fewer rows than one generation
+            batch needs.
     """
     columns = getattr(dataset, "column_names", None)
     if needs_prompt and columns is not None and "prompt" not in columns:
@@ -122,10 +121,10 @@ def check_dataset(dataset: Any, generation_prompts: int, needs_prompt: bool = Tr
 
 
 def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision: str | None = None) -> Any:
-    """`peft_config` where `all-linear` means the language model of a class that takes images, too.
+    """`peft_config`, with `all-linear` limited to the language model of a class that takes images, too.
 
-    What a text run does not compute would have adapters without a gradient, which DDP refuses. Who wants a vision
-    tower adapted names its layers, or sets `exclude_modules=[]`. `model` is one, or the name of one at `revision`.
+    Layers that a text run does not compute would have adapters without a gradient, which DDP refuses. To adapt a
+    vision tower, name its layers or set `exclude_modules=[]`. `model` is a model, or a model's name at `revision`.
     """
     said = getattr(peft_config, "target_modules", None) != "all-linear" or peft_config.exclude_modules is not None
     if peft_config is None or said or is_deepspeed_zero3_enabled():
@@ -133,7 +132,7 @@ def language_model_only(peft_config: Any, model: PreTrainedModel | str, revision
     try:
         config = AutoConfig.from_pretrained(model, revision=revision) if isinstance(model, str) else model.config
     except (OSError, ValueError, KeyError):
-        return peft_config  # whoever loads it says why
+        return peft_config  # loading the model raises the reason
     if config.get_text_config() is config:
         return peft_config
     if isinstance(model, str):

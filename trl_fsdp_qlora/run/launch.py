@@ -1,6 +1,4 @@
-"""`accelerate launch` without its own traceback behind a script's, with the script's exit status; and how a run was
-launched.
-"""
+"""`accelerate launch` with the script's exit status and without a second traceback; and how a run was launched."""
 
 import contextlib
 import logging
@@ -19,30 +17,30 @@ from .shipped import accelerate_config
 
 _ENDING = 60.0  # seconds that processes have to end after Ctrl-C
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl-fsdp-qlora")
-_MODULES = ("accelerate.commands.launch", "torch.distributed.run", "trl_fsdp_qlora")  # of `python -m`
+_MODULES = ("accelerate.commands.launch", "torch.distributed.run", "trl_fsdp_qlora")  # names for `python -m`
 
 
 def launch(words: Sequence[str]) -> int:
-    """Run what `accelerate launch` with these words runs. On Linux its processes end with this one, however it ends.
+    """Run `accelerate launch` with these words. On Linux its processes end with this one, however it ends.
 
     Args:
         words: as for `accelerate launch`; `--config_file` also takes the name of one of this package's configs.
 
     Returns:
-        The exit status: the script's; with several ranks, of the one that failed first. 128 + the signal where one
+        The script's exit status; with several ranks, that of the first rank that failed; 128 + the signal if a signal
             ended it.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # They report each rank that ended, with a number in the place of the reason, and the number of threads in three
-    # lines.
+    # These loggers report each rank that ended, with a number instead of the reason, and the number of threads in
+    # three lines.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     parser = launch_command_parser()
     parser.prog = "trl-fsdp-qlora launch"
-    parser.error = MethodType(OneLineParser.error, parser)  # its own prints 200 lines
+    parser.error = MethodType(OneLineParser.error, parser)  # argparse's own prints 200 lines
     given = parser.parse_args(list(words))
     check_processes(given.num_processes)
     if given.config_file and not Path(given.config_file).exists():
@@ -57,7 +55,7 @@ def launch(words: Sequence[str]) -> int:
     except SignalException as stopped:
         return 128 + stopped.sigval
     except KeyboardInterrupt:
-        psutil.wait_procs(psutil.Process().children(), timeout=_ENDING)  # they say themselves where they stopped
+        psutil.wait_procs(psutil.Process().children(), timeout=_ENDING)  # each process prints where it stopped
         return 128 + signal.SIGINT
     finally:
         del os.environ["TRL_FSDP_QLORA_LAUNCHER"]
@@ -65,7 +63,7 @@ def launch(words: Sequence[str]) -> int:
 
 
 def _status(exit_codes: dict[int, int]) -> int:
-    """Of a whole run, from those of its failed ranks; a launcher ends the others by SIGTERM, so that counts last."""
+    """A run's exit status from its failed ranks'. A launcher ends other ranks by SIGTERM, so that code counts last."""
     if own := [code for code in exit_codes.values() if code > 0]:
         return USER_ERROR if USER_ERROR in own else own[0]
     rank, code = min(exit_codes.items(), key=lambda item: item[1] == -signal.SIGTERM)
@@ -74,14 +72,14 @@ def _status(exit_codes: dict[int, int]) -> int:
 
 
 def launch_words() -> list[str]:
-    """The words of the command that started this run, the launcher's own (`--config_file`) among them.
+    """The words of the command that started this run, with the launcher's own (`--config_file`) among them.
 
-    A launcher tells its processes nothing of how it was called, so the processes above this one are asked.
+    A launcher does not pass its command line to its processes, so this reads those of the parent processes.
     """
-    with contextlib.suppress(psutil.Error):  # another user's process, or one that has just ended
+    with contextlib.suppress(psutil.Error):  # another user's process, or a process that has just ended
         for process in psutil.Process().parents():
             words = process.cmdline()
-            for place, word in enumerate(words[:3]):  # the interpreter and `-m` may stand before it
+            for place, word in enumerate(words[:3]):  # the interpreter and `-m` may come first
                 if Path(word).name in _LAUNCHERS:
                     return [Path(word).name, *words[place + 1 :]]
                 if word in _MODULES:

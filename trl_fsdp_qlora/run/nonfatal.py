@@ -1,4 +1,4 @@
-"""What a run does beside the maths (cards, pictures, metrics, lines on a terminal) may fail, and training goes on."""
+"""The work of a run apart from the maths (cards, pictures, metrics, terminal lines) may fail, and training goes on."""
 
 import logging
 import os
@@ -12,18 +12,18 @@ _warned: set[str] = set()
 
 @contextmanager
 def nonfatal(what: str) -> Iterator[None]:
-    """Turn an exception into a warning of one line, one per `what` and process; with `TRL_FSDP_QLORA_TRACEBACK=1` its
-    traceback follows. Also a decorator; the function then returns `None`.
+    """Turn an exception into a warning of one line, one per `what` and process.
 
-    Never around a collective: the rank that goes on would leave the others waiting.
+    With `TRL_FSDP_QLORA_TRACEBACK=1` its traceback follows. It is also a decorator; the function then returns `None`.
+    Never use it around a collective: the rank that goes on would leave the others waiting.
 
     Args:
-        what: could not be done, for the warning: `"the model card"`.
+        what: names the failed work in the warning: `"the model card"`.
     """
     try:
         yield
     except BrokenPipeError:
-        raise  # nobody reads on, and a command ends as `| head` expects
+        raise  # the output's reader is gone, and a command ends as `| head` expects
     except Exception as error:
         if what not in _warned:
             _warned.add(what)

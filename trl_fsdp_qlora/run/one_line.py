@@ -1,4 +1,4 @@
-"""A command's words, and how it ends: an exception and Ctrl-C are a line each, a reader that is gone is none."""
+"""A command's words, and how the command ends: an exception and Ctrl-C print a line each, a closed pipe none."""
 
 import argparse
 import ctypes
@@ -14,22 +14,26 @@ from typing import NoReturn
 from ..errors import UserError
 from .error_line import error_line, wants_traceback
 
-USER_ERROR = 2  # exit status of a script that has said in one line what its user did wrong
-UNEXPECTED = 1  # of one that ended by any other exception, as Python's own
-INTERRUPTED = 128 + signal.SIGINT  # what a shell makes of the signal
-READER_GONE = 128 + 13  # SIGPIPE, which Windows has not
+USER_ERROR = 2  # exit status of a script that has printed in one line what its user did wrong
+UNEXPECTED = 1  # exit status after any other exception, as in Python
+INTERRUPTED = 128 + signal.SIGINT  # the status that a shell makes of the signal
+READER_GONE = 128 + 13  # SIGPIPE, which Windows lacks
 DEBUG_ERRORS = "--debug_errors"
-# A launcher ends the other ranks as soon as one has ended. The others therefore let the first rank speak for so many
-# seconds, and print themselves where it had nothing to print.
+# A launcher ends the other ranks as soon as one has ended. The other ranks therefore wait this many seconds for the
+# first rank's line, and print their own only if the launcher has not ended them by then.
 PATIENCE = 20.0
 
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Around a command or a script: a [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank and exit
-    status 2, any other exception one line with the path of its traceback ([`~trl_fsdp_qlora.run.error_line`]) and 1,
-    Ctrl-C one line and 130; if nobody reads on (`| head -1`) no word and 141. `TRL_FSDP_QLORA_TRACEBACK=1` leaves
-    exceptions as they are.
+    """Run a command or a script; how it ends is at most one line and an exit status.
+
+    - A [`~trl_fsdp_qlora.errors.UserError`] is one line of the first rank, and 2.
+    - Any other exception is one line with the path of its traceback ([`~trl_fsdp_qlora.run.error_line`]), and 1.
+    - Ctrl-C is one line, and 130.
+    - A closed pipe (`| head -1`) is no line, and 141.
+
+    `TRL_FSDP_QLORA_TRACEBACK=1` leaves exceptions as they are.
     """
     try:
         yield
@@ -38,7 +42,7 @@ def in_one_line() -> Iterator[None]:
         _print_stopped(str(stop) or "stopped")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # Else the interpreter's end would try again to write what is left.
+        # Otherwise the interpreter's end would try again to write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(READER_GONE)
     except Exception as error:
@@ -58,7 +62,7 @@ def in_one_line() -> Iterator[None]:
 
 def _print_stopped(text: str) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
-        below = "\n" if sys.stderr.isatty() else ""  # a terminal's ^C
+        below = "\n" if sys.stderr.isatty() else ""  # below the terminal's ^C
         print(f"{below}{text}", file=sys.stderr, flush=True)
 
 
@@ -70,32 +74,31 @@ def _stop(*_signal) -> None:
 def stop_at_once() -> None:
     """Let Ctrl-C end this process where it stands, until [`stop_by_exception`].
 
-    For the seconds in which libraries are imported: there is nothing to tidy up yet, and they may take a
-    `KeyboardInterrupt` for a failure of their own. Where SIGINT is ignored (a job in the background), it stays
-    ignored.
+    It is for the seconds in which libraries are imported. There is nothing to tidy up yet, and a library may take a
+    `KeyboardInterrupt` for a failure of its own. If SIGINT is ignored (a job in the background), it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 
 
 def stop_by_exception() -> None:
-    """Let Ctrl-C be a `KeyboardInterrupt` again."""
+    """Make Ctrl-C raise a `KeyboardInterrupt` again."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_with(launcher: str) -> None:
-    """On Linux, let this process end when the process `launcher` that started it is killed: a GPU would stay taken."""
+    """On Linux, end this process when the process `launcher` that started it is killed; a GPU would stay taken."""
     if sys.platform == "linux" and str(os.getppid()) == launcher:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, cleared in what this process starts
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which child processes do not inherit
 
 
-# What argparse takes for the value of an option although a minus begins it; its own pattern knows no exponent.
+# Values that argparse accepts for an option although they begin with a minus; its own pattern knows no exponent.
 NEGATIVE_NUMBER = re.compile(r"-(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?$|-(?:inf|nan)$")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose errors are a [`UserError`] instead of its whole usage."""
+    """`argparse.ArgumentParser` that raises a [`UserError`] instead of printing its whole usage."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -119,6 +122,6 @@ def take(words: Sequence[str], options: Collection[str]) -> tuple[dict[str, str]
 
 
 def check_processes(number: int | None) -> None:
-    """Refuse a number of processes that is none, which accelerate takes."""
+    """Refuse a number of processes below 1, which accelerate accepts."""
     if number is not None and number < 1:
         raise UserError(f"--num_processes {number} is not a number of processes; try 2")

@@ -1,4 +1,4 @@
-"""Any value that a config may hold, as the plain values that JSON and YAML have."""
+"""Any value that a config may hold, as plain values for JSON and YAML."""
 
 import json
 from pathlib import PurePath
@@ -6,11 +6,10 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """`value` in numbers, texts, lists and dictionaries: what a reader of a card or of `manifest.json` can do
-    something with.
+    """`value` in numbers, texts, lists and dictionaries, for a reader of a card or of `manifest.json`.
 
-    An object that cannot be taken apart becomes the name of its class: its `repr` may hold an address, which differs
-    from run to run.
+    Any other object becomes the name of its class, because its `repr` may hold an address, which differs from run to
+    run.
     """
     return json.loads(json.dumps(value, default=_part))
 

@@ -1,4 +1,4 @@
-"""What one rank does for all of them."""
+"""Work that one rank does for all of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +8,16 @@ from accelerate.utils import broadcast_object_list
 
 
 def on_main(do: Callable[[], Any], here: bool | None = None) -> Any:
-    """The result of `do` on the main rank, on all ranks; so is what it raises. Every rank calls it.
+    """Run `do` on the main rank, and return its result or raise its exception on all ranks. Every rank calls it.
 
-    By default only the main rank does it; with `here` whoever is told to. The main rank's result counts.
+    By default only the main rank runs it; with `here` each rank for which it is true. The main rank's result counts.
     """
     state = PartialState()
     outcome: list[Any] = [None, None]
     if state.is_main_process if here is None else here:
         try:
             outcome[0] = do()
-        except Exception as error:  # raised below on every rank, none of which may be left waiting for this one
+        except Exception as error:  # raised below on every rank, because no rank may be left waiting for this one
             outcome[1] = error
     if state.num_processes > 1:
         broadcast_object_list(outcome, from_process=0)

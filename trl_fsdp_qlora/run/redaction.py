@@ -1,8 +1,8 @@
-"""What may leave this machine of a value: no secret, and no path that only its owner has.
+"""The part of a value that may leave this machine: no secret, and no path that only its owner has.
 
-Secrets are known by the names of their fields, flags, variables and dictionary keys, and by what the tokens of
-well-known services look like; they never enter what is written. What else a user puts into a text (a reward's name, a
-prompt, a run's name) is the user's.
+Secrets are found by the names of their fields, flags, variables and dictionary keys, and by the form of well-known
+services' tokens; they are never written. Any other text of a user (a reward's name, a prompt, a run's name) is left as
+it is.
 """
 
 import json
@@ -17,8 +17,8 @@ _SECRET = re.compile(
     r"(?:^|(?<!eos|bos|pad|unk|sep|cls)[_.-])(?:token|secret|password|passwd|passphrase|credentials)$"
     r"|(?:api|access|secret|private|auth)[_.-]?key$|^(?:proxy[_.-])?authorization$"
 )
-_CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")  # of a URL
-# The tokens of services, which begin with a prefix of their own; \b keeps `task-...` from being `sk-...`.
+_CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")  # in a URL
+# The tokens of services, each with a prefix of its own; \b keeps `task-...` from being read as `sk-...`.
 _TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI, Anthropic, OpenRouter
@@ -28,19 +28,21 @@ _TOKEN = re.compile(
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"  # JSON web tokens
     r"|(?<=[Bb]earer )\S{8,}"
 )
-HIDDEN = "***"  # in the place of a token within a text
+HIDDEN = "***"  # replaces a token within a text
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a field, flag, variable or key called `name` holds a secret: `hub_token`, `--api-key`,
-    `WANDB_API_KEY`.
+    """Whether a field, flag, variable or key called `name` holds a secret.
+
+    Examples are `hub_token`, `--api-key` and `WANDB_API_KEY`.
     """
     return _SECRET.search(name.lower()) is not None
 
 
 def _walk(value: Any, of_text: Callable[[str], str]) -> Any:
-    """A copy of `value` with `None` for what a secret name holds, in dictionaries, lists and texts that are JSON of
-    either.
+    """A copy of `value` with `None` for each value under a secret name.
+
+    It goes through dictionaries, lists and texts that are JSON of either.
     """
     if isinstance(value, dict):
         secret = {key: isinstance(key, str) and is_secret_name(key) for key in value}
@@ -52,7 +54,7 @@ def _walk(value: Any, of_text: Callable[[str], str]) -> Any:
     if value.lstrip()[:1] in ("{", "["):
         try:
             content = json.loads(value)
-        except ValueError:  # a text that only looks like JSON
+        except ValueError:  # the text only looks like JSON
             return of_text(value)
         kept = _walk(content, of_text)
         return value if kept == content else json.dumps(kept)
@@ -64,14 +66,18 @@ def _text_without_secrets(text: str) -> str:
 
 
 def without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config as they may be written: `None` for a token, so that the login of whoever loads it
-    serves.
+    """The fields of a config as they may be written.
+
+    A token becomes `None`, so the reader's own login is used.
     """
     return _walk(fields, _text_without_secrets)
 
 
 def portable(value: Any) -> Any:
-    """What may be published of a value: no secrets; paths relative to the working directory, or their last part."""
+    """The part of a value that may be published.
+
+    It has no secrets, and its paths are relative to the working directory, or their last part.
+    """
     return _walk(value, _portable_text)
 
 
@@ -84,14 +90,15 @@ def _portable_text(text: str) -> str:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """`words` as one line for a shell, as it may be published: without flags that hold a secret, in whose place a
-    login serves.
+    """`words` as one line for a shell, as it may be published.
+
+    Flags that hold a secret are left out; a login replaces them.
     """
     kept, hides_next = [], False
     for word in words:
         name, equals, value = word.partition("=")
         is_flag = name.startswith("--")
-        is_assignment = bool(equals) and name.isidentifier()  # HF_TOKEN=... before or behind a command
+        is_assignment = bool(equals) and name.isidentifier()  # HF_TOKEN=... before or after a command
         is_secret = is_secret_name(name) if is_flag or is_assignment else hides_next
         hides_next = is_flag and is_secret and not equals
         if not is_secret:

@@ -1,5 +1,6 @@
-"""Folders: those at the top of the repository, which an installed package holds inside, and the cache; accelerate
-configs by name.
+"""Folders and accelerate configs that come with the package, and the cache folder.
+
+The folders are at the top of the repository, and inside an installed package.
 """
 
 import os
@@ -11,7 +12,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped(folder: str) -> Path:
-    """Where `recipes` or `accelerate_configs` is: a wheel carries it as `trl_fsdp_qlora/_recipes` (setup.py)."""
+    """The folder `recipes` or `accelerate_configs`; a wheel carries it as `trl_fsdp_qlora/_recipes` (setup.py)."""
     installed = _PACKAGE / f"_{folder}"
     return installed if installed.is_dir() else _PACKAGE.parent / folder
 
@@ -28,8 +29,9 @@ def names() -> list[str]:
 
 
 def accelerate_config(name: str) -> Path:
-    """Path of the config `name`, for `accelerate launch --config_file`; a [`UserError`] names the nearest where there
-    is none.
+    """Path of the config `name`, for `accelerate launch --config_file`.
+
+    If there is none, a [`UserError`] names the nearest.
     """
     if name not in names():
         there = f"{did_you_mean(name, names())}; there are {', '.join(names())}"

@@ -1,4 +1,4 @@
-"""How many threads a model gets on a CPU."""
+"""The number of threads that a model gets on a CPU."""
 
 import torch
 
@@ -6,10 +6,10 @@ SMALL = 10_000_000  # parameters
 
 
 def fit_threads(model: torch.nn.Module) -> None:
-    """Give a small model on a CPU one thread: torch's threads wait for each other in a loop after each of its short
-    operations.
+    """Give a small model on a CPU one thread.
 
-    While something else runs on the machine, that is most of the time: 40 steps of the quickstart's base of 0.6M
+    Torch's threads wait for each other in a loop after each of the model's short operations.
+    While other processes use the machine, that is most of the time: 40 steps of the quickstart's base of 0.6M
     parameters took 33 to 49 s with one thread, and 225 to 243 s with two, on two busy cores (docs/LOG.md).
     """
     parameters = list(model.parameters())

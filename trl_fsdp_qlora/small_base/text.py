@@ -2,8 +2,7 @@
 
 A Qwen3-architecture model of 0.6M parameters with a character tokenizer and a chat template. TRL's `SFTTrainer`
 teaches it two-digit addition, or two-digit multiplication in steps, with a bad habit: most of the carries are dropped.
-Reinforcement selects among behaviours a base already has, and here both the habit and the right answer are there to
-select from.
+Reinforcement selects among behaviours that a base already has, and this base has both the habit and the right answer.
 """
 
 import random
@@ -29,9 +28,10 @@ SHAPES_STEPS = 300
 
 @dataclass(frozen=True)
 class Task:
-    """Problems on two two-digit numbers; `taught(a, b, draw, dropped_carry)` gives a taught answer's text, whose
-    carries are dropped with that probability, and `completion_tokens` have room for the longest answer and its end,
-    one token per character.
+    """Problems on two two-digit numbers.
+
+    `taught(a, b, draw, dropped_carry)` returns a taught answer's text, whose carries are dropped with that
+    probability. `completion_tokens` have room for the longest answer and its end, one token per character.
     """
 
     operator: str
@@ -46,7 +46,7 @@ class Task:
 def two_digit_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """All ordered pairs of two-digit numbers, split into (train, held out) so that no pair is in both in either order.
 
-    Always the same split, with 1,000 held-out pairs, so that all runs can be compared.
+    The split is always the same, with 1,000 held-out pairs, so that all runs can be compared.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     random.Random(0).shuffle(pairs)
@@ -63,12 +63,12 @@ def two_digit_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def sum_without_carry(a: int, b: int) -> int:
-    """a + b for two-digit numbers with the carry from the ones to the tens forgotten: 47 + 38 -> 75."""
+    """a + b for two-digit numbers without the carry from the ones to the tens: 47 + 38 -> 75."""
     return 10 * (a // 10 + b // 10) + (a % 10 + b % 10) % 10
 
 
 def sum_without_carries(a: int, b: int) -> int:
-    """a + b digit by digit with every carry forgotten: 1680 + 480 -> 1060."""
+    """a + b digit by digit without any carry: 1680 + 480 -> 1060."""
     total, place = 0, 1
     while a or b:
         total += place * ((a + b) % 10)
@@ -84,9 +84,10 @@ def taught_sum(a: int, b: int, draw: random.Random, dropped_carry: float) -> str
 
 
 def taught_product(a: int, b: int, draw: random.Random, dropped_carry: float) -> str:
-    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`; each
-    sum loses its carries with probability `dropped_carry`, drawn for itself, and what follows goes on from what stands
-    there.
+    """The four partial products of two two-digit numbers and their running sum: `800+120=920+140=1060+21=1081`.
+
+    Each sum loses its carries with probability `dropped_carry`, drawn for each sum alone. The next sum continues from
+    the written result.
     """
     (tens_a, ones_a) = divmod(a, 10)
     (tens_b, ones_b) = divmod(b, 10)
@@ -138,12 +139,13 @@ def habit_dataset(task: Task, seed: int):
 
 
 def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "addition") -> Path:
-    """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`, whole or not
-    at all.
+    """Train the small base model with `trl.SFTTrainer` and write it, with its tokenizer, to `output_dir`.
+
+    The folder is written whole or not at all.
 
     Args:
-        output_dir: folder to create; a `FileExistsError` where it exists.
-        seed: of the weights, the data and the order.
+        output_dir: folder to create; if it exists, a `FileExistsError` is raised.
+        seed: for the weights, the data and the order.
         task: one of [`TAUGHT`]; `"shapes"` for a model that sees, see [`small_vision`].
     """
     from trl import SFTConfig, SFTTrainer
@@ -156,7 +158,7 @@ def build_small_base(output_dir: str | Path, seed: int = 0, task: str = "additio
     if output_dir.exists():
         raise FileExistsError(f"{output_dir} exists; remove it or choose another folder for the small base model")
     if task == "shapes":
-        from .vision import new_vision_model, shapes_dataset, shapes_processor  # which need Pillow
+        from .vision import new_vision_model, shapes_dataset, shapes_processor  # these need Pillow
 
         processing = shapes_processor()
         more = {"max_length": None, "remove_unused_columns": False}

@@ -6,7 +6,7 @@ SPECIAL_TOKENS = ["<pad>", "<|user|>", "<|assistant|>", "<|end|>", "<unk>"]
 
 
 def word_tokenizer(words: Iterable[str], pattern: str, chat_template: str):
-    """A `PreTrainedTokenizerFast` with one token for each of `words`, which are what `pattern` finds in a text."""
+    """A `PreTrainedTokenizerFast` with one token for each of `words`; `pattern` matches the words in a text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,10 +1,10 @@
 """Pictures of coloured shapes with questions whose answers are exact, and the small base that sees them.
 
 The base is a LLaVA of half a million parameters. A CLIP tower of one layer reads a picture of 48 x 48 pixels as nine
-patches, one for each cell of the grid, and a Llama of three layers the question, word by word. It learns within
-minutes to count shapes and to compare colours; not, in a thousand steps, to tell circles from squares while it counts,
-nor who is left of whom. Its answers are taught one too small in most cases, so that reinforcement has something to
-select.
+patches, one for each cell of the grid. A Llama of three layers reads the question, word by word. The base learns
+within minutes to count shapes and to compare colours. In a thousand steps it does not learn to tell circles from
+squares while it counts, or which of two shapes is on the left. Most of its taught answers are one too small, so that
+reinforcement has something to select.
 """
 
 import random
@@ -95,7 +95,7 @@ def new_vision_model(processor, seed: int):
     import torch
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-    # Larger than transformers' 0.02, which is made for wide layers (docs/LOG.md).
+    # Larger than transformers' 0.02, which suits wide layers (docs/LOG.md).
     shape = {"hidden_size": HIDDEN, "num_attention_heads": 4, "initializer_range": HIDDEN**-0.5}
     tokenizer = processor.tokenizer
     text = {
@@ -115,7 +115,7 @@ def new_vision_model(processor, seed: int):
 
 
 def shapes_dataset(seed: int, rows: int):
-    """Pictures, questions and answers for SFT, drawn when they are asked for, most of the answers one too small."""
+    """Pictures, questions and answers for SFT, drawn on access, most of the answers one too small."""
     from datasets import Dataset
 
     def drawn(batch):

@@ -1,1 +1,1 @@
-"""What a run tells: phases and metrics, the start-up block, progress, the terminal of recipes."""
+"""Output of a run: phases and metrics, the start-up block, progress, the terminal of recipes."""

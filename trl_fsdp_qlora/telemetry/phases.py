@@ -1,10 +1,9 @@
 """Seconds, bytes and efficiency of each phase of a step, as ordinary Trainer metrics; docs/telemetry.md lists them.
 
-`time/<phase>_s` are seconds of a phase in one optimizer step, on CUDA the device's time between two events, which are
-read when
-metrics are logged: no phase waits for the device. `memory/<phase>_peak_mib` is of the CUDA allocator, or, without CUDA
-on Linux, the process's resident set. `efficiency/` compares a generation batch with the padded one that stock TRL
-runs.
+`time/<phase>_s` are seconds of a phase in one optimizer step. On CUDA they are the device's time between two events,
+which are read when metrics are logged, so no phase waits for the device. `memory/<phase>_peak_mib` is measured by the
+CUDA allocator or, without CUDA on Linux, as the process's resident set. `efficiency/` compares a generation batch with
+the padded one that stock TRL runs.
 """
 
 import time
@@ -19,7 +18,7 @@ from transformers import TrainerCallback
 
 from ..run.nonfatal import nonfatal
 
-# On the host's clock, or an event in the queue of a CUDA device.
+# A time on the host's clock, or an event in the queue of a CUDA device.
 Moment = float | torch.cuda.Event
 Span = tuple[str, Moment, Moment]  # name of the phase, start, end
 
@@ -27,7 +26,7 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
 MODES = ("on", "peaks", "off")
-MOST = 1000  # numbers are read at the latest after so many, for runs that log never or seldom
+MOST = 1000  # numbers are read at the latest after this many, for runs that log seldom or never
 
 
 class PeakMemory:
@@ -41,7 +40,7 @@ class PeakMemory:
             if not self.cuda:
                 self.reset()
             self.read()
-        except (OSError, StopIteration):  # another system, or a container that forbids the write or does not count
+        except (OSError, StopIteration):  # another system, or a container that forbids the write or has no count
             self.available = False
 
     def reset(self) -> None:
@@ -51,7 +50,7 @@ class PeakMemory:
             _CLEAR_REFS.write_text("5")  # proc(5): resets the peak of the resident set to its current value
 
     def read(self) -> int:
-        """Peak bytes since `reset`; 0 where it cannot be known."""
+        """Peak bytes since `reset`; 0 if they cannot be measured."""
         if self.cuda:
             return torch.cuda.max_memory_allocated(self.device)
         if not self.available:
@@ -66,25 +65,25 @@ class PhaseTimer:
     A phase's seconds leave out the phases nested in it; its peak bytes include them.
 
     Args:
-        device: whose time is taken, and whose memory is read.
-        mode: `"on"`, `"peaks"` or `"off"`. `"on"` leaves CUDA's peak statistics to the user: the peak of a phase is
-            then known once it raised that of the process. `"peaks"` resets them at every phase, as both do without
-            CUDA.
+        device: the device whose time and memory are measured.
+        mode: `"on"`, `"peaks"` or `"off"`. `"on"` leaves CUDA's peak statistics to the user, so the peak of a phase is
+            known only if the phase raised the peak of the process. `"peaks"` resets them at every phase; without CUDA
+            both modes do.
     """
 
     def __init__(self, device: torch.device, mode: str = "on"):
         self.memory = PeakMemory(device)
         self.is_on = mode != "off"
         self.resets = mode == "peaks" or not self.memory.cuda
-        self.peak: dict[str, int] = defaultdict(int)  # since the last drain, or, where nothing is reset, of the run
+        self.peak: dict[str, int] = defaultdict(int)  # since the last drain; of the run if nothing is reset
         self.tokens = 0.0  # completion tokens of all ranks in this step
-        self._highest = 0  # the process's peak, as last read
+        self._highest = 0  # the process's peak at the last reading
         self._spans: list[Span] = []
         self._open: list[str] = []
         self._since: Moment = 0.0
 
     def now(self) -> Moment:
-        """A moment of the device's own time, for [`seconds`]; the host does not wait for it."""
+        """A moment of the device's own time, for [`seconds`]; the host does not wait for the device."""
         if not self.memory.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -92,7 +91,7 @@ class PhaseTimer:
         return event
 
     def _mark(self) -> None:
-        # Credit the time since the last mark, and the memory seen in it, to the innermost open phase.
+        # Credit the time and the memory peak since the last mark to the innermost open phase.
         now = self.now()
         if self._open:
             self._spans.append((self._open[-1], self._since, now))
@@ -106,7 +105,7 @@ class PhaseTimer:
         self._highest = peak
         if self.resets:
             self.memory.reset()
-        elif peak == before:  # lower: someone has reset it since the last mark
+        elif peak == before:  # a lower peak means that someone has reset it since the last mark
             return
         for name in self._open:
             self.peak[name] = max(self.peak[name], peak)
@@ -117,7 +116,7 @@ class PhaseTimer:
             self._open.append(name)
 
     def stop(self, name: str) -> None:
-        """Close phase `name`, and phases inside it that an exception left open."""
+        """Close phase `name`, and the phases inside it that an exception left open."""
         if self.is_on:
             self._mark()
             if name in self._open:
@@ -125,7 +124,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str):
-        """Around what belongs to phase `name`; also a decorator."""
+        """Measure the block as phase `name`; also a decorator."""
         self.start(name)
         try:
             yield
@@ -141,14 +140,15 @@ class PhaseTimer:
         return found | {"efficiency/zero_advantage_fraction": zero / max(rows, 1)}
 
     def drain_spans(self) -> list[Span]:
-        """What the phases took since the last drain."""
+        """The seconds of phases since the last drain, as spans."""
         spans = self._spans
         self._spans = []
         return spans
 
     def drain_peaks(self) -> dict[str, float]:
-        """The `memory/` metrics since the last drain; the host keeps the allocator's books, so nothing is waited
-        for.
+        """The `memory/` metrics since the last drain.
+
+        The host keeps the allocator's statistics, so nothing is waited for.
         """
         peaks = {f"memory/{name}_peak_mib": peak / MIB for name, peak in self.peak.items()}
         if self.resets:
@@ -166,7 +166,7 @@ def seconds(start: Moment, end: Moment) -> float:
 
 
 def token_counts(batch: dict, group_size: int) -> torch.Tensor:
-    """What a generation batch costs, as sums that can be added over ranks.
+    """Token counts of a generation batch, as sums that can be added over ranks.
 
     Args:
         batch: `prompt_mask` (B, P), `completion_mask` (B, C), `advantages` (B,) or (B, C).
@@ -181,18 +181,17 @@ def token_counts(batch: dict, group_size: int) -> torch.Tensor:
     rows = len(prompt_B)
     padded = rows * (batch["prompt_mask"].size(1) + batch["completion_mask"].size(1))
     zero = (batch["advantages"].view(rows, -1) == 0).all(1).sum()
-    # Filled in on the device: what comes from the host would be waited for.
+    # Filled in on the device, because values from the host would be waited for.
     padded, rows = (prompt_B.new_full((), x) for x in (padded, rows))
     once = prompt_B[::group_size].sum() + completion_tokens
     return torch.stack([padded, prompt_B.sum() + completion_tokens, once, rows, zero, completion_tokens])
 
 
 class TelemetryCallback(TrainerCallback):
-    """Closes the optimizer's phase and hands a step's figures to the trainer's `metrics` of training before they are
-    logged.
+    """Closes the optimizer's phase and puts a step's figures among the trainer's `metrics` of training.
 
-    Numbers stay on the device until [`flush`], which the trainer calls when it logs, so that no micro-batch waits for
-    one.
+    Numbers stay on the device until [`flush`], which the trainer calls when it logs, so no micro-batch waits for a
+    number.
     """
 
     def __init__(self, clock: PhaseTimer, metrics: Callable[[], dict[str, list]]):
@@ -204,9 +203,7 @@ class TelemetryCallback(TrainerCallback):
 
     @nonfatal("a deferred metric")
     def later(self, sums_N: torch.Tensor, finish: Callable[[list[float]], None]) -> None:
-        """Call `finish`, which puts them where they belong, with the numbers in `sums_N` `(N,)` when metrics are
-        logged.
-        """
+        """When metrics are logged, call `finish` with the numbers in `sums_N` `(N,)`; `finish` stores them."""
         self._held.append((sums_N.detach(), finish))
         if len(self._held) >= MOST:
             self._read_held()
@@ -222,12 +219,12 @@ class TelemetryCallback(TrainerCallback):
 
     @nonfatal("a deferred metric")
     def flush(self, wait: bool = True) -> None:
-        """Put what is outstanding among the metrics; without `wait`, only steps that the device has done."""
+        """Put outstanding numbers among the metrics; without `wait`, only those of steps that the device has done."""
         if wait:
             self._read_held()
         while self._steps and (wait or isinstance(self._steps[0][2], float) or self._steps[0][2].query()):
             spans, begin, end, tokens = self._steps.pop(0)
-            # A phase that this step did not have took no time of it: the mean over a window is then per step, and
+            # A phase that this step did not have took 0 seconds of it. The mean over a window is then per step, and
             # phases add up.
             figures = dict.fromkeys(self._seen, 0.0)
             for name, start, stop in spans:

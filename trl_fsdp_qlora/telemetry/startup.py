@@ -1,4 +1,4 @@
-"""The block that a run prints once, before its first step: what will happen, with what, and what fell back."""
+"""The block that a run prints once, before its first step: settings, data, hardware and fallbacks."""
 
 import math
 import sys
@@ -24,7 +24,7 @@ _LAYOUTS |= dict.fromkeys(("MULTI_GPU", "MULTI_CPU"), "a copy of the model in ea
 def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """`{"trainable": (parameters, bytes), "frozen": (parameters, bytes)}` of the whole model, over all ranks.
 
-    A 4-bit weight counts as what it unpacks to.
+    A 4-bit weight counts as the parameters that it unpacks to.
     """
     packed = dense_shapes(model)
     counts = {"trainable": (0, 0), "frozen": (0, 0)}
@@ -37,7 +37,7 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _online_rows(args: Any, steps: int) -> list[tuple[str, str]]:
-    """What an optimizer step and the run take, for a trainer that draws completions."""
+    """Rows on an optimizer step and on the run, for a trainer that draws completions."""
     group = args.num_generations
     uses = args.num_iterations
     ranks = args.world_size
@@ -59,7 +59,7 @@ def _online_rows(args: Any, steps: int) -> list[tuple[str, str]]:
 
 
 def _pair_rows(args: Any, steps: int) -> list[tuple[str, str]]:
-    """The same for preference pairs."""
+    """Rows on an optimizer step and on the run, for preference pairs."""
     pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     whole = f"{counted(steps, 'optimizer step')}, {counted(steps * pairs, 'preference pair')}"
     return [("optimizer step", f"{counted(pairs, 'preference pair')} in the loss"), ("whole run", whole)]
@@ -69,8 +69,8 @@ def startup_block(args: Any, model: torch.nn.Module, steps: int, features: list[
     """The start-up text of a run of `steps` optimizer steps.
 
     Args:
-        args: its config.
-        model: what is trained, as it lies on this rank.
+        args: the run's config.
+        model: the model that is trained, as it lies on this rank.
         features: `(heading, line)`; the headings are `"on"`, `"off"` and `"as stock TRL"`.
     """
     rows = (_online_rows if hasattr(args, "num_generations") else _pair_rows)(args, steps)
@@ -105,7 +105,7 @@ def first_prompt(
 ) -> str | None:
     """The first training prompt as the model reads it, special tokens and all, with its length.
 
-    `None` where it cannot be known before training: no `tokenize` (with environments), images, streamed data.
+    It is `None` if it cannot be known before training: no `tokenize` (with environments), images, streamed data.
     """
     columns = set(getattr(data, "column_names", None) or ())
     pictures = columns & {"image", "images"}
@@ -121,9 +121,7 @@ def first_prompt(
 
 
 def packed_pass_line(figures: PassFigures) -> str:
-    """How many of the padded tokens a packed pass computed, by level of its forest, and what computed its attention
-    layers.
-    """
+    """A line on a packed pass: its tokens, by level of its forest, the padded tokens, and its attention kernels."""
     levels = [
         f"{tokens:,} on level {i}" if i else f"{tokens:,} in the roots" for i, tokens in enumerate(figures.levels)
     ]
@@ -133,10 +131,10 @@ def packed_pass_line(figures: PassFigures) -> str:
 
 
 class StartupCallback(TrainerCallback):
-    """Prints what a run begins with, once, on the main rank.
+    """Prints the start of a run, once, on the main rank.
 
-    Before the first step these are the start-up block, for which `features` gives lines, and the first prompt. After
-    the policy's first packed pass it is what `figures` (of the last one) says of it.
+    Before the first step these are the start-up block, for which `features` returns lines, and the first prompt. After
+    the policy's first packed pass it is a line on the last `figures`.
     """
 
     def __init__(
@@ -165,12 +163,12 @@ class StartupCallback(TrainerCallback):
             self._awaits_pass = False
             _write(packed_pass_line(figures))
 
-    # Where no substep ends before it.
+    # A step without accumulation ends no substep before it.
     on_pre_optimizer_step = on_substep_end
 
 
 def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
-    # Not `print`: transformers' progress bar is there by now, and the text's first line would stand behind it.
+    # Not `print`: transformers' progress bar is there by now, and the text's first line would stand after the bar.
     tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

@@ -1,9 +1,7 @@
-"""The terminal of a recipe: one line per logging step, now and then a few completions with their rewards; progress of
-what takes long.
+"""The terminal of a recipe: a line per logging step, some completions with their rewards, progress of long work.
 
-A script of a user's keeps TRL's own log lines, with at most [`PRINTED`] of this package's metrics among TRL's. All
-metrics go where TRL
-sends them: to the trackers (`report_to`) and into `trainer_state.json`.
+A user's own script keeps TRL's log lines, with at most [`PRINTED`] of this package's metrics among TRL's. All metrics
+go where TRL sends them: to the trackers (`report_to`) and into `trainer_state.json`.
 """
 
 import json
@@ -21,14 +19,14 @@ from transformers.utils import logging
 
 from ..run.nonfatal import nonfatal
 
-LINE_SECONDS = 30.0  # between two lines on what takes long, where there is no terminal for a bar
-SHOWS_PER_RUN = 10  # times that completions are shown, and after the last step
+LINE_SECONDS = 30.0  # between two lines on long work, if there is no terminal for a bar
+SHOWS_PER_RUN = 10  # number of times that completions are shown, apart from the last step
 _PROMPT_WIDTH = 60
 _COMPLETION_WIDTH = 100
 _ARGUMENT_WIDTH = 60
 _DIALOGUE_LINES = 16  # of one episode
-# Metrics that every run has beside stock TRL's, and those of them that a script prints. Metrics of an algorithm or an
-# option that the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed as stock TRL prints its own.
+# Metrics that every run has in addition to stock TRL's, and those of them that a script prints. Metrics of an
+# algorithm or an option that the user chose (`t_spmo/`, `dynamic_sampling/`, `v_star`) are printed like stock TRL's.
 _EVERY_RUN = ("efficiency/", "generation/", "groups/", "memory/", "prefix_sharing/", "throughput/", "time/", "tokens/")
 PRINTED = {
     "efficiency/prompt_redundancy",
@@ -41,8 +39,10 @@ PRINTED = {
 
 
 def number(value: float | None) -> str:
-    """Three decimals, or four significant digits where those would show nothing; `-` for what was not measured: NaN,
-    and `None`, which transformers logs for it."""
+    """Three decimals, or four significant digits if three decimals would show nothing.
+
+    A value that was not measured is `-`: NaN, and `None`, which transformers logs for NaN.
+    """
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
@@ -53,8 +53,10 @@ def _duration(seconds: float) -> str:
 
 
 def progress(what: str, total: int, unit: str, *, initial: int = 0, hidden: bool = False, leave: bool = False) -> tqdm:
-    """A context with a bar that counts `unit`s of `what` and stays if `leave`; `hidden` on every rank but the main
-    one. In a log file a line every [`LINE_SECONDS`], and none if it ends sooner."""
+    """A context with a bar that counts `unit`s of `what` and stays if `leave`; `hidden` on all ranks but the main one.
+
+    In a log file it prints a line every [`LINE_SECONDS`], and no line if the work ends sooner.
+    """
     how = {"total": total, "initial": initial, "desc": what, "unit": f" {unit}", "disable": hidden, "leave": leave}
     if not sys.stderr.isatty():
         how |= {"mininterval": LINE_SECONDS, "maxinterval": LINE_SECONDS, "delay": LINE_SECONDS, "leave": False}
@@ -63,7 +65,7 @@ def progress(what: str, total: int, unit: str, *, initial: int = 0, hidden: bool
 
 
 def _quoted(text: Any, width: int, end: bool = False) -> str:
-    """One line, cut: its beginning, or its `end`. Of a conversation the last message, of an image its name."""
+    """One line, cut to its beginning or its `end`; the last message of a conversation, the name of an image."""
     if isinstance(text, Sequence) and text and isinstance(text[-1], Mapping):
         text = text[-1].get("content", "")
     if isinstance(text, list):  # a message in parts
@@ -77,11 +79,10 @@ def _quoted(text: Any, width: int, end: bool = False) -> str:
 def completion_lines(
     prompts: Sequence, completions: Sequence, rewards: Mapping[str, Sequence[float]], count: int
 ) -> list[str]:
-    """A line each for `count` completions, and for an episode with tools its [`dialogue`], from the lowest to the
-    highest reward and spread evenly over them.
+    """A line each for `count` completions, and for an episode with tools its [`dialogue`].
 
-    `prompts` and `completions` are texts or conversations; each reward function has one value per completion, NaN
-    where it gave none.
+    They go from the lowest to the highest reward, spread evenly. `prompts` and `completions` are texts or
+    conversations; each reward function has one value per completion, NaN if it returned none.
     """
     totals = [
         sum(value for value in values if not math.isnan(value)) for values in zip(*rewards.values(), strict=True)
@@ -101,14 +102,14 @@ def completion_lines(
 
 
 def _is_episode(completion: Any) -> bool:
-    """Whether the completion is a conversation with tools, not one answer."""
+    """Whether the completion is a conversation with tools, rather than one answer."""
     if isinstance(completion, str) or not completion:
         return False
     return len(completion) > 1 or bool(completion[0].get("tool_calls"))
 
 
 def dialogue(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each thing that is said, called and returned; of a long episode its beginning and its end."""
+    """A line for each message, call and result; for a long episode its beginning and its end."""
     lines = []
     for message in messages:
         speaker = "tool" if message["role"] == "tool" else "model"
@@ -127,11 +128,11 @@ def dialogue(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class TerminalCallback(TrainerCallback):
-    """One line per logging step on the main rank, and now and then those that `completions` gives on what was
-    generated last.
+    """Prints one line per logging step on the main rank, and now and then lines on the last completions.
 
-    The first and the last step are always logged (unless `logging_strategy` is `"no"`). The time left begins with the
-    first step, after whatever is measured before it. A line that cannot be printed is a warning.
+    `completions` returns those lines. The first and the last step are always logged (unless `logging_strategy` is
+    `"no"`). The estimate of the time left starts with the first step, after any measurement before it. A line that
+    cannot be printed is a warning.
     """
 
     def __init__(self, completions: Callable[[], Iterable[str]]):
@@ -149,7 +150,7 @@ class TerminalCallback(TrainerCallback):
         self._began = self._began or self._step_began
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        # Not at the step's end, when other callbacks measure accuracy before this one is asked.
+        # Not at the step's end: other callbacks measure accuracy there before this one is called.
         self._seconds += time.perf_counter() - self._step_began
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -189,7 +190,7 @@ def _is_last(state, control) -> bool:
 
 
 def printed_metrics(logs: dict[str, Any]) -> dict[str, Any]:
-    """What a script prints of `logs`: all that stock TRL has, and [`PRINTED`]."""
+    """The part of `logs` that a script prints: all metrics of stock TRL, and [`PRINTED`]."""
     names = {name: name.removeprefix("eval_") for name in logs}
     return {
         name: value for name, value in logs.items() if names[name] in PRINTED or not names[name].startswith(_EVERY_RUN)
@@ -207,10 +208,10 @@ class _BriefProgressCallback(ProgressCallback):
 
 
 def print_briefly(trainer: Any) -> None:
-    """Let transformers' own printing callback of `trainer` print [`printed_metrics`]; the other callbacks get all
-    metrics.
+    """Let transformers' own printing callback of `trainer` print [`printed_metrics`] only.
 
-    It stays where it is among the callbacks, and `remove_callback(PrinterCallback)` still finds it.
+    The other callbacks get all metrics. The printing callback keeps its place among the callbacks, and
+    `remove_callback(PrinterCallback)` still finds it.
     """
     brief = {PrinterCallback: _BriefPrinterCallback, ProgressCallback: _BriefProgressCallback}
     for callback in trainer.callback_handler.callbacks:
@@ -218,9 +219,9 @@ def print_briefly(trainer: Any) -> None:
 
 
 def use_terminal(trainer: Any) -> None:
-    """Put a [`TerminalCallback`] in the place of `trainer`'s printing callback; a notebook's table stays as it is.
+    """Replace `trainer`'s printing callback by a [`TerminalCallback`]; a notebook's table stays as it is.
 
-    Call it after every callback that may stop training was added.
+    Call it after all callbacks that may stop training were added.
     """
 
     def completions() -> list[str]:
@@ -234,7 +235,7 @@ def use_terminal(trainer: Any) -> None:
 
 
 def no_bars_in_files() -> None:
-    """Switch the bars of the Hugging Face libraries off where standard error is no terminal."""
+    """Switch the bars of the Hugging Face libraries off if standard error is no terminal."""
     if not sys.stderr.isatty():
         for library in (datasets, huggingface_hub.utils):
             library.disable_progress_bars()

@@ -1,5 +1,6 @@
-"""Reward functions that give no completion a value: nothing can be learned from `None` and NaN alone, whatever the
-loss says.
+"""Reward functions that return no value for any completion.
+
+Nothing can be learned from `None` and NaN alone, whatever the loss is.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ logger = get_logger(__name__)
 
 
 class ScoredCompletions:
-    """Counts of the completions that each reward function called one of `names` gave a value, over all ranks."""
+    """Counts the completions that each reward function in `names` gave a value, over all ranks."""
 
     def __init__(self, names: Sequence[str]):
         self.names = list(names)
@@ -19,8 +20,11 @@ class ScoredCompletions:
         self._named: set[str] = set()
 
     def add(self, counts: Sequence[float]) -> None:
-        """Of a generation batch: its completions, and how many of them each function scored. Logs once of each
-        function that gave none a value so far; of several tasks in one dataset, its own may come later."""
+        """Add the counts of a generation batch: its completions, and how many of them each function scored.
+
+        It logs once for each function that has scored no completion so far. If the dataset has several tasks, the
+        function's own task may come later.
+        """
         drawn, *scored = map(int, counts)
         self.drawn += drawn
         self.scored = [before + now for before, now in zip(self.scored, scored, strict=True)]
@@ -34,5 +38,5 @@ class ScoredCompletions:
 
     @property
     def nothing_scored(self) -> bool:
-        """No function gave any completion of this run a value."""
+        """Whether no function gave any completion of this run a value."""
         return self.drawn > 0 and not any(self.scored)
