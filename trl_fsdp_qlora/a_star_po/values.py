@@ -289,7 +289,7 @@ def digest(value) -> str:
 
 
 def describe_sampling(model: nn.Module, sampling: GenerationConfig) -> dict:
-    """What `generate` draws with: `sampling`, and the model's own settings where it leaves something open."""
+    """The settings that `generate` draws with: `sampling`, and the model's own settings if `sampling` leaves a gap."""
     settings = model.generation_config.to_dict()
     settings |= {name: value for name, value in sampling.to_dict().items() if value is not None}
     beside = ("transformers_version", "_from_model_config", "pad_token_id", "bos_token_id")

@@ -54,10 +54,9 @@ class ChosenRows(list):
 
 
 class ScoredRows(list):
-    """Dataset rows of this rank, one for each completion, with what was drawn for them, `drawn`, and all ranks'
-    `rewards_NK`.
+    """Dataset rows of this rank, one for each completion, with the `drawn` completions and all ranks' `rewards_NK`.
 
-    Groups are whole, spread over the ranks in equal parts and in order. In the place of the inputs of TRL's
+    Groups are whole, spread over the ranks in equal parts and in order. These rows replace the inputs of TRL's
     `_generate_and_score_completions`.
     """
 

@@ -79,7 +79,7 @@ def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
 class AdapterVersions:
     """Folders `<prefix>-v1`, `-v2`, … under a scratch folder in `folder`, each written whole before it has its name.
 
-    The prefix is unique to a run, so that two can share a server. `in_memory` takes `/dev/shm` where it has room for
+    The prefix is unique to a run, so that two can share a server. `in_memory` takes `/dev/shm` if it has room for
     four versions.
     """
 

@@ -1,8 +1,8 @@
-"""vLLM's policy against the trainer's: importance weights as TRL computes them, and whether vLLM holds the model that
-is trained.
+"""Comparison of vLLM's policy with the trainer's: TRL's importance weights, and whether vLLM holds the same model.
 
-vLLM returns the log-probability of every token that it drew, and the loss computes the policy's own. Their difference
-is a metric in every step. Rounding alone makes it a few hundredths of a nat, another model makes it more than one.
+vLLM returns the log-probability of every token that it drew, and the loss computes the policy's own. The difference of
+the two is a metric in every step. Rounding alone makes it a few hundredths of a nat, another model makes it more than
+one.
 """
 
 import math

@@ -79,7 +79,7 @@ class _Serving:
 
 
 def server_info(args: Any) -> dict[str, Any]:
-    """What the server of a trainer's arguments was started with; waits for `vllm_server_timeout`, as TRL does."""
+    """The options that a trainer's vLLM server was started with; waits for `vllm_server_timeout`, as TRL does."""
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     return VLLMClient(url, connection_timeout=args.vllm_server_timeout).get_server_info()
 
